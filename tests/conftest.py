@@ -1,0 +1,24 @@
+"""The environment of every test, set before any library is imported and inherited by the processes that tests start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Kept between sessions and shared by parallel workers: the built-in model is converted once.
+CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
+
+os.environ.setdefault("TOOLKIT_CACHE", str(CACHE))
+os.environ.update(
+    HF_HOME=str(Path(os.environ["TOOLKIT_CACHE"]) / "huggingface"),
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    DO_NOT_TRACK="1",
+    WANDB_MODE="offline",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
+)
+# A token or a launcher's settings of whoever runs the tests must not decide what they see.
+for name in list(os.environ):
+    if name in ("HF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("ACCELERATE_", "FSDP_")):
+        del os.environ[name]

@@ -1,0 +1,175 @@
+"""Attention backends: what runs on this device, what a model needs, and torch's own variable-length FlashAttention.
+
+`torch_varlen` registers `torch.nn.attention.varlen` with Transformers. The kernels are part of the torch wheel, so
+packed training is fast without building flash-attn. The collator supplies `cu_seq_lens_*` as tensors and
+`max_length_*` as host integers; a tensor there would synchronise the device in every layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.errors import UserError
+
+IMPLEMENTATIONS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex_attention",
+    "torch_varlen": "torch_varlen",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "flash_attention_4": "flash_attention_4",
+}
+"""Recipe name to Transformers' `attn_implementation`."""
+
+VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
+"""Backends that take documents by their boundaries instead of a mask."""
+
+_SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
+_SINKS = frozenset({"eager", "flex", "flash_attention_3"})
+_FLASH_MODULES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute",
+}
+
+
+def available() -> dict[str, str]:
+    """Every backend with `ok`, or the reason why it does not run on this machine."""
+    import torch
+
+    reasons = {"eager": "ok", "sdpa": "ok", "flex": "ok"}
+    cuda = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if cuda else (0, 0)
+    if not cuda:
+        reasons["torch_varlen"] = "needs a CUDA GPU"
+    elif capability < (8, 0):
+        reasons["torch_varlen"] = "needs an Ampere GPU or newer (compute capability 8.0)"
+    elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        reasons["torch_varlen"] = "needs torch 2.10 or newer"
+    else:
+        reasons["torch_varlen"] = "ok"
+    for name, module in _FLASH_MODULES.items():
+        reasons[name] = "ok" if cuda and _imports(module) else _flash_reason(module, cuda)
+    return reasons
+
+
+def resolve(requested: str, config: Mapping[str, Any], compute: str) -> str:
+    """The backend that will run.
+
+    Args:
+        requested: `model.attention` of the recipe.
+        config: The model's config as a dictionary; may be empty.
+        compute: Name of the compute dtype, e.g. `bfloat16`.
+
+    Returns:
+        A key of `IMPLEMENTATIONS`.
+
+    Raises:
+        UserError: If the requested backend cannot run here or would compute something else; says which ones can.
+    """
+    reasons = available()
+    for name in list(reasons):
+        if reasons[name] == "ok" and (reason := _model_reason(name, config, compute)):
+            reasons[name] = reason
+    usable = [name for name, reason in reasons.items() if reason == "ok"]
+    if requested != "auto":
+        if requested not in usable:
+            raise UserError(
+                f"model.attention={requested} cannot be used: {reasons[requested]}",
+                f"set model.attention=auto or one of: {', '.join(usable)}",
+            )
+        return requested
+    import torch
+
+    order = ["torch_varlen", "flash_attention_2"] if torch.cuda.is_available() else []
+    return next(name for name in [*order, "sdpa", "eager"] if name in usable)
+
+
+def register() -> None:
+    """Makes `attn_implementation="torch_varlen"` known to Transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register("torch_varlen", varlen_attention)
+    # Boundaries of documents travel in cu_seq_lens; a mask would only cost memory.
+    ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", lambda *args, **kwargs: None)
+
+
+def varlen_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Any = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """Causal attention within documents, through torch's variable-length FlashAttention.
+
+    Args:
+        query: (1, num_heads, tokens, head_dim); key and value may have fewer heads.
+        sliding_window: Tokens a query may look back to, itself included.
+        cu_seq_lens_q: (documents + 1,) int32, cumulative lengths.
+        max_length_q: Longest document, a host integer.
+
+    Returns:
+        (1, tokens, num_heads, head_dim), and no attention weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("torch_varlen attention needs cu_seq_lens and max_length from the collator")
+    if dropout:
+        raise ValueError("torch_varlen attention has no dropout; set attention_dropout to 0 or use sdpa")
+    tokens_first = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    left = -1 if sliding_window is None else sliding_window - 1
+    out = varlen_attn(
+        *tokens_first,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.unsqueeze(0), None
+
+
+def _model_reason(name: str, config: Mapping[str, Any], compute: str) -> str:
+    text = config.get("text_config") or config
+    if text.get("attn_logit_softcapping") and name not in _SOFTCAP:
+        return "this model caps its attention logits, which this backend would silently skip"
+    if text.get("model_type") == "gpt_oss" and name not in _SINKS:
+        return "this model has attention sinks, which this backend would silently skip"
+    if name in VARLEN:
+        if compute == "float32":
+            return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
+        if text.get("is_encoder_decoder"):
+            return "encoder-decoder models are not fed by document boundaries"
+        head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+        if head_dim > 256 or head_dim % 8:
+            return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
+        if name == "torch_varlen" and text.get("attention_dropout"):
+            return "this model drops attention weights while training, which this backend does not do"
+    return ""
+
+
+def _imports(module: str) -> bool:
+    try:
+        return bool(importlib.import_module(module))
+    except Exception:
+        # A broken build of flash-attn raises anything from ImportError to OSError on its shared library.
+        return False
+
+
+def _flash_reason(module: str, cuda: bool) -> str:
+    return f"{module} does not import" if cuda else "needs a CUDA GPU"

@@ -1,0 +1,232 @@
+"""What happens around the steps of a training: metrics, progress, evaluation, and a clean stop."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from toolkit.folder import RunFolder
+from toolkit.policy import Length
+from toolkit.progress import Progress
+from toolkit.trainer import FixedOrder
+
+
+class StepTokens:
+    """Real tokens (padding not counted) in every optimizer step, known from the order of rows without touching a device.
+
+    Args:
+        lengths: (num_rows,) tokens of each training row.
+        order: The run's order of rows.
+        global_batch_size: Rows per step.
+    """
+
+    def __init__(self, lengths: np.ndarray, order: FixedOrder, global_batch_size: int) -> None:
+        self._lengths, self._order, self._size = lengths, order, global_batch_size
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def between(self, first_step: int, last_step: int) -> int:
+        """Tokens of the steps after `first_step` up to and including `last_step`."""
+        total, position, end = 0, first_step * self._size, last_step * self._size
+        while position < end:
+            epoch, offset = divmod(position, self._order.num_rows)
+            if epoch not in self._epochs:
+                self._epochs = {epoch: self._lengths[self._order.epoch(epoch)]}
+            part = self._epochs[epoch][offset : offset + end - position]
+            total, position = total + int(part.sum()), position + len(part)
+        return total
+
+
+class Meter(TrainerCallback):
+    """Writes `metrics.jsonl` and feeds the progress line. Only the process that talks to the user has one.
+
+    Args:
+        folder: The run folder.
+        length: The run's length, for epochs.
+        progress: The terminal.
+        tokens: Tokens of a range of steps, given its ends.
+    """
+
+    def __init__(
+        self, folder: RunFolder, length: Length, progress: Progress, tokens: Callable[[int, int], int]
+    ) -> None:
+        self._file = folder.path / "metrics.jsonl"
+        self._length, self._progress, self._tokens = length, progress, tokens
+        self._started = self._step_time = time.monotonic()
+        self._step = self._total_tokens = 0
+        self._paused = 0.0
+        self.last: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
+        earlier = _last_line(self._file)
+        self._started = time.monotonic() - earlier.get("seconds", 0.0)
+        self._total_tokens = self._tokens(0, self._step)
+        self._step_time = time.monotonic()
+        self._progress.start(state.max_steps, step=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs or state.global_step == self._step:
+            return
+        tokens = self._tokens(self._step, state.global_step)
+        now = time.monotonic()
+        rate = tokens / max(1e-9, now - self._step_time - self._paused)
+        self._total_tokens += tokens
+        self._step, self._step_time, self._paused = state.global_step, now, 0.0
+        row = {
+            "loss": logs["loss"],
+            "learning_rate": logs.get("learning_rate"),
+            "grad_norm": logs.get("grad_norm"),
+            "tokens_per_second": round(rate, 1),
+            "tokens": self._total_tokens,
+            "memory_bytes": peak_host_bytes(),
+        }
+        if torch.cuda.is_available():
+            row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        self.write(state.global_step, row)
+        self.last = row
+        self._progress.update(state.global_step, loss=logs["loss"], tokens_per_second=rate)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._progress.close()
+
+    def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Records an evaluation; its time does not count against tokens per second."""
+        self._paused += seconds
+        self.write(step, metrics)
+        self._progress.evaluation(step, metrics["eval_loss"], metrics["eval_perplexity"])
+
+    def write(self, step: int, row: dict[str, Any]) -> None:
+        """Appends one line to `metrics.jsonl`."""
+        per_epoch = self._length.steps_per_epoch
+        head = {
+            "step": step,
+            "epoch": round(step / per_epoch, 4) if per_epoch else None,
+            "seconds": round(time.monotonic() - self._started, 3),
+        }
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({**head, **row}) + "\n")
+
+
+class Evaluator(TrainerCallback):
+    """Evaluates the held-out rows before the first step, every so many steps and after the last one.
+
+    Args:
+        evaluate: Runs one evaluation on all processes and returns its metrics.
+        at_start: Whether to evaluate before the first step.
+        every_steps: Interval, or None.
+        meter: Where the results go; None on processes that do not talk to the user.
+    """
+
+    def __init__(
+        self, evaluate: Callable[[], dict[str, float]], at_start: bool, every_steps: int | None, meter: Meter | None
+    ) -> None:
+        self._evaluate, self._at_start, self._every, self._meter = evaluate, at_start, every_steps, meter
+        self.first: dict[str, float] | None = None
+        self.last: dict[str, float] | None = None
+        self._evaluated_step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._at_start and state.global_step == 0:
+            self.first = self._run(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Ask for the step's metrics now, so that `metrics.jsonl` stays in order whatever the logging interval.
+        control.should_log = control.should_log or self._due(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._due(state):
+            self._run(state.global_step)
+
+    def finish(self, step: int) -> None:
+        """Evaluates the trained model, unless the last step just did."""
+        if step != self._evaluated_step:
+            self._run(step)
+
+    def _due(self, state: Any) -> bool:
+        step = state.global_step
+        return bool(self._every and step % self._every == 0 and step != self._evaluated_step)
+
+    def _run(self, step: int) -> dict[str, float]:
+        self._evaluated_step = step
+        started = time.monotonic()
+        self.last = self._evaluate()
+        if self._meter:
+            self._meter.evaluated(step, self.last, time.monotonic() - started)
+        return self.last
+
+
+class CleanStop(TrainerCallback):
+    """The first Ctrl-C (or SIGTERM) saves a checkpoint after the running step and stops; the second stops at once.
+
+    Launchers pass the terminal's signal on a second time, so signals within two seconds count as one. With several
+    processes all agree before stopping, otherwise one would wait for the others for ever.
+    """
+
+    def __init__(self, accelerator: Any, tell: Callable[[str], None]) -> None:
+        self._accelerator, self._tell = accelerator, tell
+        self._asked_at: float | None = None
+        self._previous: dict[int, Any] = {}
+        self.stopped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        asked = self._asked_at is not None
+        if self._accelerator.num_processes > 1:
+            flag = torch.tensor([float(asked)], device=self._accelerator.device)
+            asked = bool(self._accelerator.reduce(flag, reduction="sum").item())
+        if asked and state.global_step < state.max_steps:
+            self.stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._tell("Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop at once.")
+        elif now - self._asked_at > 2:
+            raise KeyboardInterrupt
+
+
+def peak_host_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _last_line(file: Path) -> dict[str, Any]:
+    """The last complete line of a metrics file; empty if there is none."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            return row
+    return {}

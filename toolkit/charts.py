@@ -1,0 +1,261 @@
+"""Line charts as inline SVG that stay sharp and readable at any width.
+
+The lines live in a nested SVG that stretches with the page, while text and markers are placed in percent, so that they
+keep their size on a phone and on paper.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+MAX_POINTS = 1000
+MAX_MARKS = 50
+FEW_POINTS = 16
+LOG_RATIO = 50.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        label: Name in the legend.
+        x: Rising positions.
+        y: One value per position; values that are not finite are marked, not drawn.
+        style: `line`, `faint` (raw values behind a smoothed line) or `points` (a thin line with markers).
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: Literal["line", "faint", "points"] = "line"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to 0..1 and knows its tick marks."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def position(self, value: float) -> float:
+        """Share of the axis below `value`."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    height: int = 180,
+    from_zero: bool = False,
+    may_log: bool = False,
+    form: Callable[[float], str] = lambda value: f"{value:.5g}",
+) -> str:
+    """A figure with title, legend, axes and lines over training steps.
+
+    Args:
+        title: What is shown, with its unit.
+        series: Lines over a common axis of steps; empty ones are left out.
+        height: Height of the plot in pixels.
+        from_zero: Whether the value axis starts at zero.
+        may_log: Whether a logarithmic axis is used when a few values tower over the rest.
+        form: Text of a tick and of a value under the pointer.
+
+    Returns:
+        HTML of one `<figure>`.
+    """
+    series = [line for line in series if len(line.x)]
+    values = sorted(value for line in series for value in line.y if _drawable(value))
+    heading = f'<span class="title">{escape(title)}</span>'
+    if not series:
+        caption = f"<figcaption>{heading}</figcaption>"
+        return f'<figure class="chart">{caption}<p class="empty">Nothing was measured.</p></figure>'
+    xs = [x for line in series for x in (line.x[0], line.x[-1])]
+    x_axis = _step_axis(min(xs), max(xs))
+    y_axis = _value_axis(values, from_zero, may_log)
+    grid, lines, dots = [], [], []
+    for tick, text in zip(y_axis.ticks, _tick_texts(y_axis.ticks, form), strict=True):
+        y = (1 - y_axis.position(tick)) * height
+        grid.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        grid.append(f'<text class="y" x="-8" y="{y + 4:.1f}">{escape(text)}</text>')
+    for tick in x_axis.ticks:
+        x = x_axis.position(tick) * 100
+        grid.append(f'<line class="tick" x1="{x:.2f}%" x2="{x:.2f}%" y1="{height}" y2="{height + 4}"/>')
+        grid.append(f'<text class="x" x="{x:.2f}%" y="{height + 18}">{tick:,.0f}</text>')
+    broken: set[float] = set()
+    for line in series:
+        broken.update(x for x, y in zip(line.x, line.y, strict=True) if not _drawable(y))
+        points = [
+            (x_axis.position(x) * 100, (1 - y_axis.position(y)) * height if _drawable(y) else math.nan)
+            for x, y in downsample(line.x, line.y)
+        ]
+        lines.append(f'<path class="{line.style}" d="{_path(points)}"/>')
+        if line.style == "points" or len(points) <= FEW_POINTS:
+            dots += [
+                f'<circle class="{line.style}" cx="{x:.2f}%" cy="{y:.1f}" r="{4 if line.style == "points" else 3}"/>'
+                for x, y in points[:: max(len(points) // MAX_MARKS, 1)]
+                if _drawable(y)
+            ]
+    for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken}):
+        dots.append(f'<text class="broken" x="{mark / MAX_MARKS:.0%}" y="10">&times;</text>')
+    named = series if len(series) > 1 else []
+    legend = "".join(f'<span class="key {line.style}">{escape(line.label)}</span>' for line in named)
+    if broken:
+        legend += f'<span class="key broken">{_steps_text(broken)} without a finite value</span>'
+    if y_axis.log:
+        legend += '<span class="key">logarithmic</span>'
+    return (
+        f'<figure class="chart" data-chart="{escape(_pointer_data(series, x_axis, form))}">'
+        f'<figcaption>{heading}<span class="legend">{legend}</span><output></output></figcaption>'
+        f'<svg height="{height + 40}" role="img" aria-label="{escape(_spoken(title, series, form))}">'
+        f"{''.join(grid)}"
+        f'<text class="x name" x="50%" y="{height + 36}">step</text>'
+        f'<svg width="100%" height="{height}" viewBox="0 0 100 {height}" preserveAspectRatio="none">'
+        f"{''.join(lines)}</svg>{''.join(dots)}"
+        f'<line class="cursor" y1="0" y2="{height}"/></svg></figure>'
+    )
+
+
+def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """At most `limit` points that keep the ends and, in every stretch, the smallest and the largest value."""
+    if len(x) <= limit:
+        return list(zip(x, y, strict=True))
+    buckets = (limit - 2) // 2
+    inner = len(x) - 2
+    kept = [0]
+    for bucket in range(buckets):
+        stretch = range(1 + bucket * inner // buckets, 1 + (bucket + 1) * inner // buckets)
+        drawn = [index for index in stretch if _drawable(y[index])] or [stretch[0]]
+        kept += sorted({min(drawn, key=y.__getitem__), max(drawn, key=y.__getitem__)})
+    kept.append(len(x) - 1)
+    return [(x[index], y[index]) for index in kept]
+
+
+def smooth(y: Sequence[float]) -> list[float]:
+    """Moving average of the middle values in a twentieth of the points: one spike leaves no plateau.
+
+    What is not finite is left out; where nothing else is in reach, the result is NaN.
+    """
+    half = len(y) // 40
+    window: list[float] = []
+    smoothed = []
+    start = stop = 0
+    for index in range(len(y)):
+        # Towards both ends the window shrinks to stay centred, but not so far that the ends jump with single steps.
+        reach = max(min(half, index, len(y) - 1 - index), half // 4)
+        low, high = max(index - reach, 0), min(index + reach + 1, len(y))
+        for value in y[stop:high]:
+            if _drawable(value):
+                bisect.insort(window, value)
+        for value in y[start:low]:
+            if _drawable(value):
+                window.pop(bisect.bisect_left(window, value))
+        start, stop = low, max(stop, high)
+        edge = max(len(window) // 4, len(window) // 2 - 25)
+        middle = window[edge : len(window) - edge]
+        smoothed.append(sum(middle) / len(middle) if middle else math.nan)
+    return smoothed
+
+
+def nice_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
+    """Round numbers, 1, 2 or 5 times a power of ten apart, that enclose `low` to `high`."""
+    raw = (high - low) / max(most - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    # Rounding to the step's own digits keeps 0.30000000000000004 off the page.
+    digits = max(0, -math.floor(math.log10(step)))
+    return tuple(round(index * step, digits + 1) for index in range(first, last + 1))
+
+
+def _drawable(value: float) -> bool:
+    """Whether a value is finite, and small enough that differences of two values are finite as well."""
+    return abs(value) < 1e300
+
+
+def _value_axis(values: Sequence[float], from_zero: bool, may_log: bool) -> Axis:
+    """Axis for sorted finite values."""
+    if not values:
+        return Axis(0.0, 1.0, ())
+    low, high = values[0], values[-1]
+    if may_log and low > 0 and high > LOG_RATIO * values[len(values) // 2]:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        every = max(1, math.ceil(len(decades) / 6))
+        ticks = tuple(10.0**decade for decade in decades[::every])
+        return Axis(10.0 ** decades[0], 10.0 ** decades[-1], ticks, log=True)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+        high = high if high > low else 1.0
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        margin = abs(high) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    ticks = nice_ticks(low, high)
+    return Axis(ticks[0], ticks[-1], ticks)
+
+
+def _step_axis(low: float, high: float) -> Axis:
+    """Axis for steps: whole-number ticks inside the range of the data."""
+    if low == high:
+        return Axis(low - 0.5, high + 0.5, (low,))
+    ticks = nice_ticks(low, high)
+    return Axis(low, high, tuple(tick for tick in ticks if low <= tick <= high and tick == int(tick)))
+
+
+def _tick_texts(ticks: Sequence[float], form: Callable[[float], str]) -> list[str]:
+    """Texts of an axis's ticks, with the same number of decimals on all but zero."""
+    texts = [form(tick) for tick in ticks]
+    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+    if all(re.fullmatch(r"-?\d+(\.\d+)?", text) for text in texts):
+        return ["0" if tick == 0 else f"{tick:.{decimals}f}" for tick in ticks]
+    return texts
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    """SVG path, broken where a value is missing; a lone point becomes a dot through its round cap."""
+    commands: list[str] = []
+    pen_down = False
+    for index, (x, y) in enumerate(points):
+        if not _drawable(y):
+            pen_down = False
+            continue
+        alone = not pen_down and (index + 1 == len(points) or not _drawable(points[index + 1][1]))
+        commands.append(f"{'L' if pen_down else 'M'}{x:.3f} {y:.2f}{'h0' if alone else ''}")
+        pen_down = True
+    return "".join(commands)
+
+
+def _pointer_data(series: Sequence[Series], x_axis: Axis, form: Callable[[float], str]) -> str:
+    """What the read-out under the pointer needs: per line its label, steps and ready-made texts."""
+    lines = []
+    for line in series:
+        points = downsample(line.x, line.y)
+        texts = [form(y) if _drawable(y) else str(y) for _, y in points]
+        lines.append({"label": line.label, "x": [x for x, _ in points], "text": texts})
+    return json.dumps({"low": x_axis.low, "high": x_axis.high, "lines": lines}, separators=(",", ":"))
+
+
+def _spoken(title: str, series: Sequence[Series], form: Callable[[float], str]) -> str:
+    parts = []
+    for line in series:
+        known = [value for value in line.y if _drawable(value)]
+        if known and line.style != "faint":
+            parts.append(f"{line.label} from {form(known[0])} to {form(known[-1])}")
+    return f"{title}: {', '.join(parts) or 'no finite value'}"
+
+
+def _steps_text(steps: set[float]) -> str:
+    ordered = sorted(steps)
+    more = f" and {len(ordered) - 3:,} more" if len(ordered) > 3 else ""
+    return f"step{'s' if len(ordered) > 1 else ''} {', '.join(f'{step:,.0f}' for step in ordered[:3])}{more}"

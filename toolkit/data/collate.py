@@ -1,0 +1,139 @@
+"""Rows to the tensors of one batch, in the layout that the attention backend isolates documents in."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+
+from toolkit.data.templates import IGNORE
+
+Layout = Literal["padded", "packed", "flat"]
+
+
+def isolates(model: torch.nn.Module, layout: Layout) -> bool:
+    """Whether documents packed into one sequence cannot see each other, measured on the model itself.
+
+    Many models take `position_ids` and still look across documents (OPT, Falcon, models with recurrent layers), so
+    this asks the model: the gradient of the second document's logits with respect to the first document's embeddings
+    must be exactly zero. It runs one forward and backward pass over eight tokens and leaves no gradients behind.
+
+    Args:
+        model: a causal language model with its attention backend set, on the device it is trained on, its parameters
+            materialised (not yet sharded).
+        layout: how packed rows reach the model: `packed` for backends that mask, `flat` for those that take lengths.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return False
+    embeddings = base.get_input_embeddings()
+    row = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
+    batch = Collator(0, layout)([row])
+    del batch["labels"]
+    device = embeddings.weight.device
+    batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    seen: list[torch.Tensor] = []
+
+    def watch(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output if output.requires_grad else output.requires_grad_())
+        return seen[-1]
+
+    handle = embeddings.register_forward_hook(watch)
+    training = model.training
+    model.eval()  # dropout would draw from the generator of the run
+    try:
+        with torch.enable_grad():
+            logits = model(**batch).logits[0].float()
+            (gradient,) = torch.autograd.grad(logits[4:].square().sum(), seen[0])
+    finally:
+        handle.remove()
+        model.train(training)
+    return bool((gradient[0, :4] == 0).all() and (gradient[0, 4:] != 0).any())
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Batches decoder-only rows.
+
+    Layouts (B examples, L the longest of them, T their sum):
+        padded: `input_ids`, `attention_mask`, `labels`, each (B, L), padded on the right.
+        packed: `input_ids`, `labels`, `position_ids`, each (B, L). Positions restart at every document and no
+            attention mask is given: from that, Transformers makes a mask that isolates the documents. Padding is a
+            document of its own. `use_cache` is off, because Transformers looks for documents only without a cache.
+        flat: all documents in one row, `input_ids`, `labels`, `position_ids`, each (1, T), with `cu_seq_lens_q`,
+            `cu_seq_lens_k` (documents + 1,) int32 and `max_length_q`, `max_length_k` as host integers, which saves
+            every layer a wait for the device.
+
+    Args:
+        pad_token_id: Fills up rows; never trained, never seen by other tokens.
+        layout: One of the above.
+        pad_to_multiple_of: Rounds L (or T) up; 8 suits tensor cores.
+    """
+
+    pad_token_id: int
+    layout: Layout
+    pad_to_multiple_of: int = 1
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Tensors for rows with `input_ids`, `labels` and, where packed, `seq_lengths`."""
+        rows = [(list(example["input_ids"]), list(example["labels"])) for example in examples]
+        documents = [list(example.get("seq_lengths") or [len(example["input_ids"])]) for example in examples]
+        for (_, labels), lengths in zip(rows, documents, strict=True):
+            assert sum(lengths) == len(labels), "seq_lengths do not add up to the row"
+            starts = [0, *accumulate(lengths)][:-1]
+            assert all(labels[start] == IGNORE for start in starts), "the first token of a document is trained"
+        if self.layout == "flat":
+            rows = [([t for ids, _ in rows for t in ids], [t for _, labels in rows for t in labels])]
+            documents = [[length for lengths in documents for length in lengths]]
+        assert self.layout != "padded" or all(len(lengths) == 1 for lengths in documents), "packed rows need isolation"
+
+        width = _round_up(max(len(ids) for ids, _ in rows), self.pad_to_multiple_of)
+        pads = [width - len(ids) for ids, _ in rows]
+        batch: dict[str, Any] = {
+            "input_ids": torch.tensor([ids + [self.pad_token_id] * n for (ids, _), n in zip(rows, pads, strict=True)]),
+            "labels": torch.tensor([labels + [IGNORE] * n for (_, labels), n in zip(rows, pads, strict=True)]),
+        }
+        if self.layout == "padded":
+            batch["attention_mask"] = torch.tensor([[1] * (width - n) + [0] * n for n in pads])
+            return batch
+        documents = [lengths + [n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
+        batch["position_ids"] = torch.tensor([[p for n in lengths for p in range(n)] for lengths in documents])
+        if self.layout == "packed":
+            batch["use_cache"] = False
+        else:
+            boundaries = torch.tensor([0, *accumulate(documents[0])], dtype=torch.int32)
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = boundaries
+            batch["max_length_q"] = batch["max_length_k"] = max(documents[0])
+        return batch
+
+
+@dataclass(frozen=True)
+class Seq2SeqCollator:
+    """Batches encoder-decoder rows; the model shifts the labels into decoder inputs itself.
+
+    Args:
+        pad_token_id: Fills up the sources; labels are filled with -100.
+        pad_to_multiple_of: Rounds the lengths up.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int = 1
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask` (B, longest source), `labels` (B, longest target), padded on the right."""
+        sources = [list(example["input_ids"]) for example in examples]
+        targets = [list(example["labels"]) for example in examples]
+        width = _round_up(max(map(len, sources)), self.pad_to_multiple_of)
+        height = _round_up(max(map(len, targets)), self.pad_to_multiple_of)
+        return {
+            "input_ids": torch.tensor([ids + [self.pad_token_id] * (width - len(ids)) for ids in sources]),
+            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sources]),
+            "labels": torch.tensor([ids + [IGNORE] * (height - len(ids)) for ids in targets]),
+        }
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

@@ -1,0 +1,111 @@
+"""Which rows are trained on and how often: deduplication, the held-out fraction, weights and `max_samples`.
+
+Rows are known here by two numbers: the source they come from and a hash of their content.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import UserError
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A choice of rows.
+
+    Attributes:
+        train: Row numbers to train on, in order; rows of small sources stand there several times.
+        eval: Row numbers held out.
+        duplicates: Rows whose content stands in an earlier row, by source.
+    """
+
+    train: Indices
+    eval: Indices
+    duplicates: list[int]
+
+
+def mix(
+    source: Indices,
+    content: Indices,
+    weights: list[float | None],
+    *,
+    eval_fraction: float | None = None,
+    max_samples: int | None = None,
+    deduplicate: bool = False,
+    shuffle: bool = True,
+    seed: int,
+) -> Mixture:
+    """Chooses rows, the same ones for the same arguments.
+
+    The held-out fraction is taken by content and before any repetition, so no content is on both sides. Sources
+    follow each other in the order of the recipe unless `shuffle`.
+
+    Args:
+        source: Number of the source of every row, shape (rows,).
+        content: Hash of the content of every row, shape (rows,).
+        weights: `weight` of every source; if one is set, the others count as 1.
+        eval_fraction: Share of the distinct rows to hold out.
+        max_samples: Keep at most this many training rows.
+        deduplicate: Keep only the first row of every content.
+        shuffle: Whether the training rows are shuffled.
+        seed: Of every choice.
+
+    Raises:
+        UserError: Nothing would be left to train on, or nothing to hold out.
+    """
+    rng = np.random.default_rng(seed)
+    _, first = np.unique(content, return_index=True)
+    repeated = np.ones(len(content), dtype=bool)
+    repeated[first] = False
+    duplicates = np.bincount(source[repeated], minlength=len(weights)).tolist()
+
+    rows = np.arange(len(content))
+    if deduplicate:
+        rows = rows[~repeated]
+    held_out = np.zeros(0, dtype=np.int64)
+    if eval_fraction is not None and len(first):
+        count = round(eval_fraction * len(first))
+        if not 0 < count < len(first):
+            raise UserError(
+                f"`data.eval_split: {eval_fraction}` of {len(first)} distinct rows holds out {count}",
+                "choose another fraction, or name held-out rows with `data.eval_sources`",
+            )
+        chosen = rng.permutation(np.sort(first))[:count]
+        is_held_out = np.isin(content[rows], content[chosen])
+        held_out, rows = rng.permutation(rows[is_held_out]), rows[~is_held_out]
+
+    parts = [rows[source[rows] == number] for number in range(len(weights))]
+    counts = _counts([len(part) for part in parts], weights)
+    train = np.concatenate([_repeat(part, count, rng) for part, count in zip(parts, counts, strict=True)])
+    if max_samples is not None and max_samples < len(train):
+        train = train[np.sort(rng.permutation(len(train))[:max_samples])]
+    return Mixture(rng.permutation(train) if shuffle else train, held_out, duplicates)
+
+
+def _counts(sizes: list[int], weights: list[float | None]) -> list[int]:
+    """Rows to take from every source: the smallest mixture in these shares that uses every row once."""
+    if all(weight is None for weight in weights):
+        return sizes
+    filled = [1.0 if weight is None else weight for weight in weights]
+    # A row of the tightest source stands once; all others follow their weight, at least once.
+    per_weight = max(size / weight for size, weight in zip(sizes, filled, strict=True))
+    # Rounding up only what is more than rounding noise: 0.1 * 30 is 3.0000000000000004.
+    return [
+        max(size, math.ceil(per_weight * weight - 1e-6)) if size else 0
+        for size, weight in zip(sizes, filled, strict=True)
+    ]
+
+
+def _repeat(rows: Indices, count: int, rng: np.random.Generator) -> Indices:
+    """`count` of `rows`: all of them as often as possible, and a random choice for the rest."""
+    if not len(rows):
+        return rows
+    passes, rest = divmod(count, len(rows))
+    return np.concatenate([np.tile(rows, passes), np.sort(rng.permutation(rows)[:rest])])

@@ -1,0 +1,336 @@
+"""Prepares the data of a recipe: read, checked, tokenised and packed once, then only loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import xxhash
+from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.cache import build_once, cache_dir
+from toolkit.data import audit as auditing
+from toolkit.data.mixture import Indices, mix
+from toolkit.data.packing import pack
+from toolkit.data.rows import Chat, Completion, Pair, Row, Text, from_json
+from toolkit.data.sources import Reader, open_source
+from toolkit.data.streaming import AUDITED_ROWS, stream
+from toolkit.data.tables import Cutter, Use, collect, tokenise
+from toolkit.data.templates import Encoder
+from toolkit.errors import UserError
+from toolkit.recipe.schema import Recipe, Source
+
+CODE_VERSION = 1
+"""Raise when the same data and settings would give other tokens than before."""
+MIN_SAMPLES = 8
+
+Sources = list[tuple[Source, Reader]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready for training.
+
+    Attributes:
+        train: Columns input_ids and labels, with packing also seq_lengths (tokens of each row in a sequence).
+        eval: Held-out rows, never packed; None if the recipe has none.
+        audit: The figures of `toolkit.data.audit`.
+        samples: Rows to generate for, held out ones if there are any: `prompt` to show, `input_text` and `input_ids`
+            to feed, `reference` answer.
+        fingerprint: Changes whenever any of the above changes.
+        path: Folder that holds it all.
+    """
+
+    train: Dataset | IterableDataset
+    eval: Dataset | None
+    audit: auditing.Audit
+    samples: list[dict[str, Any]]
+    fingerprint: str
+    path: Path
+
+
+def prepare(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], cache: Path | None = None
+) -> Prepared:
+    """Turns the sources of a recipe into token sequences.
+
+    The first process to come builds a folder in the cache; all others, and all later runs, load it. Source files are
+    read again only to hash them.
+
+    Args:
+        recipe: The whole recipe; `data`, `objective`, `batch` and `seed` matter.
+        tokenizer: With the chat template that shall be used.
+        stop_token_ids: Tokens that end generation.
+        cache: Folder of prepared data; by default `data/` in the toolkit's cache.
+
+    Raises:
+        UserError: The data cannot be read or cannot be trained on.
+    """
+    datasets.disable_progress_bars()
+    data = recipe.data
+    _check_streaming(recipe)
+    limit = {"max_samples": AUDITED_ROWS} if data.streaming else {}
+    train_sources = data.training_sources()
+    train = [(source, open_source(source, data.streaming)) for source in train_sources]
+    held_out = [(source, open_source(source)) for source in data.evaluation_sources()]
+    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, train + held_out)
+    encoder = Encoder(tokenizer, _train_on(recipe), stop_token_ids)
+    cutter = Cutter(encoder, _stop_ids(tokenizer, stop_token_ids), recipe.batch.seq_len, data.over_long)
+    use = Use(recipe.objective, data.train_on, bool(tokenizer.chat_template))
+    audited = [(s, open_source(s.model_copy(update=limit), data.streaming)) for s in train_sources]
+
+    path = build_once(
+        (cache or cache_dir() / "data") / fingerprint,
+        lambda folder: _Build(recipe, cutter, use, folder).run(audited if data.streaming else train, held_out),
+    )
+    audit = json.loads((path / "audit.json").read_text(encoding="utf-8"))
+    return Prepared(
+        train=stream(train, recipe, cutter, use) if data.streaming else Dataset.load_from_disk(str(path / "train")),
+        eval=Dataset.load_from_disk(str(path / "eval")) if (path / "eval").is_dir() else None,
+        audit=auditing.check_batch(audit, _global_batch_size(recipe)),
+        samples=json.loads((path / "samples.json").read_text(encoding="utf-8")),
+        fingerprint=fingerprint,
+        path=path,
+    )
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Fills one folder of the cache."""
+
+    recipe: Recipe
+    cutter: Cutter
+    use: Use
+    folder: Path
+
+    def run(self, train: Sources, held_out: Sources) -> None:
+        data = self.recipe.data
+        scratch = self.folder / "scratch"
+        scratch.mkdir()
+        rows, sources = collect(train + held_out, self.use, scratch / "rows.arrow")
+        source = np.asarray(rows.with_format("numpy")["source"][:], dtype=np.int64)
+        content = np.asarray(rows.with_format("numpy")["content"][:], dtype=np.int64)
+        is_train = source < len(train)
+        mixture = mix(
+            source[is_train],
+            content[is_train],
+            [each.weight for each, _ in train],
+            eval_fraction=data.eval_split if isinstance(data.eval_split, float) else None,
+            max_samples=data.max_samples,
+            deduplicate=data.deduplicate,
+            shuffle=data.shuffle,
+            seed=self.recipe.seed,
+        )
+        chosen_eval = np.concatenate([mixture.eval, np.flatnonzero(~is_train)])
+        if data.eval_max_samples is not None and data.eval_max_samples < len(chosen_eval):
+            order = np.random.default_rng(self.recipe.seed).permutation(len(chosen_eval))
+            chosen_eval = chosen_eval[np.sort(order[: data.eval_max_samples])]
+
+        distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
+        pieces = tokenise(rows.select(distinct), self.cutter, data.num_proc, scratch / "tokens.arrow")
+        tokens = _Tokens(pieces, self.cutter)
+        tokens.refuse_over_long(rows, distinct)
+        sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
+
+        for number, info in enumerate(sources):
+            role = "train" if number < len(train) else "eval"
+            used = tokens.usable(sides[role][source[distinct[sides[role]]] == number])
+            info |= {"role": role, "used_rows": len(used), "repeats": len(used) / max(len(np.unique(used)), 1)}
+        total = sum(info["used_rows"] for info in sources if info["role"] == "train") or 1
+        for info in sources:
+            info["share"] = info["used_rows"] / total
+        has_eval = data.eval_split is not None or bool(data.eval_sources)
+        audit: auditing.Audit = {
+            "objective": self.recipe.objective,
+            "scope": f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
+            "sources": sources,
+            "train": tokens.measure(sides["train"]),
+            "eval": tokens.measure(sides["eval"]) if has_eval else None,
+            "deduplicate": data.deduplicate,
+            "duplicates": sum(mixture.duplicates),
+            "in_train_and_eval": int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
+            "chat_template": self._chat_template(tokens),
+            "packing": None,
+        }
+        auditing.check(auditing.find_problems(audit))
+
+        if not data.streaming:
+            sequences = tokens.take(sides["train"])
+            if data.packing:
+                sequences = pack(sequences, self.recipe.batch.seq_len)
+                size = len(sequences) * self.recipe.batch.seq_len
+                filled = audit["train"]["tokens"] / size
+                audit["packing"] = {"rows": len(sequences), "efficiency": filled}
+            sequences.save_to_disk(str(self.folder / "train"))
+        if has_eval:
+            tokens.take(sides["eval"]).save_to_disk(str(self.folder / "eval"))
+        audit["problems"] = auditing.find_problems(audit)
+        _write_json(self.folder / "audit.json", audit)
+        shown = tokens.usable(sides["eval" if has_eval else "train"])
+        samples = rows.select(distinct[shown[: _num_samples(self.recipe)]])["row"]
+        _write_json(self.folder / "samples.json", [_sample(from_json(text), self.cutter.encoder) for text in samples])
+        shutil.rmtree(scratch)
+
+    def _chat_template(self, tokens: _Tokens) -> dict[str, Any]:
+        template = self.recipe.model.chat_template
+        has = self.use.has_chat_template
+        source = f"`model.chat_template: {template}`" if template else "the tokenizer's" if has else "none"
+        return {"source": source, "needed": "Chat" in tokens.kinds}
+
+
+class _Tokens:
+    """All distinct rows as tokens, by the number of the row; a row may be several pieces."""
+
+    def __init__(self, pieces: Dataset, cutter: Cutter) -> None:
+        self.pieces, self.cutter = pieces, cutter
+        names = ["row", "length", "trained", "stops", "merged"]
+        piece = {name: pieces.data.column(name).to_numpy() for name in names}
+        self.kinds = set(pieces.data.column("kind").unique().to_pylist())
+        sizes = pieces.select_columns(["input_ids", "labels"]).with_format("arrow")
+        tokens = [np.zeros(0, dtype=np.int64)]
+        for batch in sizes.iter(10_000):
+            count = batch["input_ids"].combine_chunks().value_lengths().to_numpy()
+            if "Pair" in self.kinds:
+                count = count + batch["labels"].combine_chunks().value_lengths().to_numpy()
+            tokens.append(count)
+        # Every row has at least one piece, and pieces of a row follow each other.
+        self.start = np.flatnonzero(np.diff(piece["row"], prepend=-1))
+        self.count = np.diff(self.start, append=len(piece["row"]))
+        self.length = piece["length"][self.start]
+        self.over_long = self.length > cutter.seq_len
+        self.keep = piece["trained"] > 0
+        if cutter.over_long == "drop":
+            self.keep &= ~(piece["length"] > cutter.seq_len)
+
+        def per_row(values: NDArray[Any]) -> NDArray[Any]:
+            return np.add.reduceat(np.where(self.keep, values, 0), self.start) if len(values) else values
+
+        self.figures = {
+            "length": self.length,
+            "over_long": self.over_long,
+            "tokens": per_row(np.concatenate(tokens)),
+            "trained": per_row(piece["trained"]),
+            "stops": per_row(piece["stops"]) > 0,
+            "merged": per_row(piece["merged"]) > 0,
+        }
+
+    def refuse_over_long(self, rows: Dataset, distinct: Indices) -> None:
+        """Raises if a row is too long for what `data.over_long` says."""
+        seq_len, action = self.cutter.seq_len, self.cutter.over_long
+        if not self.over_long.any() or action in ("drop", "truncate"):
+            return
+        longest = int(self.length.argmax())
+        where = rows[int(distinct[longest])]["where"]
+        count = int(self.over_long.sum())
+        what = (
+            f"{count:,} of {len(self.length):,} rows are longer than `batch.seq_len: {seq_len}`; "
+            f"the longest has {self.length[longest]:,} tokens ({where})"
+        )
+        if action == "error":
+            raise UserError(what, "raise `batch.seq_len`, or set `data.over_long` to drop, truncate or (text) split")
+        if self.kinds != {"Text"}:
+            raise UserError(
+                f"{what}, and `data.over_long: split` is for text, not for chats or completions",
+                "raise `batch.seq_len`, or set `data.over_long` to drop or truncate",
+            )
+
+    def usable(self, numbers: Indices) -> Indices:
+        """Those of the rows that have a trained token."""
+        return numbers[self.figures["trained"][numbers] > 0]
+
+    def measure(self, numbers: Indices) -> auditing.Audit:
+        figures = {name: values[numbers] for name, values in self.figures.items()}
+        return auditing.measure(figures, self.cutter.seq_len, self.cutter.over_long)
+
+    def take(self, numbers: Indices) -> Dataset:
+        """The usable pieces of the rows, in their order: columns input_ids and labels."""
+        count = self.count[numbers]
+        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        chosen = np.repeat(self.start[numbers], count) + within
+        return self.pieces.select_columns(["input_ids", "labels"]).select(chosen[self.keep[chosen]])
+
+
+def _sample(row: Row, encoder: Encoder) -> dict[str, Any]:
+    input_text, reference = encoder.prompt_text(row)
+    match row:
+        case Chat(messages):
+            prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), input_text)
+        case Text() | Completion() | Pair():
+            prompt = input_text
+    return {
+        "prompt": prompt,
+        "input_text": input_text,
+        "input_ids": encoder.prompt_ids(row),
+        "reference": reference,
+    }
+
+
+def _fingerprint(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], sources: Sources
+) -> str:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    for state in ("truncation", "padding"):  # what the last call left behind
+        backend.pop(state, None)
+    parts: Mapping[str, Any] = {
+        "version": CODE_VERSION,
+        "data": recipe.data.model_dump(exclude={"num_proc", "sources", "eval_sources"}),
+        "sources": [[source.model_dump(), reader.fingerprint()] for source, reader in sources],
+        "objective": recipe.objective,
+        "seq_len": recipe.batch.seq_len,
+        "seed": recipe.seed,
+        "samples": _num_samples(recipe),
+        "template": [recipe.model.chat_template, tokenizer.chat_template],
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "stop": sorted(stop_token_ids),
+        "tokenizer": backend,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+def _train_on(recipe: Recipe) -> str:
+    return "all" if recipe.objective == "language_modelling" else recipe.data.train_on
+
+
+def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int]) -> frozenset[int]:
+    eos = tokenizer.eos_token_id
+    return stop_token_ids | (frozenset() if eos is None else frozenset({eos}))
+
+
+def _num_samples(recipe: Recipe) -> int:
+    return max(MIN_SAMPLES, recipe.evaluation.num_prompts)
+
+
+def _global_batch_size(recipe: Recipe) -> int:
+    batch = recipe.batch
+    per_step = batch.tokens_per_step // batch.seq_len if batch.tokens_per_step else 16
+    return batch.global_batch_size or max(per_step, 1)
+
+
+def _check_streaming(recipe: Recipe) -> None:
+    """Refuses settings that need all rows at once."""
+    data = recipe.data
+    if not data.streaming:
+        return
+    wrong = {
+        "data.deduplicate": data.deduplicate,
+        "data.max_samples": data.max_samples is not None,
+        "data.eval_split as a fraction": isinstance(data.eval_split, float),
+    }
+    if named := [f"`{name}`" for name, is_set in wrong.items() if is_set]:
+        raise UserError(
+            f"`data.streaming` does not know all rows, which {', '.join(named)} needs",
+            "set `data.streaming: false`; or limit sources with `max_samples` of their own and name held-out rows "
+            "with `data.eval_sources`",
+        )
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")

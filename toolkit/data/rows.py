@@ -1,0 +1,62 @@
+"""The four normal forms every source row becomes before it is tokenised."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document; every token is a target."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and the text that continues it, without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, rendered with the tokenizer's chat template.
+
+    Attributes:
+        messages: dicts with ``role`` (system, user, assistant, tool ...), ``content`` and, where there are any,
+            ``tool_calls`` (arguments are objects, not JSON strings). A message may carry ``train``: false to keep
+            it out of the loss.
+        tools: tool definitions (JSON schema objects) offered to the model, or None.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two sides of an encoder-decoder example."""
+
+    source: str
+    target: str
+
+
+Row = Text | Completion | Chat | Pair
+
+
+def to_json(row: Row) -> str:
+    """One row as a JSON string; unlike an Arrow struct it keeps objects with differing keys as they are."""
+    return json.dumps([type(row).__name__, *vars(row).values()], ensure_ascii=False)
+
+
+def from_json(text: str) -> Row:
+    """The row that `to_json` wrote."""
+    kind, *fields = json.loads(text)
+    return _KINDS[kind](*fields)
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Text, Completion, Chat, Pair)}

@@ -1,0 +1,232 @@
+"""Reads the sources of a recipe into plain rows, each with the place it came from.
+
+A local path is a file, a folder or a glob of JSON, JSONL, CSV, TSV, Parquet or text files, compressed or not. A text
+file is one document; line-wise text belongs in JSONL. In a folder with data files of the other kinds, text files
+(a README, a licence) are left alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import datasets
+import xxhash
+
+from toolkit.data import files
+from toolkit.errors import UserError
+from toolkit.recipe.schema import Source
+
+RawRow = tuple[str, dict[str, Any]]
+"""Where a row stands (`train.jsonl:17`), and its columns."""
+
+SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev", "eval", "evaluation"},
+    "test": {"test", "testing"},
+}
+"""Split to the words in file or folder names that mean it."""
+
+
+class Reader(Protocol):
+    """One source, found but not read yet."""
+
+    def fingerprint(self) -> str:
+        """Changes whenever the rows change."""
+
+    def rows(self) -> Iterator[RawRow]:
+        """The rows in order.
+
+        Raises:
+            UserError: A file is empty, damaged or not what its name says; or there is not one row.
+        """
+
+
+def open_source(source: Source, streaming: bool = False) -> Reader:
+    """Finds the files or the hub data set of `source`.
+
+    Args:
+        source: What to read.
+        streaming: Whether a hub data set is read over the network instead of downloaded first.
+
+    Raises:
+        UserError: Nothing is there, or it has not the wanted split.
+    """
+    if source.path.startswith("builtin:"):
+        return _Builtin(source)
+    found = _local_files(source)
+    return _Hub(source, streaming) if found is None else _Local(source, found)
+
+
+@dataclass(frozen=True)
+class _Local:
+    source: Source
+    paths: list[Path]
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for path in self.paths:
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[RawRow]:
+        rows = itertools.chain.from_iterable(files.read(path) for path in self.paths)
+        yield from _limited(rows, self.source)
+
+
+@dataclass(frozen=True)
+class _Builtin:
+    source: Source
+
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_128_hexdigest(json.dumps(self._load()).encode())
+
+    def rows(self) -> Iterator[RawRow]:
+        rows = ((f"{self.source.path} row {n}", row) for n, row in enumerate(self._load(), 1))
+        yield from _limited(rows, self.source)
+
+    def _load(self) -> list[dict[str, Any]]:
+        if self.source.path != "builtin:stdlib-docstrings":
+            raise UserError(
+                f"data source `{self.source.path}` does not exist", "the built-in one is `builtin:stdlib-docstrings`"
+            )
+        if self.source.split != "train":
+            raise UserError(
+                f"`{self.source.path}` has only the split `train`, not `{self.source.split}`",
+                "hold a fraction out with `data.eval_split: 0.1`",
+            )
+        from toolkit.builtin import docstring_rows
+
+        return docstring_rows()
+
+
+@dataclass(frozen=True)
+class _Hub:
+    source: Source
+    streaming: bool
+
+    def fingerprint(self) -> str:
+        source = self.source
+        with _hub_errors(source):
+            builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
+        return f"{source.path}/{source.name}/{builder.hash}"
+
+    def rows(self) -> Iterator[RawRow]:
+        source = self.source
+        with _hub_errors(source):
+            dataset = datasets.load_dataset(
+                source.path,
+                source.name,
+                split=source.split,
+                revision=source.revision,
+                streaming=self.streaming,
+            )
+        rows = ((f"{source.path} row {n}", files.without_nulls(row)) for n, row in enumerate(dataset, 1))
+        yield from _limited(rows, source)
+
+
+class _hub_errors:
+    """Turns what `datasets` raises about a missing or unreachable data set into a UserError."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        # FileNotFoundError (with DatasetNotFoundError below it) and ConnectionError are OSErrors.
+        if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, UserError):
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"data source `{self.source.path}` (split `{self.source.split}`) is no file or folder here, and the "
+                f"hub did not give it: {reason}",
+                "check `path`, `name`, `split` and `revision` of the source, the network, and HF_TOKEN for gated data",
+            ) from error
+
+
+def _limited(rows: Iterator[RawRow], source: Source) -> Iterator[RawRow]:
+    count = 0
+    for count, row in enumerate(itertools.islice(rows, source.max_samples), 1):  # noqa: B007 (count is used below)
+        yield row
+    if not count:
+        raise UserError(f"data source `{source.path}` has no rows", "point `data.sources` to data, or fill it")
+
+
+def _local_files(source: Source) -> list[Path] | None:
+    """The files of a local source, or None if the path can only mean a hub data set."""
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        files.kind(path)
+        if source.split not in ("train", split_of(path.name)):
+            raise UserError(
+                f"data source `{source.path}` is one file and has no split `{source.split}`",
+                "hold a fraction out with `data.eval_split: 0.05`, or name a file in `data.eval_sources`",
+            )
+        return [path]
+    if path.is_dir():
+        candidates = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        root = path
+    elif glob.has_magic(source.path):
+        candidates = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        root = Path(str(path).partition("*")[0]).parent
+    elif _names_hub_data(source.path, path):
+        return None
+    else:
+        raise _missing(source, path)
+    found = sorted(p for p in candidates if p.is_file() and files.kind(p, strict=False))
+    if any(files.kind(p) != "text" for p in found):
+        found = [p for p in found if files.kind(p) != "text"]
+    if not found:
+        raise UserError(f"no data files at `{source.path}`", f"accepted are {files.ACCEPTED}")
+    return _of_split(source, {p: str(p.relative_to(root)) for p in found})
+
+
+def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
+    splits: dict[str, list[Path]] = {}
+    for path, name in names.items():
+        splits.setdefault(split_of(name) or "train", []).append(path)
+    wanted = split_of(source.split) or source.split
+    if wanted == "train" and len(splits) == 1:
+        return next(iter(splits.values()))
+    if wanted not in splits:
+        listing = "; ".join(f"`{split}`: {', '.join(p.name for p in found[:3])}" for split, found in splits.items())
+        raise UserError(
+            f"data source `{source.path}` has no split `{source.split}`; it has {listing}",
+            f"set `split` of the source or `data.eval_split` to one of {', '.join(splits)}, "
+            "or hold a fraction out with `data.eval_split: 0.05`",
+        )
+    return splits[wanted]
+
+
+def split_of(name: str) -> str | None:
+    """The split that a file name, folder name or split name means, or None."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((split for split, aliases in SPLITS.items() if aliases & set(words)), None)
+
+
+def _names_hub_data(given: str, path: Path) -> bool:
+    """Whether a path where nothing is can be the id of a hub data set, and not a mistyped file."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", given):
+        return False
+    return files.kind(path, strict=False) is None if len(path.parts) == 1 else not path.parent.is_dir()
+
+
+def _missing(source: Source, path: Path) -> UserError:
+    message = f"data source `{source.path}` does not exist"
+    if not path.parent.is_dir():
+        return UserError(f"{message}: there is no folder `{path.parent}`", "check `path` in `data.sources`")
+    entries = sorted(p.name for p in path.parent.iterdir())
+    if near := difflib.get_close_matches(path.name, entries, n=1):
+        return UserError(message, f"did you mean `{path.parent / near[0]}`?")
+    return UserError(message, f"`{path.parent}` holds {', '.join(entries[:8]) or 'nothing'}")

@@ -1,0 +1,74 @@
+"""Rows tokenised while training reads them, for data that is too large to prepare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, interleave_datasets
+
+from toolkit.data.packing import pack
+from toolkit.data.sources import Reader
+from toolkit.data.tables import Cutter, Use, is_empty, shaped
+from toolkit.errors import UserError
+from toolkit.recipe.schema import Recipe, Source
+
+AUDITED_ROWS = 1000
+"""The audit of a stream sees so many rows of every source."""
+SHUFFLE_BUFFER = 10_000
+FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+
+
+def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter, use: Use) -> IterableDataset:
+    """The training rows of a recipe as a stream.
+
+    Without weights sources follow each other; with weights rows are drawn from them at random in these shares until
+    every source has been used once. Shuffling is within a window of 10,000 rows.
+
+    Returns:
+        Columns input_ids and labels, with packing also seq_lengths.
+    """
+    parts = [
+        IterableDataset.from_generator(
+            _tokens, features=FEATURES, gen_kwargs={"source": source, "reader": reader, "cutter": cutter, "use": use}
+        )
+        for source, reader in sources
+    ]
+    weights = [source.weight for source, _ in sources]
+    if len(parts) > 1 and any(weight is not None for weight in weights):
+        filled = [1.0 if weight is None else weight for weight in weights]
+        shares = [weight / sum(filled) for weight in filled]
+        rows = interleave_datasets(parts, shares, seed=recipe.seed, stopping_strategy="all_exhausted")
+    else:
+        rows = concatenate_datasets(parts)
+    if recipe.data.shuffle:
+        rows = rows.shuffle(seed=recipe.seed, buffer_size=SHUFFLE_BUFFER)
+    if recipe.data.packing:
+        names = list(FEATURES)
+        rows = rows.map(
+            _pack, batched=True, batch_size=1000, remove_columns=names, fn_kwargs={"seq_len": recipe.batch.seq_len}
+        )
+    return rows
+
+
+def _pack(batch: dict[str, list[Any]], seq_len: int) -> dict[str, list[Any]]:
+    return pack(Dataset.from_dict(batch, features=FEATURES), seq_len).to_dict()
+
+
+def _tokens(source: Source, reader: Reader, cutter: Cutter, use: Use) -> Iterator[dict[str, Any]]:
+    shape, rows = shaped(reader, source, use)
+    for where, raw in rows:
+        row = shape.convert(raw, where)
+        if is_empty(row, use):
+            continue
+        for piece in cutter(row, where):
+            if piece["length"] > cutter.seq_len:
+                if cutter.over_long == "drop":
+                    continue
+                if cutter.over_long == "error" or (cutter.over_long == "split" and piece["kind"] != "Text"):
+                    raise UserError(
+                        f"{where} has {piece['length']:,} tokens, more than `batch.seq_len: {cutter.seq_len}`",
+                        "raise `batch.seq_len`, or set `data.over_long` to drop or truncate",
+                    )
+            if piece["trained"]:
+                yield {"input_ids": piece["input_ids"], "labels": piece["labels"]}

@@ -1,0 +1,211 @@
+"""Tokenizer, weights, quantization and adapters, built the way the recipe says."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from toolkit import attention, facts
+from toolkit.data.templates import load_chat_template
+from toolkit.errors import UserError
+from toolkit.policy import Dtypes
+from toolkit.recipe import Recipe, did_you_mean
+
+
+def locate(recipe: Recipe) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where the model is: path, revision, GGUF file, remote code."""
+    model = recipe.model
+    path, gguf = model.path, model.gguf_file
+    if path.startswith("builtin:"):
+        from toolkit.builtin import builtin_model
+
+        path = str(builtin_model(path.removeprefix("builtin:")))
+    elif path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise UserError(f"model.path: there is no file {path}", "set model.path to an existing GGUF file")
+        path, gguf = str(Path(path).parent), Path(path).name
+    arguments = {"pretrained_model_name_or_path": path, "trust_remote_code": model.trust_remote_code}
+    if model.revision:
+        arguments["revision"] = model.revision
+    if gguf:
+        arguments["gguf_file"] = gguf
+    return arguments
+
+
+def load_config(recipe: Recipe) -> Any:
+    """The model's configuration.
+
+    Raises:
+        UserError: If the model cannot be found; names the nearest known model.
+    """
+    return _load(AutoConfig, recipe, locate(recipe))
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the recipe's chat template and a padding token."""
+    where = locate(recipe)
+    if recipe.model.tokenizer:
+        where = {
+            "pretrained_model_name_or_path": recipe.model.tokenizer,
+            "trust_remote_code": recipe.model.trust_remote_code,
+        }
+    tokenizer = _load(AutoTokenizer, recipe, where)
+    if recipe.model.chat_template:
+        tokenizer.chat_template = load_chat_template(recipe.model.chat_template)
+    if tokenizer.pad_token is None:
+        # Labels are masked by position, not by token, so any token can pad without being lost as a label.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def stop_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
+    ids = {tokenizer.eos_token_id}
+    where = locate(recipe)
+    try:
+        stops = GenerationConfig.from_pretrained(
+            where["pretrained_model_name_or_path"], revision=where.get("revision", "main")
+        ).eos_token_id
+    except (OSError, ValueError):
+        stops = None
+    ids.update(stops if isinstance(stops, list) else [stops])
+    return frozenset(token for token in ids if token is not None)
+
+
+def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
+    """The weights, stored as the recipe says, with the attention backend `backend` (see `attention.resolve`)."""
+    kind = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
+    if backend == "torch_varlen":
+        attention.register()
+    arguments: dict[str, Any] = {
+        "dtype": getattr(torch, dtypes.load),
+        "attn_implementation": attention.IMPLEMENTATIONS[backend],
+    }
+    quantization = _quantization(recipe, dtypes)
+    if quantization:
+        arguments["quantization_config"] = quantization
+        arguments["dtype"] = getattr(torch, dtypes.compute)
+        arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+    model = _load(kind, recipe, {**locate(recipe), **arguments})
+    return model
+
+
+def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
+    """Freezes, or adds adapters. Returns the model to train.
+
+    Raises:
+        UserError: If a pattern or module name matches nothing in this model.
+    """
+    method = recipe.method
+    if method.name == "full":
+        _freeze(model, method.freeze)
+        return model
+    from peft import LoraConfig, TaskType, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    _check_modules(model, method.target_modules, method.modules_to_save)
+    adapter = LoraConfig(
+        r=method.r,
+        lora_alpha=method.lora_alpha,
+        lora_dropout=method.lora_dropout,
+        target_modules=method.target_modules,
+        modules_to_save=method.modules_to_save or None,
+        use_rslora=method.use_rslora,
+        use_dora=method.use_dora,
+        task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
+    )
+    adapted = get_peft_model(model, adapter, autocast_adapter_dtype=dtypes.adapter == "float32")
+    masters = getattr(torch, dtypes.adapter)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(masters)
+    if dtypes.autocast and method.quantization != "int8":
+        # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
+        for module in adapted.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False
+    return adapted
+
+
+def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
+    """Number of parameters in all and trainable. 4-bit weights count as the parameters they stand for."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        count = parameter.numel()
+        state = getattr(parameter, "quant_state", None)
+        if state is not None and parameter.dtype == torch.uint8:
+            count = state.shape.numel()
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return {"total": total, "trainable": trainable}
+
+
+def _quantization(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
+    if recipe.method.quantization == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=recipe.method.double_quantization,
+            bnb_4bit_compute_dtype=getattr(torch, dtypes.compute),
+        )
+    if recipe.method.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return None
+
+
+def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"method.freeze: no parameter of this model matches {pattern!r}",
+                f"parameters are named like {names[0]}, {names[len(names) // 2]}",
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
+    if names and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("method.freeze leaves nothing to train", "remove a pattern from method.freeze")
+
+
+def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list[str]) -> None:
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if name and hasattr(module, "weight")}
+    paths = {name for name, _ in model.named_modules()}
+    wanted = [("method.modules_to_save", module) for module in saved]
+    if isinstance(targets, list):
+        wanted += [("method.target_modules", module) for module in targets]
+    elif targets != "all-linear":
+        raise UserError(f"method.target_modules={targets!r} is not known", "write all-linear, or a list of module names")
+    for key, module in wanted:
+        if not any(path == module or path.endswith(f".{module}") for path in paths):
+            close = did_you_mean(module, names)
+            raise UserError(
+                f"{key}: this model has no module {module!r}",
+                (f"did you mean {close!r}? " if close else "") + f"modules with weights: {', '.join(sorted(names))}",
+            )
+
+
+def _load(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
+    path = arguments["pretrained_model_name_or_path"]
+    if Path(path).is_dir() and not any(Path(path).iterdir()):
+        raise UserError(f"model.path: the folder {path} is empty", "set model.path to a folder with config.json")
+    try:
+        return kind.from_pretrained(**arguments)
+    except (OSError, ValueError, KeyError) as error:
+        close = [name for name in facts.nearest(recipe.model.path) if name != recipe.model.path][:3]
+        change = f"did you mean {' or '.join(close)}? " if close else ""
+        change += "Set model.path to a hub id, a folder with config.json and *.safetensors, or a GGUF file"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"model.path: {path} cannot be loaded as {kind.__name__}: {first}", change) from error

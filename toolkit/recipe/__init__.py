@@ -1,0 +1,24 @@
+"""The recipe: schema, loading, and the origin of every value."""
+
+from toolkit.recipe.load import Loaded, list_recipes, load, recipe_folders, shipped_recipes, split_arguments
+from toolkit.recipe.problems import COMMAND_LINE, DEFAULT, Problem, RecipeError, did_you_mean, origin_of
+from toolkit.recipe.schema import Recipe, Section, json_schema, sections
+
+__all__ = [
+    "COMMAND_LINE",
+    "DEFAULT",
+    "Loaded",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "Section",
+    "did_you_mean",
+    "json_schema",
+    "list_recipes",
+    "load",
+    "origin_of",
+    "recipe_folders",
+    "sections",
+    "shipped_recipes",
+    "split_arguments",
+]

@@ -1,0 +1,93 @@
+"""Trains a recipe: `accelerate launch toolkit/run.py recipe=NAME key=value …`.
+
+Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `python -m toolkit.run`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+# As a script, this file's folder comes first on the path and its modules would shadow others of the same name.
+_HERE = str(Path(__file__).resolve().parent)
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.getcwd()) != _HERE]
+if str(Path(_HERE).parent) not in sys.path:
+    sys.path.insert(0, str(Path(_HERE).parent))
+
+from toolkit.errors import UserError  # noqa: E402
+from toolkit.policy import World, check_launch, environment  # noqa: E402
+from toolkit.recipe import split_arguments  # noqa: E402
+from toolkit.rules import load_checked  # noqa: E402
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks the recipe and the launch, then trains. Returns the exit code: 0, 1 for a failed run, 2 for a wrong recipe."""
+    world = World.from_environment()
+    try:
+        folder, rest = _recipes_folder(list(sys.argv[1:] if arguments is None else arguments))
+        loaded = load_checked(*split_arguments(rest), folder)
+        check_launch(loaded.recipe, world)
+        for key, value in environment(loaded.recipe).items():
+            os.environ.setdefault(key, value)
+        _quiet_libraries()
+        # Only now: these imports take seconds and read the environment.
+        from toolkit.train import train
+
+        train(loaded)
+    except UserError as error:
+        if world.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            print(f"error on process {world.rank}: {error.what}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(
+            f"error: the disk is full{where}\n  set output.dir to a larger disk, lower checkpoint.save_total_limit, "
+            "or free space; the same command continues from the last complete checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("stopped at once; the same command continues from the last complete checkpoint", file=sys.stderr)
+        return 130
+    finally:
+        _leave_process_group()
+    return 0
+
+
+def _recipes_folder(arguments: list[str]) -> tuple[str | None, list[str]]:
+    if "--recipes" not in arguments:
+        return None, arguments
+    position = arguments.index("--recipes")
+    if position + 1 == len(arguments):
+        raise UserError("--recipes needs a folder", "write --recipes FOLDER")
+    return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
+
+
+def _quiet_libraries() -> None:
+    """Keeps what libraries say to their own developers out of the user's way; errors stay."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in ("bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _leave_process_group() -> None:
+    """A process group left open makes a correct run end with a non-zero exit code."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

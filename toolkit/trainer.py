@@ -1,0 +1,104 @@
+"""TRL's and Transformers' trainers, with the order of rows and the loss of held-out rows made exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+from transformers import Seq2SeqTrainer
+from trl import SFTTrainer
+
+from toolkit.evaluate import held_out_loss
+
+
+class FixedOrder(Sampler[int]):
+    """The rows of a whole run, a pure function of the seed: the same for every world size, micro-batch and resume.
+
+    Epoch after epoch is a fresh permutation; a batch that starts in one epoch is filled from the next, so every batch
+    is whole and no row is dropped.
+
+    Args:
+        num_rows: Rows of the data set.
+        num_samples: Rows to draw in all: optimizer steps times global batch size.
+        seed: Seed of the permutations.
+        shuffle: False keeps the rows' own order.
+    """
+
+    def __init__(self, num_rows: int, num_samples: int, seed: int, shuffle: bool) -> None:
+        self.num_rows, self.num_samples, self.seed, self.shuffle = num_rows, num_samples, seed, shuffle
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        left, epoch = self.num_samples, 0
+        while left > 0:
+            rows = self.epoch(epoch)[:left]
+            yield from rows.tolist()
+            left, epoch = left - len(rows), epoch + 1
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """(num_rows,) the order of one epoch."""
+        if not self.shuffle:
+            return np.arange(self.num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+
+
+class _ExactMixin:
+    """What both trainers share. Set `order` after construction."""
+
+    order: FixedOrder | None = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.order
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The run folder's own card is written once, at the end."""
+
+    def held_out(self, batch_size: int, on_batch: Any) -> dict[str, float]:
+        """Loss of the held-out rows, see `evaluate.held_out_loss`."""
+        return held_out_loss(
+            self.model_wrapped,  # type: ignore[attr-defined]
+            self.eval_dataset,  # type: ignore[attr-defined]
+            self.data_collator,  # type: ignore[attr-defined]
+            batch_size,
+            self.accelerator,  # type: ignore[attr-defined]
+            self.negative_log_likelihood,
+            on_batch,
+        )
+
+    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss of the trained tokens of a batch, and their number."""
+        raise NotImplementedError
+
+
+class CausalTrainer(_ExactMixin, SFTTrainer):
+    """Decoder-only models: TRL's trainer, whose output head never builds all logits at once."""
+
+    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+        return -outputs.log_probs.sum(), outputs.label_mask.sum()
+
+
+class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):
+    """Encoder-decoder models."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Loss over all trained tokens of the global batch. Most encoder-decoders average over their own micro-batch
+        whatever they are told, which would weigh short targets more than long ones."""
+        total, count = self.negative_log_likelihood(model, inputs)
+        loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = inputs["labels"]
+        logits = model(**inputs, use_cache=False).logits
+        total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, labels.ne(-100).sum()
