@@ -9,7 +9,7 @@ import pytest
 from data_fixtures import chat_row, chatml_tokenizer, plain_tokenizer, write_jsonl
 from test_data_prepare import STOP, recipe
 
-from toolkit.data.audit import render
+from toolkit.data.audit import check_batch, render
 from toolkit.data.prepare import prepare
 from toolkit.errors import UserError
 
@@ -86,9 +86,9 @@ def test_stop_token_that_is_never_trained_is_fatal(tmp_path: Path) -> None:
 
 def test_fewer_rows_than_a_global_batch_is_a_warning(tmp_path: Path) -> None:
     found = audit(tmp_path, [chat_row(f"{n}", "b") for n in range(5)])
-    assert any("do not fill one global batch of 16" in problem["what"] for problem in found["problems"])
-    found = audit(tmp_path, [chat_row(f"{n}", "b") for n in range(16)])
-    assert found["problems"] == []
+    (problem,) = check_batch(found, 16)["problems"]
+    assert problem["level"] == "warning" and "5 training rows do not fill one global batch of 16" in problem["what"]
+    assert check_batch(found, 5)["problems"] == []
 
 
 def test_merged_boundaries_are_counted(tmp_path: Path) -> None:

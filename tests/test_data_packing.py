@@ -34,7 +34,8 @@ def unpacked(packed: Dataset) -> list[tuple[list[int], list[int]]]:
 
 
 def test_every_document_is_packed_once_and_whole() -> None:
-    lengths = [random.Random(0).randint(1, 64) for _ in range(500)]
+    generator = random.Random(0)
+    lengths = [generator.randint(1, 64) for _ in range(500)]
     dataset = documents_dataset(lengths)
     packed = pack(dataset, 64)
     assert packed.column_names == ["input_ids", "labels", "seq_lengths"]

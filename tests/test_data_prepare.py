@@ -306,6 +306,26 @@ def test_streaming_mixes_by_weight_and_refuses_what_needs_all_rows(tmp_path: Pat
             prepare(recipe(big, streaming=True, **wrong), chatml_tokenizer(), STOP, cache)
 
 
+def test_conversational_completion_trains_the_completion(tmp_path: Path, cache: Path) -> None:
+    row = {
+        "prompt": [*chat_row("a", "before")["messages"], {"role": "user", "content": "b"}],
+        "completion": [{"role": "assistant", "content": "after"}],
+    }
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    for train_on in ("auto", "completion"):
+        prepared = prepare(recipe(path, train_on=train_on), chatml_tokenizer(), STOP, cache)
+        assert "before<|im_end|>" in (text := show(prepared, chatml_tokenizer(), 1, color=False))
+        assert text.count("«") == 1 and "«after<|im_end|>»" in text
+    everything = prepare(recipe(path, objective="language_modelling"), chatml_tokenizer(), STOP, cache)
+    assert sum(label == -100 for label in everything.train[0]["labels"]) == 1
+
+
+def test_unwritable_cache_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="TOOLKIT_CACHE"):
+        prepare(recipe(documents(tmp_path / "a.jsonl", 3)), chatml_tokenizer(), STOP, tmp_path / "file" / "cache")
+
+
 def test_show_marks_trained_text(tmp_path: Path, cache: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [chat_row("hi", "yo 😀")])
     prepared = prepare(recipe(path), chatml_tokenizer(), STOP, cache)

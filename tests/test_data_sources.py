@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_fixtures import write_jsonl
 
+from toolkit.data import sources
 from toolkit.data.sources import open_source, split_of
 from toolkit.errors import UserError
 from toolkit.recipe.schema import Source
@@ -177,3 +178,16 @@ def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
     assert open_source(Source(path=str(path))).fingerprint() == before
     write_jsonl(path, [{"n": 2}])
     assert open_source(Source(path=str(path))).fingerprint() != before
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_reader_on_a_folder_in_hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    write_jsonl(tmp_path / "d" / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "d" / "test.jsonl", ROWS[:1])
+    reader = sources._Hub(Source(path=str(tmp_path / "d"), split="test"), streaming)
+    assert [row for _, row in reader.rows()] == ROWS[:1]
+    before = reader.fingerprint()
+    assert before == reader.fingerprint()
+    with pytest.raises(UserError, match="dev"):
+        list(sources._Hub(Source(path=str(tmp_path / "d"), split="dev"), streaming).rows())

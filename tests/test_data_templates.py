@@ -361,7 +361,7 @@ def test_everything_is_trained_on_request_except_turns_that_are_excluded() -> No
 def test_a_template_that_hides_its_turns_is_refused_with_the_remedy() -> None:
     row = Chat([USER, HELLO, MORE, FOUR])
     hidden = "{{ messages | map(attribute='content') | join(' ') | upper }}{{ messages | length }}"
-    with pytest.raises(UserError, match="last_assistant.*generation"):
+    with pytest.raises(UserError, match=r"last_assistant.*generation"):
         encoder_for(hidden)(row)
     assert trained(encoder_for(JOINED), row) == ["Hello!<|end|>", "<b>4</b>, of\ncourse<|end|>"]
 

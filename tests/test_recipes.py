@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -124,7 +125,14 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
         overrides.append("precision=fp32")
     assert main([f"recipe={name}", *overrides]) == 0
     (run,) = (tmp_path / "runs").iterdir()
-    assert (run / "metrics.jsonl").read_text(encoding="utf-8").count('"loss"') >= 2
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in metrics if "loss" in row] == [1, 2]
+    held_out = [row["eval_loss"] for row in metrics if "eval_loss" in row]
+    assert len(held_out) == (0 if recipe.data.eval_split is None else 2)
+    # A random model of 512 tokens starts near ln 512 = 6.2.
+    assert all(5 < loss < 8 for loss in [row["loss"] for row in metrics if "loss" in row] + held_out)
+    saved = "adapter_model.safetensors" if recipe.method.name == "lora" else "model.safetensors"
+    assert list(run.rglob(saved))
 
 
 def _stated(file: Path) -> dict[str, Any]:

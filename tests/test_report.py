@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from toolkit.charts import MAX_POINTS, Series, chart, downsample, nice_ticks, smooth
+from toolkit.errors import UserError
 from toolkit.records import read_metrics, read_run
 from toolkit.report import write_report
 
@@ -184,6 +185,11 @@ def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "manifest.json" in text
     assert text.count("Nothing was measured.") == 5
+
+
+def test_a_missing_run_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder"):
+        write_report(tmp_path / "nothing")
 
 
 def test_one_step_and_no_evaluation(tmp_path: Path) -> None:

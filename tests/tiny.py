@@ -72,7 +72,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         heads, hidden = kv_heads * ratio, 32 * kv_heads * ratio
         # head_dim x heads differs from hidden_size where it does in the original (Qwen3, Gemma).
         square = config.get("head_dim", 0) * query_heads == config["hidden_size"]
-        head_dim = 32 if square else 16
+        head_dim = 32 if square else 64  # bitsandbytes on a CPU wants multiples of 32
         put(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden, head_dim=head_dim)
         put(intermediate_size=2 * hidden, num_hidden_layers=2, max_window_layers=2, query_pre_attn_scalar=head_dim)
         put(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)

@@ -41,8 +41,8 @@ def available() -> dict[str, str]:
     """Every backend with `ok`, or the reason why it does not run on this machine."""
     import torch
 
-    reasons = {"eager": "ok", "sdpa": "ok", "flex": "ok"}
     cuda = torch.cuda.is_available()
+    reasons = {"eager": "ok", "sdpa": "ok", "flex": "ok" if cuda else "has no backward pass on a CPU"}
     capability = torch.cuda.get_device_capability() if cuda else (0, 0)
     if not cuda:
         reasons["torch_varlen"] = "needs a CUDA GPU"

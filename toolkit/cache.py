@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +30,9 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.is_dir():
-            partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
             try:
                 build(partial)
                 partial.rename(path)

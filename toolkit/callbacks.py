@@ -206,7 +206,7 @@ class CleanStop(TrainerCallback):
         if self._asked_at is None:
             self._asked_at = now
             self._tell("Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop at once.")
-        elif now - self._asked_at > 2:
+        elif number == signal.SIGINT and now - self._asked_at > 2:
             raise KeyboardInterrupt
 
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -94,13 +95,21 @@ def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
         "dtype": getattr(torch, dtypes.load),
         "attn_implementation": attention.IMPLEMENTATIONS[backend],
     }
+    where = locate(recipe)
     quantization = _quantization(recipe, dtypes)
+    if "gguf_file" in where:
+        # Otherwise the weights keep a quantizer that refuses to train and to save.
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
     if quantization:
+        if "gguf_file" in where:
+            raise UserError(
+                f"method.quantization={recipe.method.quantization} needs unquantized weights, {recipe.model.path} is GGUF",
+                "set method.quantization=none, or name the model's safetensors",
+            )
         arguments["quantization_config"] = quantization
         arguments["dtype"] = getattr(torch, dtypes.compute)
         arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
-    model = _load(kind, recipe, {**locate(recipe), **arguments})
-    return model
+    return _load(kind, recipe, {**where, **arguments})
 
 
 def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:

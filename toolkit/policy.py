@@ -202,6 +202,8 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         "seed": recipe.seed,
         "data_seed": recipe.seed,
         "remove_unused_columns": False,
+        # Batches of a stream hold host integers, which accelerate's dispatcher cannot join.
+        "accelerator_config": {"dispatch_batches": False},
         "disable_tqdm": True,
         "push_to_hub": False,
     }

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from toolkit import page
 from toolkit.charts import Series, chart, smooth
+from toolkit.errors import UserError
 from toolkit.progress import byte_unit, bytes_text, compact, duration, perplexity_of, perplexity_text
 from toolkit.records import Record, finite, number, read_run
 
@@ -28,7 +29,12 @@ def write_report(run: Path) -> Path:
 
     Returns:
         Path of the page.
+
+    Raises:
+        UserError: If there is no such folder.
     """
+    if not run.is_dir():
+        raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
     record = read_run(run)
     parts = [_header(record), _charts(record), _samples(record), _audit(record), _recipe(record), _environment(record)]
     html = page.document(f"{_name(record)} · training report", "\n".join(part for part in parts if part))

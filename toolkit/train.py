@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import PrinterCallback, Seq2SeqTrainingArguments
+from transformers import PrinterCallback, Seq2SeqTrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
@@ -120,12 +120,9 @@ def set_up(loaded: Loaded, world: World, folder: RunFolder | None, progress: Pro
         if world.rank == 0:
             _already_finished(folder, progress)
         return None
+    # Adapters are initialised at random before the trainer sets its own seed.
+    set_seed(recipe.seed)
     model = add_method(load_model(recipe, types, backend), recipe, types)
-    if recipe.data.packing and not isolates(model, "flat" if backend in attention.VARLEN else "packed"):
-        raise UserError(
-            f"data.packing: {type(model).__name__} with attention {backend} cannot keep packed documents apart",
-            "set data.packing=false",
-        )
     collate = _collator(recipe, backend, tokenizer)
     kind = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
     trainer = kind(
@@ -136,6 +133,8 @@ def set_up(loaded: Loaded, world: World, folder: RunFolder | None, progress: Pro
         data_collator=collate,
         processing_class=tokenizer,
     )
+    if recipe.data.packing:
+        _check_isolation(trainer, backend)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad and recipe.method.name == "lora":
             # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
@@ -217,6 +216,18 @@ def _check_devices(recipe: Recipe, world: World) -> None:
         raise UserError(
             f"optimizer.name={recipe.optimizer.name} pages between GPU and host memory and needs a GPU",
             f"set optimizer.name={recipe.optimizer.name.removeprefix('paged_')}",
+        )
+
+
+def _check_isolation(trainer: Any, backend: str) -> None:
+    """Asks the model itself, on its device and in its precision, and before an engine shards it."""
+    with trainer.accelerator.autocast():
+        isolated = isolates(trainer.model, "flat" if backend in attention.VARLEN else "packed")
+    if not isolated:
+        name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+        raise UserError(
+            f"data.packing: {name} with attention {backend} lets packed documents see each other",
+            "set data.packing=false",
         )
 
 

@@ -5,28 +5,34 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from toolkit.data.templates import IGNORE
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
 Layout = Literal["padded", "packed", "flat"]
 
 
-def isolates(model: torch.nn.Module, layout: Layout) -> bool:
+def isolates(model: PreTrainedModel | PeftModel, layout: Layout) -> bool:
     """Whether documents packed into one sequence cannot see each other, measured on the model itself.
 
     Many models take `position_ids` and still look across documents (OPT, Falcon, models with recurrent layers), so
     this asks the model: the gradient of the second document's logits with respect to the first document's embeddings
     must be exactly zero. It runs one forward and backward pass over eight tokens and leaves no gradients behind.
+    Call it under the autocast that training uses: FlashAttention's kernels take half precision only.
 
     Args:
         model: a causal language model with its attention backend set, on the device it is trained on, its parameters
             materialised (not yet sharded).
         layout: how packed rows reach the model: `packed` for backends that mask, `flat` for those that take lengths.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapped: Any = model
+    base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return False
     embeddings = base.get_input_embeddings()
@@ -99,7 +105,7 @@ class Collator:
         if self.layout == "padded":
             batch["attention_mask"] = torch.tensor([[1] * (width - n) + [0] * n for n in pads])
             return batch
-        documents = [lengths + [n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
+        documents = [[*lengths, n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
         batch["position_ids"] = torch.tensor([[p for n in lengths for p in range(n)] for lengths in documents])
         if self.layout == "packed":
             batch["use_cache"] = False

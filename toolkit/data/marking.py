@@ -8,6 +8,7 @@ the text: without them it has to equal what the tokenizer's own `apply_chat_temp
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import jinja2
 from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
+
+from toolkit.errors import UserError
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -53,9 +56,12 @@ def render(
     Raises:
         jinja2.TemplateError: If the template refuses the conversation.
     """
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+    offered: Any = tools
+    text = tokenizer.apply_chat_template(
+        messages, tools=offered, tokenize=False, add_generation_prompt=add_generation_prompt
     )
+    assert isinstance(text, str)
+    return text
 
 
 def render_with_turns(
@@ -79,6 +85,47 @@ def render_with_turns(
         return Rendered(text)
     rendered = _parse(marked, [i for i, m in enumerate(messages) if m["role"] in ASSISTANT_ROLES])
     return rendered if rendered.text == text else Rendered(text)
+
+
+def ensure_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    rendered: Rendered,
+    messages: list[Message],
+    tools: list[Message] | None,
+    wanted: list[int],
+) -> None:
+    """Adds to `rendered.turns` what the marks did not find of the wanted messages.
+
+    Compares the renderings of the conversation cut before and after each of them.
+
+    Raises:
+        UserError: If the text of a part of the conversation is not the beginning of the text of the whole.
+    """
+    for i in wanted:
+        if any(rendered.text[a:b].strip() for a, b in rendered.turns.get(i, [])) or not answer_of(messages[i]):
+            continue
+        try:
+            before = render(tokenizer, messages[:i], tools) if i else ""
+            after = render(tokenizer, messages[: i + 1], tools)
+        except (jinja2.TemplateError, TypeError):
+            before, after = "unknown", ""
+        if not (after.startswith(before) and rendered.text.startswith(after)):
+            raise UserError(
+                "The chat template does not show where the assistant's turns begin and end: its text for a part of a "
+                "conversation is not the beginning of its text for the whole.",
+                "Set data.train_on: last_assistant, or give a template with {% generation %} marks in "
+                "model.chat_template.",
+            )
+        rendered.turns[i] = [(len(before), len(after))]
+
+
+def answer_of(message: Message) -> str:
+    """What a message says: its text, else its tool calls as JSON."""
+    content: Any = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    calls = message.get("tool_calls")
+    return content or (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 class _Marks:

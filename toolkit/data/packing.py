@@ -27,8 +27,9 @@ def pack(dataset: Dataset, seq_len: int) -> Dataset:
     dataset = dataset.select_columns(["input_ids", "labels"])
     for batch in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
         lengths = pc.min_max(pc.list_value_length(batch["input_ids"])).as_py()
-        assert 0 < lengths["min"] and lengths["max"] <= seq_len, f"rows of {lengths} tokens in sequences of {seq_len}"
-    return pack_dataset(dataset, seq_len, strategy="bfd", map_kwargs={"batch_size": _ROWS_AT_ONCE})
+        assert lengths["min"] > 0 and lengths["max"] <= seq_len, f"rows of {lengths} tokens in sequences of {seq_len}"
+    options = {"batch_size": _ROWS_AT_ONCE, "keep_in_memory": not dataset.cache_files}
+    return pack_dataset(dataset, seq_len, strategy="bfd", map_kwargs=options)
 
 
 def split_row(input_ids: list[int], labels: list[int], seq_len: int) -> list[tuple[list[int], list[int]]]:

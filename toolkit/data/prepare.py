@@ -77,25 +77,26 @@ def prepare(
     datasets.disable_progress_bars()
     data = recipe.data
     _check_streaming(recipe)
-    limit = {"max_samples": AUDITED_ROWS} if data.streaming else {}
-    train_sources = data.training_sources()
-    train = [(source, open_source(source, data.streaming)) for source in train_sources]
-    held_out = [(source, open_source(source)) for source in data.evaluation_sources()]
+    train = _open(data.training_sources(), data.streaming)
+    held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, train + held_out)
     encoder = Encoder(tokenizer, _train_on(recipe), stop_token_ids)
     cutter = Cutter(encoder, _stop_ids(tokenizer, stop_token_ids), recipe.batch.seq_len, data.over_long)
     use = Use(recipe.objective, data.train_on, bool(tokenizer.chat_template))
-    audited = [(s, open_source(s.model_copy(update=limit), data.streaming)) for s in train_sources]
+    audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
-    path = build_once(
-        (cache or cache_dir() / "data") / fingerprint,
-        lambda folder: _Build(recipe, cutter, use, folder).run(audited if data.streaming else train, held_out),
-    )
-    audit = json.loads((path / "audit.json").read_text(encoding="utf-8"))
+    root = cache or cache_dir() / "data"
+    try:
+        path = build_once(root / fingerprint, lambda folder: _Build(recipe, cutter, use, folder).run(audited, held_out))
+    except OSError as error:
+        raise UserError(
+            f"prepared data cannot be written to `{root}`: {error.strerror or error}",
+            "free space there, or set the environment variable TOOLKIT_CACHE to another folder",
+        ) from error
     return Prepared(
         train=stream(train, recipe, cutter, use) if data.streaming else Dataset.load_from_disk(str(path / "train")),
         eval=Dataset.load_from_disk(str(path / "eval")) if (path / "eval").is_dir() else None,
-        audit=auditing.check_batch(audit, _global_batch_size(recipe)),
+        audit=json.loads((path / "audit.json").read_text(encoding="utf-8")),
         samples=json.loads((path / "samples.json").read_text(encoding="utf-8")),
         fingerprint=fingerprint,
         path=path,
@@ -295,6 +296,16 @@ def _fingerprint(
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
+def _open(sources: list[Source], streaming: bool, max_samples: int | None = None) -> Sources:
+    """Finds all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
+    if streaming and max_samples is not None:
+        sources = [
+            source.model_copy(update={"max_samples": min(source.max_samples or max_samples, max_samples)})
+            for source in sources
+        ]
+    return [(source, open_source(source, streaming)) for source in sources]
+
+
 def _train_on(recipe: Recipe) -> str:
     return "all" if recipe.objective == "language_modelling" else recipe.data.train_on
 
@@ -306,12 +317,6 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int]
 
 def _num_samples(recipe: Recipe) -> int:
     return max(MIN_SAMPLES, recipe.evaluation.num_prompts)
-
-
-def _global_batch_size(recipe: Recipe) -> int:
-    batch = recipe.batch
-    per_step = batch.tokens_per_step // batch.seq_len if batch.tokens_per_step else 16
-    return batch.global_batch_size or max(per_step, 1)
 
 
 def _check_streaming(recipe: Recipe) -> None:

@@ -61,12 +61,14 @@ class Shape:
         format: One of `SHAPES`.
         columns: Expected column to the column in the data.
         objective: The recipe's objective.
+        trains_prompts: Whether everything is trained, prompts included.
         has_chat_template: Whether the tokenizer can render chats.
     """
 
     format: str
     columns: Mapping[str, str]
     objective: str
+    trains_prompts: bool
     has_chat_template: bool
 
     def used_columns(self) -> set[str]:
@@ -94,7 +96,7 @@ class Shape:
             return Text(_string(row, "text", where))
         if self.format == "prompt_completion":
             if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-                return _conversational_completion(row, where)
+                return _conversational_completion(row, where, self.trains_prompts)
             return Completion(_string(row, "prompt", where), _string(row, "completion", where))
         if self.format == "alpaca":
             return self._alpaca(row, where)
@@ -165,7 +167,8 @@ def recognise(
             "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
         )
     _check_use(shape, source, objective, train_on, has_chat_template)
-    return Shape(shape, columns, objective, has_chat_template)
+    trains_prompts = objective == "language_modelling" or train_on == "all"
+    return Shape(shape, columns, objective, trains_prompts, has_chat_template)
 
 
 def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str]) -> str:
@@ -229,11 +232,13 @@ def _chat(row: dict[str, Any], column: str, where: str) -> Chat:
     return Chat(messages, _tools(row.get("tools"), where))
 
 
-def _conversational_completion(row: dict[str, Any], where: str) -> Chat:
+def _conversational_completion(row: dict[str, Any], where: str, trains_prompts: bool) -> Chat:
     prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
     answer = row["completion"]
     answer = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
-    context = [message | {"train": False} for message in _messages(prompt, "prompt", where)]
+    context = _messages(prompt, "prompt", where)
+    if not trains_prompts:
+        context = [message | {"train": False} for message in context]
     return Chat(context + _messages(answer, "completion", where), _tools(row.get("tools"), where))
 
 

@@ -44,9 +44,13 @@ def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter,
     if recipe.data.shuffle:
         rows = rows.shuffle(seed=recipe.seed, buffer_size=SHUFFLE_BUFFER)
     if recipe.data.packing:
-        names = list(FEATURES)
         rows = rows.map(
-            _pack, batched=True, batch_size=1000, remove_columns=names, fn_kwargs={"seq_len": recipe.batch.seq_len}
+            _pack,
+            batched=True,
+            batch_size=1000,
+            remove_columns=list(FEATURES),
+            features=Features({**FEATURES, "seq_lengths": List(Value("int32"))}),
+            fn_kwargs={"seq_len": recipe.batch.seq_len},
         )
     return rows
 

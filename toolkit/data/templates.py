@@ -6,15 +6,22 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from toolkit.data.marking import ASSISTANT_ROLES, Message, Rendered, Span, render, render_with_turns
+from toolkit.data.marking import (
+    ASSISTANT_ROLES,
+    Message,
+    Rendered,
+    Span,
+    answer_of,
+    ensure_turns,
+    render,
+    render_with_turns,
+)
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 from toolkit.errors import UserError
 
@@ -151,7 +158,7 @@ class Encoder:
             case Chat():
                 messages = [_without_flags(message) for message in row.messages]
                 last = max(_assistants(messages), default=len(messages))
-                answer = "" if last == len(messages) else _answer(messages[last])
+                answer = "" if last == len(messages) else answer_of(messages[last])
                 return self._render_prompt(messages[:last], row.tools), answer
 
     def prompt_ids(self, row: Row) -> list[int]:
@@ -208,7 +215,7 @@ class Encoder:
         assistants = _assistants(messages)
         if self.train_on == "all":
             if silent:
-                self._ensure_turns(rendered, messages, tools, sorted(silent))
+                ensure_turns(self.tokenizer, rendered, messages, tools, sorted(silent))
             holes = sorted(span for i in silent for span in rendered.turns[i])
             edges = [0, *(edge for hole in holes for edge in hole), len(rendered.text)]
             return rendered.text, list(zip(edges[::2], edges[1::2], strict=True))
@@ -216,7 +223,7 @@ class Encoder:
         turns = [i for i in turns if i not in silent]
         if rendered.generation is not None:
             return rendered.text, [span for message, span in rendered.generation if message in turns]
-        self._ensure_turns(rendered, messages, tools, turns)
+        ensure_turns(self.tokenizer, rendered, messages, tools, turns)
         headers: dict[str, str] = {}
         spans: list[Span] = []
         for i in turns:
@@ -225,28 +232,6 @@ class Encoder:
                 headers[before] = self._header(messages[: i + 1], tools)
             spans += self._trim(rendered.text, rendered.turns.get(i, []), headers[before])
         return rendered.text, spans
-
-    def _ensure_turns(
-        self, rendered: Rendered, messages: list[Message], tools: list[Message] | None, wanted: list[int]
-    ) -> None:
-        """Where the marks found no text for a turn, compares the renderings of the conversation cut before and after
-        that turn."""
-        for i in wanted:
-            if any(rendered.text[a:b].strip() for a, b in rendered.turns.get(i, [])) or not _answer(messages[i]):
-                continue
-            try:
-                before = render(self.tokenizer, messages[:i], tools) if i else ""
-                after = render(self.tokenizer, messages[: i + 1], tools)
-            except (jinja2.TemplateError, TypeError):
-                before, after = "unknown", ""
-            if not (after.startswith(before) and rendered.text.startswith(after)):
-                raise UserError(
-                    "The chat template does not show where the assistant's turns begin and end: its text for a part of "
-                    "a conversation is not the beginning of its text for the whole.",
-                    "Set data.train_on: last_assistant, or give a template with {% generation %} marks in "
-                    "model.chat_template.",
-                )
-            rendered.turns[i] = [(len(before), len(after))]
 
     def _header(self, messages: list[Message], tools: list[Message] | None) -> str:
         """What the template writes before the model speaks, for the last of these messages.
@@ -259,7 +244,7 @@ class Encoder:
             if history:
                 plain = render(self.tokenizer, history, tools)
                 prompted = render(self.tokenizer, history, tools, add_generation_prompt=True)
-                common = len(commonprefix([plain, prompted]))
+                common = _common_length(plain, prompted)
                 if common < len(plain):  # The conversation itself ends with something (Phi-3: the end of the text).
                     common = self._last_header_end(prompted, common)
                 if prompt := prompted[common:].lstrip():
@@ -280,7 +265,7 @@ class Encoder:
         if late := re.compile(rf"\s*(?:{self._stops})\s*(?=\S)").match(text, start, first_end):
             start = late.end()
         body = text[start:first_end].lstrip()
-        skip = len(commonprefix([body, header]))
+        skip = _common_length(header, body)
         if skip < len(header):
             # A partly different header, say a generation prompt that opens a reasoning block: its equal lines count.
             skip = self._last_header_end(body, skip)
@@ -375,13 +360,12 @@ def _assistants(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES]
 
 
-def _answer(message: Message) -> str:
-    """What a message says: its text, else its tool calls as JSON."""
-    content: Any = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
-    calls = message.get("tool_calls")
-    return content or (json.dumps(calls, ensure_ascii=False) if calls else "")
+def _common_length(first: str, second: str) -> int:
+    """How many characters two texts begin with in common."""
+    if second.startswith(first):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), len(second))
 
 
 def _alternatives(strings: Iterable[str]) -> str:

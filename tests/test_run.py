@@ -1,0 +1,227 @@
+"""Whole runs as a user starts, stops, repeats and breaks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import RUN, environment, launch, losses, metrics, write_recipe
+from tiny import chat_rows, tiny_model
+
+from toolkit.run import main
+
+RECIPE = """
+description: A small LoRA
+defaults: [{method: lora}, _self_]
+model: {path: MODEL}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+method: {lora_dropout: 0.1}
+precision: fp32
+optimizer: {learning_rate: 1.0e-3}
+schedule: {max_steps: 12, warmup_steps: 2}
+batch: {seq_len: 256, global_batch_size: 4, micro_batch_size: 2}
+checkpoint: {save_steps: 3}
+evaluation: {num_prompts: 2, max_new_tokens: 4}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a tiny model, chat data and a recipe `small`."""
+    model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "model")
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_recipe(tmp_path, "small", RECIPE.replace("MODEL", str(model)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(place: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Starts the runner in a process group of its own, as a terminal does."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(RUN), *arguments],
+        cwd=place,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: object, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Waits until `condition()` holds."""
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < end, "the run did not get that far"
+        time.sleep(0.02)
+
+
+def test_run_folder_holds_all_that_is_needed(place: Path) -> None:
+    assert main(["recipe=small"]) == 0
+    run = place / "runs" / "small"
+    wanted = {"recipe.yaml", "manifest.json", "metrics.jsonl", "audit.json", "samples.json", "report.html", "final"}
+    assert wanted <= {file.name for file in run.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= {
+        file.name for file in (run / "final").iterdir()
+    }
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == "finished"
+    assert manifest["parameters"]["trainable"] < manifest["parameters"]["total"]
+    assert {"recipe", "data", "model"} <= manifest["hashes"].keys()
+    assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == ["checkpoint-12", "checkpoint-9"]
+    assert all({"before", "after"} <= sample.keys() for sample in json.loads((run / "samples.json").read_text()))
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, *range(1, 13), 12]
+    assert rows[-1]["tokens_per_second" if "loss" in rows[-1] else "eval_loss"] > 0
+
+
+def test_killed_run_continues_to_the_same_losses(place: Path) -> None:
+    assert main(["recipe=small", "output.name=straight"]) == 0
+    process = start(place, "recipe=small", "output.name=killed")
+    run = place / "runs" / "killed"
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and len(losses_so_far(run)) >= 7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert main(["recipe=small", "output.name=killed"]) == 0
+    by_step = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
+    straight = losses(place / "runs" / "straight")
+    assert [by_step[step] for step in range(1, 13)] == pytest.approx(straight, rel=1e-7)
+    assert json.loads((run / "manifest.json").read_text())["resumed_from"].endswith(("checkpoint-3", "checkpoint-6"))
+
+
+def losses_so_far(run: Path) -> list[str]:
+    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+def test_half_saved_checkpoint_is_passed_over(place: Path) -> None:
+    assert main(["recipe=small", "output.name=straight"]) == 0
+    process = start(place, "recipe=small", "output.name=cut")
+    run = place / "runs" / "cut"
+    wait_for(lambda: (run / "checkpoints" / "checkpoint-6" / "trainer_state.json").is_file(), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    newest = max(run.glob("checkpoints/checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
+    (newest / "optimizer.pt").unlink()
+    assert main(["recipe=small", "output.name=cut"]) == 0
+    by_step = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
+    assert list(by_step.values()) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        (),
+        ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
+        ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0", "--rdzv-backend", "c10d"),
+    ],
+    ids=["python", "accelerate", "torchrun"],
+)
+def test_first_ctrl_c_saves_and_stops_and_the_same_command_continues(place: Path, launcher: tuple[str, ...]) -> None:
+    arguments = ["recipe=small", "schedule.max_steps=400", "checkpoint.save_steps=null", "batch.micro_batch_size=1"]
+    process = start(place, *arguments, launcher=launcher)
+    run = place / "runs" / "small"
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and len(losses_so_far(run)) >= 3, process)
+    os.killpg(process.pid, signal.SIGINT)  # A terminal sends Ctrl-C to the launcher and to the processes it started.
+    output = process.communicate(timeout=120)[0]
+    assert "Traceback" not in output, output[-3000:]
+    assert process.returncode == 0, output[-3000:]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["status"] == "interrupted"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    step = int(checkpoint.name.split("-")[1])
+    done = launch(place, *arguments, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["step"] for row in metrics(place / "runs" / "other") if "loss" in row] == [step + 1, step + 2]
+
+
+def test_finished_run_is_left_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    run = place / "runs" / "small"
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+
+
+def test_folder_of_another_run_is_refused_and_untouched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    before = {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
+    assert main(["recipe=small", "max_steps=2", "learning_rate=0.5"]) == 1
+    message = capsys.readouterr().err
+    assert "optimizer.learning_rate (0.001 there, 0.5 here)" in message and "output.name" in message
+    assert before == {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
+    assert main(["recipe=small", "max_steps=2", "learning_rate=0.5", "checkpoint.resume=never"]) == 0
+    assert (place / "runs" / "small-2" / "final").is_dir()
+
+
+def test_same_seed_same_run_and_another_seed_another(place: Path) -> None:
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        assert main(["recipe=small", "max_steps=3", f"output.name={name}", f"seed={seed}"]) == 0
+    one, two, three = (losses(place / "runs" / name) for name in ("one", "two", "three"))
+    assert one == two
+    assert one != three
+
+
+def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_NAME", "hunter2hunter2")
+    assert main(["recipe=small", "max_steps=1", "description='${oc.env:MY_SECRET_NAME}'"]) == 0
+    for file in (place / "runs").rglob("*"):
+        if file.is_file():
+            assert b"hunter2hunter2" not in file.read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    ("content", "override", "words"),
+    [
+        (b"", "", ["chat.jsonl", "empty"]),
+        (b'{"messages": []}\n{"messages": [}\n', "", ["chat.jsonl", "line 2"]),
+        (b'{"text": "caf\xe9"}\n', "", ["chat.jsonl", "UTF-8"]),
+        (b'{"colour": 1}\n', "", ["colour", "data.columns"]),
+        (None, "data.sources=[nothing.jsonl]", ["nothing.jsonl"]),
+        (None, "model.path=nowhere/nothing", ["model.path", "nowhere/nothing"]),
+        (None, "method.target_modules=[q_prj]", ["q_prj", "q_proj"]),
+        (None, "batch.global_batch_size=5", ["global batch of 5", "4 or 6"]),
+        (None, "precision=fp16", ["fp16", "GPU"]),
+        (None, "model.attention=flash_attention_2", ["flash_attention_2", "sdpa"]),
+    ],
+)
+def test_one_clear_message_for_bad_input(
+    place: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, override: str, words: list[str]
+) -> None:
+    if content is not None:
+        (place / "chat.jsonl").write_bytes(content)
+    assert main(["recipe=small", "max_steps=1", *([override] if override else [])]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") <= 8
+    for word in words:
+        assert word in message
+
+
+def test_full_disk_is_one_message_and_loses_nothing(place: Path) -> None:
+    disk = place / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        done = launch(place, "recipe=small", "output.dir=disk/runs")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert done.returncode == 1
+    assert "disk" in done.stderr and "output.dir" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_script_is_not_shadowed_by_its_own_folder(place: Path) -> None:
+    code = f"import runpy, sys; sys.argv = ['run.py']; sys.path.insert(0, {str(RUN.parent)!r}); " + (
+        f"\ntry: runpy.run_path({str(RUN)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+        f"assert {str(RUN.parent)!r} not in sys.path; import accelerate, datasets; print(accelerate.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), capture_output=True, text=True)
+    assert "accelerate" in done.stdout, done.stderr
