@@ -28,7 +28,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 
 demo: venv
 	@$(BIN)/python -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no \
-		--dynamo_backend no toolkit/run.py recipe=smollm2_135m_lora_demo
+		--dynamo_backend no toolkit/run.py recipe=smollm2_135m_lora_demo checkpoint.resume=never
 
 test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -37,7 +37,12 @@ def launch(folder: Path, *arguments: str, processes: int = 1, timeout: float = 3
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     return subprocess.run(
-        [*launcher, str(RUN), *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout
+        [*launcher, str(RUN), *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 

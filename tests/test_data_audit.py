@@ -9,7 +9,7 @@ import pytest
 from data_fixtures import chat_row, chatml_tokenizer, plain_tokenizer, write_jsonl
 from test_data_prepare import STOP, recipe
 
-from toolkit.data.audit import check_batch, render
+from toolkit.data.audit import DataError, check_batch, render
 from toolkit.data.prepare import prepare
 from toolkit.errors import UserError
 
@@ -56,6 +56,35 @@ def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:
     ):
         assert words in text
     assert "█" in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_render_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = [chat_row(f"{n} " * n, "yo") | {f"a_rather_long_column_name_{n}": 1} for n in range(1, 60)]
+    text = render(audit(tmp_path, rows, eval_split=0.2, seq_len=96, over_long="drop"))
+    assert max(len(line) for line in text.splitlines()) in range(width - 15, width + 1)
+    for words in ("and 39 more", "of the training rows", "of the held-out rows", "held-out rows are longer"):
+        assert words in " ".join(text.split())
+
+
+def test_a_single_short_row_has_a_histogram(tmp_path: Path) -> None:
+    found = audit(tmp_path, [{"text": "hi"}])
+    assert found["train"]["lengths"]["histogram"] == [{"from": 0, "to": 15, "rows": 1}]
+
+
+def test_a_fatal_audit_comes_with_the_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        audit(tmp_path, [chat_row("a", "b " * 200)], over_long="truncate", seq_len=64)
+    assert {problem["level"] for problem in caught.value.audit["problems"]} == {"fatal", "warning"}
+    assert "fatal: the stop token is trained in no row" in render(caught.value.audit)
+
+
+def test_plain_prompts_for_a_chat_model_are_a_warning(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}\n", "completion": "a"} for n in range(3)]
+    (problem,) = audit(tmp_path, rows)["problems"]
+    assert "without the chat template" in problem["what"] and "instruction: prompt" in problem["change"]
+    assert audit(tmp_path, rows, plain_tokenizer(), frozenset({0}))["problems"] == []
 
 
 def test_more_than_half_without_answer_is_fatal(tmp_path: Path) -> None:

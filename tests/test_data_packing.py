@@ -51,6 +51,11 @@ def test_packing_is_deterministic_and_follows_selected_rows() -> None:
     assert sorted(packed["seq_lengths"]) == [[5, 4], [8]]
 
 
+def test_sequences_are_not_sorted_by_length() -> None:
+    lengths = [len_ for row in pack(documents_dataset([64] * 50 + [3] * 2000), 64)["seq_lengths"] for len_ in row[:1]]
+    assert lengths != sorted(lengths, reverse=True) and {64, 3} == set(lengths[:20])
+
+
 def test_rows_that_do_not_fit_are_never_cut() -> None:
     with pytest.raises(AssertionError):
         pack(documents_dataset([3, 11]), 10)

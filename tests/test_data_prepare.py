@@ -14,6 +14,7 @@ import pytest
 from data_fixtures import chat_row, chatml_tokenizer, plain_tokenizer, write_jsonl
 
 from toolkit.data import sources
+from toolkit.data.audit import DataError
 from toolkit.data.mixture import mix
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.show import show
@@ -214,8 +215,10 @@ def test_over_long_rows(tmp_path: Path, cache: Path) -> None:
     tokenizer = chatml_tokenizer()
     with pytest.raises(UserError) as caught:
         prepare(recipe(path, seq_len=64), tokenizer, STOP, cache)
-    assert "2 of 3 rows are longer than `batch.seq_len: 64`" in str(caught.value)
+    assert "2 of 3 training rows are longer than `batch.seq_len: 64`" in str(caught.value)
     assert "a.jsonl:" in str(caught.value) and "data.over_long" in str(caught.value)
+    assert isinstance(caught.value, DataError)
+    assert caught.value.audit["train"]["lengths"]["percentiles"]["max"] > 64  # the figures to choose seq_len by
 
     dropped = prepare(recipe(path, seq_len=64, over_long="drop"), tokenizer, STOP, cache)
     assert len(dropped.train) == 1 and dropped.audit["train"]["over_long"]["rows"] == 2
@@ -283,27 +286,79 @@ def test_errors_in_rows_name_the_row(tmp_path: Path, cache: Path) -> None:
         prepare(recipe(tmp_path / "b.jsonl"), chatml_tokenizer(), STOP, cache)
 
 
-def test_streaming_gives_the_same_tokens(tmp_path: Path, cache: Path) -> None:
+def test_streaming_gives_the_same_tokens_and_begins_again(tmp_path: Path, cache: Path) -> None:
     path = documents(tmp_path / "a.jsonl", 40)
     held_out = documents(tmp_path / "b.jsonl", 3, "held out")
     settings = {"shuffle": False, "eval_sources": [str(held_out)]}
     prepared = prepare(recipe(path, streaming=True, **settings), chatml_tokenizer(), STOP, cache)
-    whole = prepare(recipe(path, **settings), chatml_tokenizer(), STOP, cache)
-    assert list(prepared.train) == list(whole.train)
+    whole = list(prepare(recipe(path, **settings), chatml_tokenizer(), STOP, cache).train)
+    assert list(itertools.islice(prepared.train, 90)) == [*whole, *whole, *whole[:10]]
     assert "first 1,000 rows" in prepared.audit["scope"] and len(prepared.eval or []) == 3
-    packed = prepare(recipe(path, streaming=True, packing=True, seq_len=32), chatml_tokenizer(), STOP, cache)
-    assert sum(len(row["seq_lengths"]) for row in packed.train) == 40
-    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) for row in packed.train)
+    shuffled = prepare(recipe(path, streaming=True), chatml_tokenizer(), STOP, cache).train
+    rows = [tuple(row["input_ids"]) for row in itertools.islice(shuffled, 80)]
+    assert sorted(rows[:40]) == sorted(rows[40:]) == sorted(tuple(row["input_ids"]) for row in whole)
+    assert rows[:40] != rows[40:]
+
+
+def test_packed_stream_keeps_every_row_and_is_not_sorted_by_length(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ({"text": f"{n} " + "word " * (n % 50)} for n in range(1000)))
+    settings = recipe(path, streaming=True, packing=True)
+    packed = prepare(settings, chatml_tokenizer(), STOP, cache).train
+    rows = list(itertools.islice(packed, 200))
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 256 for row in rows)
+    longest = [max(row["seq_lengths"]) for row in rows]
+    assert abs(np.corrcoef(longest, range(len(longest)))[0, 1]) < 0.3
+    lengths: list[int] = []
+    for row in packed:
+        lengths += row["seq_lengths"]
+        if len(lengths) >= 1000:
+            break
+    whole = prepare(recipe(path), chatml_tokenizer(), STOP, cache).train
+    assert sorted(lengths) == sorted(len(row["input_ids"]) for row in whole)
 
 
 def test_streaming_mixes_by_weight_and_refuses_what_needs_all_rows(tmp_path: Path, cache: Path) -> None:
     big, small = documents(tmp_path / "big.jsonl", 300, "big"), documents(tmp_path / "small.jsonl", 10, "small")
     settings = recipe({"path": str(big), "weight": 0.5}, {"path": str(small), "weight": 0.5}, streaming=True)
-    first = texts(prepare(settings, chatml_tokenizer(), STOP, cache))[:200]
+    stream = prepare(settings, chatml_tokenizer(), STOP, cache).train
+    first = [chatml_tokenizer().decode(row["input_ids"]) for row in itertools.islice(stream, 200)]
     assert 70 < sum("small" in text for text in first) < 130
     for wrong in ({"deduplicate": True}, {"max_samples": 3}, {"eval_split": 0.1}):
         with pytest.raises(UserError, match=r"data\.streaming"):
             prepare(recipe(big, streaming=True, **wrong), chatml_tokenizer(), STOP, cache)
+
+
+def test_a_streamed_source_without_a_usable_row_is_an_error_and_no_endless_search(tmp_path: Path, cache: Path) -> None:
+    empty = write_jsonl(tmp_path / "empty.jsonl", [{"text": " "}] * 3)
+    good = documents(tmp_path / "good.jsonl", 20)
+    settings = recipe({"path": str(good), "weight": 1.0}, {"path": str(empty), "weight": 1.0}, streaming=True)
+    with pytest.raises(UserError, match=r"empty\.jsonl` has no row with a trained token"):
+        list(itertools.islice(prepare(settings, chatml_tokenizer(), STOP, cache).train, 30))
+
+
+def test_conversations_that_the_assistant_begins_are_trained(tmp_path: Path, cache: Path) -> None:
+    greeting = {"messages": [{"role": "assistant", "content": "hello"}]}
+    path = write_jsonl(tmp_path / "a.jsonl", [greeting, chat_row("q", "a")])
+    prepared = prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache)
+    assert len(prepared.train) == 2 and [sample["prompt"] for sample in prepared.samples] == ["q"]
+
+
+def test_an_interrupted_build_is_neither_used_nor_left_behind(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 20)
+    code = f"""
+import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+import toolkit.data.prepare as module
+from data_fixtures import chatml_tokenizer
+from test_data_prepare import recipe, STOP
+module._write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert [entry for entry in cache.iterdir() if entry.is_dir()]
+    prepared = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    assert len(prepared.train) == 20
+    assert [entry for entry in cache.iterdir() if entry.is_dir()] == [prepared.path]
 
 
 def test_conversational_completion_trains_the_completion(tmp_path: Path, cache: Path) -> None:
@@ -324,6 +379,13 @@ def test_unwritable_cache_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="TOOLKIT_CACHE"):
         prepare(recipe(documents(tmp_path / "a.jsonl", 3)), chatml_tokenizer(), STOP, tmp_path / "file" / "cache")
+
+
+def test_show_does_not_let_data_steer_the_terminal(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("\x1b[2J\rhi", "yo\tyo\x07")])
+    text = show(prepare(recipe(path), chatml_tokenizer(), STOP, cache), chatml_tokenizer(), 1, color=False)
+    assert "␛[2J␍hi" in text and "«yo\tyo␇<|im_end|>»" in text
+    assert not set(text) & {"\x1b", "\r", "\x07"}
 
 
 def test_show_marks_trained_text(tmp_path: Path, cache: Path) -> None:

@@ -160,6 +160,30 @@ def test_unknown_and_ambiguous_shapes_list_columns_and_choices() -> None:
     assert "needs" in refused({"text": "t"}, format="messages")
 
 
+def test_common_names_are_proposed_as_a_setting() -> None:
+    dolly = {"instruction": "i", "context": "c", "response": "r", "category": "x"}
+    assert "'data.columns={output: response, input: context}'" in refused(dolly)
+    assert "'data.columns={instruction: question, output: answer}'" in refused({"question": "q", "answer": "a"})
+    without_template = refused({"question": "q", "answer": "a"}, template=False)
+    assert "'data.columns={prompt: question, completion: answer}'" in without_template
+    assert "'data.columns={messages: conversation}'" in refused({"conversation": []})
+
+
+def test_single_messages_and_rated_answers_are_not_taken_for_something_else() -> None:
+    tree = {"message_id": "1", "parent_id": None, "text": "hi", "role": "prompter"}
+    assert "single messages" in refused(tree)
+    assert convert(tree, format="text") == Text("hi")
+    assert "single messages" in refused({"role": "user", "content": "hi"})
+    rated = {"prompt": "p", "completion": "c", "label": True}
+    assert "rated answers" in refused(rated)
+    assert convert(rated, format="prompt_completion") == Completion("p", "c")
+
+
+def test_roles_in_dumps_of_other_assistants() -> None:
+    turns = [{"from": "Human", "value": "hi"}, {"from": "bing", "value": "yo"}, {"from": "chatgpt", "value": "yo"}]
+    assert convert({"conversations": turns}) == Chat([user("hi"), assistant("yo"), assistant("yo")])
+
+
 def test_preference_pairs_are_refused_with_a_word() -> None:
     message = refused({"prompt": "p", "chosen": "a", "rejected": "b"})
     assert "preference pairs" in message

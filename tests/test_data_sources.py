@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_fixtures import write_jsonl
+from datasets import Dataset, DatasetDict
 
 from toolkit.data import sources
 from toolkit.data.sources import open_source, split_of
@@ -51,6 +52,30 @@ ROWS = [{"prompt": "naïve 😀", "completion": "日本"}, {"prompt": "b", "comp
 def test_formats_give_the_same_rows(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     assert read(tmp_path / name) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("excel.csv", "prompt;completion\r\nnaïve 😀;日本\r\nb;c\r\n".encode()),
+        ("pandas.csv", ",prompt,completion\n0,naïve 😀,日本\n1,b,c\n".encode()),
+        ("spaced.csv", 'prompt, completion\nnaïve 😀, "日本"\nb, c\n'.encode()),
+        ("array.jsonl", json.dumps(ROWS).encode()),
+    ],
+)
+def test_what_other_programs_write_is_read(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    rows = [{key: value for key, value in row.items() if key != "index"} for row in read(tmp_path / name)]
+    assert rows == ROWS
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    whole = Dataset.from_list(ROWS * 3)
+    DatasetDict({"train": whole.select([3, 4]), "test": whole.select([1])}).save_to_disk(str(tmp_path / "both"))
+    whole.save_to_disk(str(tmp_path / "one"))
+    assert read(tmp_path / "both") == ROWS[1:] + ROWS[:1]
+    assert read(tmp_path / "both", split="test") == ROWS[1:]
+    assert read(tmp_path / "one") == ROWS * 3
 
 
 def test_zstd(tmp_path: Path) -> None:
@@ -108,6 +133,25 @@ def test_folder_without_split_names_is_train(tmp_path: Path) -> None:
     assert "no split `validation`" in message and "`train`: part1.jsonl" in message and "data.eval_split" in message
 
 
+def test_documentation_and_metadata_in_a_folder_are_no_data(tmp_path: Path) -> None:
+    for name in ("README.md", "LICENSE.txt", "book.txt"):
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path) == [{"text": "book.txt"}]
+    write_jsonl(tmp_path / "data.jsonl", [{"text": "row"}])
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
+    assert read(tmp_path) == [{"text": "row"}]
+
+
+def test_settings_of_hub_data_are_refused_for_local_files(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"n": 1}])
+    assert "only hub data sets have a `name`" in refused(path, name="en")
+    assert "only hub data sets have a `revision`" in refused("builtin:stdlib-docstrings", revision="main")
+    assert "is a slice" in refused(tmp_path, split="train[:10%]")
+    assert "is an address" in refused("https://example.org/a.jsonl")
+    assert "is no file or folder" in refused("/dev/null")
+    assert "cannot be read" in refused("long name " * 100)
+
+
 def test_invalid_json_names_line_and_column(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": "\u2028"}\n\n{"a": 1,}\n')
     assert "a.jsonl:3 column 9 is not valid JSON" in refused(tmp_path / "a.jsonl")
@@ -134,12 +178,20 @@ def test_not_utf8_names_line_and_byte(tmp_path: Path) -> None:
         ("a.csv", b"a,b\n", "no rows"),
         ("a.csv", b"hello,\nx,y\n", "no header"),
         ("a.csv", b"a,b\n1,2,3\n", "a.csv:2 has 3 fields, the header has 2"),
-        ("a.csv", b'a,b\n1,"2\n3,4\n', "a.csv:3"),
-        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl:2 is no object but: array"),
+        ("a.csv", b'a,b\n1,"2\n3,4\n', "a.csv:2: unexpected end of data"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl:2 is not an object but: array"),
         ("a.json", b'"text"', "holds a single string"),
         ("a.xlsx", b"PK", "unknown extension `.xlsx`"),
         ("a.parquet", b"PAR1 not really", "cannot be read"),
         ("a.jsonl.gz", b"not gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}' * 1000)[:30], "cannot be read"),
+        ("a.json", gzip.compress(b"[]"), "gzip data, not what its name says"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
+        ("a.csv", b"PK\x03\x04excel", "zip archive"),
+        ("a.json", b'{"a": [1, 2], "b": [3, 4]}', "one object with the keys 'a', 'b' instead of rows"),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "a.jsonl:1 cannot be read as JSON"),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", "a.jsonl:1 cannot be read as JSON"),
+        ("a.arrow", b"not arrow", "cannot be read"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, data: bytes, words: str) -> None:

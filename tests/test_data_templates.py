@@ -366,6 +366,16 @@ def test_a_template_that_hides_its_turns_is_refused_with_the_remedy() -> None:
     assert trained(encoder_for(JOINED), row) == ["Hello!<|end|>", "<b>4</b>, of\ncourse<|end|>"]
 
 
+def test_a_template_that_leaves_out_what_the_assistant_says_is_refused() -> None:
+    silent = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    with pytest.raises(UserError, match=r"leaves out the tool calls of message 1[\s\S]*model\.chat_template"):
+        encoder_for(silent)(Chat([MORE, CALL, RESULT, HELLO], TOOLS))
+    part = "{% for p in m.content if p.text is defined %}{{ p.text }}{% endfor %}"
+    parts_only = f"{{% for m in messages %}}{{{{ m.role }}}}:{part}{{% endfor %}}"
+    with pytest.raises(UserError, match=r"leaves out the text of message 1"):
+        encoder_for(parts_only, "all")(Chat([USER, HELLO]))
+
+
 def test_what_a_template_refuses_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"System role not supported[\s\S]*model\.chat_template"):
         encoder_for(GEMMA)(Chat([SYSTEM, USER, HELLO]))

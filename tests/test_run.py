@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +29,7 @@ data: {sources: [chat.jsonl], eval_split: 0.1}
 method: {lora_dropout: 0.1}
 precision: fp32
 optimizer: {learning_rate: 1.0e-3}
-schedule: {max_steps: 12, warmup_steps: 2}
+schedule: {max_steps: 12, warmup_ratio: 0.1}
 batch: {seq_len: 256, global_batch_size: 4, micro_batch_size: 2}
 checkpoint: {save_steps: 3}
 evaluation: {num_prompts: 2, max_new_tokens: 4}
@@ -86,7 +91,7 @@ def test_killed_run_continues_to_the_same_losses(place: Path) -> None:
     assert main(["recipe=small", "output.name=straight"]) == 0
     process = start(place, "recipe=small", "output.name=killed")
     run = place / "runs" / "killed"
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and len(losses_so_far(run)) >= 7, process)
+    wait_for(lambda: steps_done(run) >= 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert main(["recipe=small", "output.name=killed"]) == 0
@@ -114,32 +119,81 @@ def test_half_saved_checkpoint_is_passed_over(place: Path) -> None:
     assert list(by_step.values()) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
 
 
+ENDLESS = ("recipe=small", "schedule.max_steps=4000", "checkpoint.save_steps=null", "batch.micro_batch_size=1")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        (),
-        ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
-        ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0", "--rdzv-backend", "c10d"),
-    ],
-    ids=["python", "accelerate", "torchrun"],
-)
-def test_first_ctrl_c_saves_and_stops_and_the_same_command_continues(place: Path, launcher: tuple[str, ...]) -> None:
-    arguments = ["recipe=small", "schedule.max_steps=400", "checkpoint.save_steps=null", "batch.micro_batch_size=1"]
-    process = start(place, *arguments, launcher=launcher)
+@pytest.mark.parametrize("launcher", [(), ACCELERATE], ids=["python", "accelerate"])
+def test_first_ctrl_c_in_a_terminal_saves_and_stops(place: Path, launcher: tuple[str, ...]) -> None:
     run = place / "runs" / "small"
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and len(losses_so_far(run)) >= 3, process)
-    os.killpg(process.pid, signal.SIGINT)  # A terminal sends Ctrl-C to the launcher and to the processes it started.
-    output = process.communicate(timeout=120)[0]
+    status, output = typed_ctrl_c(place, [sys.executable, *launcher, str(RUN), *ENDLESS], lambda: steps_done(run) >= 3)
     assert "Traceback" not in output, output[-3000:]
-    assert process.returncode == 0, output[-3000:]
-    manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest["status"] == "interrupted"
+    assert status == 0, output[-3000:]
+    assert_continues(place, run)
+
+
+@pytest.mark.slow
+def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> None:
+    run = place / "runs" / "small"
+    process = start(place, *ENDLESS, launcher=TORCHRUN)
+    wait_for(lambda: steps_done(run) >= 3, process)
+    os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to the launcher and to what it started.
+    process.communicate(timeout=120)
+    assert_continues(place, run)
+
+
+@pytest.mark.slow
+def test_training_saves_and_stops_when_its_launcher_dies(place: Path) -> None:
+    run = place / "runs" / "small"
+    process = start(place, *ENDLESS, launcher=ACCELERATE)
+    wait_for(lambda: steps_done(run) >= 3, process)
+    process.kill()
+    end = time.monotonic() + 60
+    while not list(run.glob("checkpoints/*/trainer_state.json")):
+        assert time.monotonic() < end, "the training went on without its launcher"
+        time.sleep(0.1)
+
+
+def steps_done(run: Path) -> int:
+    """Training steps in a run's metrics so far."""
+    return len(losses_so_far(run)) if (run / "metrics.jsonl").is_file() else 0
+
+
+def assert_continues(place: Path, run: Path) -> None:
+    """The run was interrupted with one checkpoint, and training goes on from it with the next step."""
+    assert json.loads((run / "manifest.json").read_text())["status"] == "interrupted"
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name.split("-")[1])
-    done = launch(place, *arguments, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}")
-    assert done.returncode == 0, done.stderr[-3000:]
+    resumed = [*ENDLESS, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}"]
+    assert main(resumed) == 0
     assert [row["step"] for row in metrics(place / "runs" / "other") if "loss" in row] == [step + 1, step + 2]
+
+
+def typed_ctrl_c(place: Path, command: list[str], condition: Callable[[], bool]) -> tuple[int, str]:
+    """Runs a command in a terminal, types Ctrl-C once the condition holds, and returns exit code and output."""
+    master, terminal = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        command, cwd=place, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal,
+        start_new_session=True, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    output, typed, end = b"", False, time.monotonic() + 180
+    while time.monotonic() < end:
+        if select.select([master], [], [], 0.05)[0]:
+            try:
+                output += os.read(master, 65536)
+            except OSError:  # The last process with the terminal has ended.
+                break
+        if not typed and condition():
+            os.write(master, b"\x03")
+            typed = True
+    return process.wait(timeout=30), output.decode(errors="replace")
 
 
 def test_finished_run_is_left_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +236,7 @@ def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.Mon
     ("content", "override", "words"),
     [
         (b"", "", ["chat.jsonl", "empty"]),
-        (b'{"messages": []}\n{"messages": [}\n', "", ["chat.jsonl", "line 2"]),
+        (b'{"messages": []}\n{"messages": [}\n', "", ["chat.jsonl:2", "JSON"]),
         (b'{"text": "caf\xe9"}\n', "", ["chat.jsonl", "UTF-8"]),
         (b'{"colour": 1}\n', "", ["colour", "data.columns"]),
         (None, "data.sources=[nothing.jsonl]", ["nothing.jsonl"]),
@@ -190,7 +244,7 @@ def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.Mon
         (None, "method.target_modules=[q_prj]", ["q_prj", "q_proj"]),
         (None, "batch.global_batch_size=5", ["global batch of 5", "4 or 6"]),
         (None, "precision=fp16", ["fp16", "GPU"]),
-        (None, "model.attention=flash_attention_2", ["flash_attention_2", "sdpa"]),
+        (None, "model.attention=flex", ["flex", "sdpa"]),
     ],
 )
 def test_one_clear_message_for_bad_input(
@@ -225,3 +279,21 @@ def test_script_is_not_shadowed_by_its_own_folder(place: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), capture_output=True, text=True)
     assert "accelerate" in done.stdout, done.stderr
+
+
+def test_tracker_by_name_gets_training_and_held_out_loss(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert main(["recipe=small", "max_steps=2", "logging.trackers=[tensorboard]"]) == 0
+    events = event_accumulator.EventAccumulator(str(place / "runs" / "small" / "tensorboard"))
+    events.Reload()
+    logged = [event.value for event in events.Scalars("train/loss")]
+    assert logged == pytest.approx(losses(place / "runs" / "small"), rel=1e-5)
+    assert len(events.Scalars("eval/loss")) == 2
+
+
+def test_failed_run_says_so_and_can_be_mended(place: Path) -> None:
+    assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_prj]"]) == 1
+    manifest = json.loads((place / "runs" / "small" / "manifest.json").read_text())
+    assert manifest["status"] == "failed" and "q_prj" in manifest["error"]
+    assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_proj]"]) == 0

@@ -26,7 +26,7 @@ model: {path: MODEL}
 data: {sources: [chat.jsonl], eval_split: 0.1}
 precision: fp32
 optimizer: {learning_rate: 3.0e-3, weight_decay: 0.1, beta2: 0.95}
-schedule: {name: linear, max_steps: 20, warmup_steps: 5}
+schedule: {name: linear, max_steps: 20, warmup_ratio: 0.25}
 batch: {seq_len: 256, global_batch_size: 4}
 evaluation: {num_prompts: 0}
 """

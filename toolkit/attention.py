@@ -89,6 +89,11 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str) -> str:
     return next(name for name in [*order, "sdpa", "eager"] if name in usable)
 
 
+def with_mask(config: Mapping[str, Any]) -> str:
+    """The backend for generation, which pads and keeps a cache: one that reads masks and computes this model right."""
+    return "eager" if _model_reason("sdpa", config, "float32") else "sdpa"
+
+
 def register() -> None:
     """Makes `attn_implementation="torch_varlen"` known to Transformers."""
     from transformers import AttentionInterface
@@ -129,10 +134,11 @@ def varlen_attention(
         raise ValueError("torch_varlen attention needs cu_seq_lens and max_length from the collator")
     if dropout:
         raise ValueError("torch_varlen attention has no dropout; set attention_dropout to 0 or use sdpa")
-    tokens_first = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     left = -1 if sliding_window is None else sliding_window - 1
     out = varlen_attn(
-        *tokens_first,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,
@@ -141,6 +147,7 @@ def varlen_attention(
         window_size=(left, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert not isinstance(out, tuple)
     return out.unsqueeze(0), None
 
 

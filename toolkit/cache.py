@@ -30,8 +30,10 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.is_dir():
+            # Under the lock nobody else builds this folder: what is there was left by a process that was killed.
+            for abandoned in path.parent.glob(f".{path.name}.*.partial"):
+                shutil.rmtree(abandoned, ignore_errors=True)
             partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
                 build(partial)

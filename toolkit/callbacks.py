@@ -22,7 +22,7 @@ from toolkit.trainer import FixedOrder
 
 
 class StepTokens:
-    """Real tokens (padding not counted) in every optimizer step, known from the order of rows without touching a device.
+    """Tokens in every optimizer step, padding not counted, known from the order of rows without touching a device.
 
     Args:
         lengths: (num_rows,) tokens of each training row.

@@ -1,4 +1,4 @@
-"""The console script `toolkit`: parses, calls, prints. Every command takes `recipe=NAME key=value …` like the runner."""
+"""The console script `toolkit`: parses, calls, prints. Commands take `recipe=NAME key=value …` like the runner."""
 
 from __future__ import annotations
 
@@ -11,16 +11,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit import __version__
 from toolkit.errors import UserError
 
 Command = Callable[[argparse.Namespace], int]
 
 
+_EPILOG = """\
+examples:
+  toolkit init                                        start a recipe folder here
+  toolkit cp recipe=qwen3_0_6b_lora mine seq_len=1024  a recipe of your own, as a diff
+  toolkit validate recipe=mine                        every problem at once
+  accelerate launch -m toolkit.run recipe=mine        train it
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for a failure, 2 for a wrong recipe or usage."""
-    options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    # argparse takes positional arguments in one block; here they may stand on both sides of an option.
+    if any(argument.startswith("-") for argument in rest) or (rest and "arguments" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.arguments += rest
     try:
-        return options.command(options)
+        status = options.command(options)
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -28,56 +46,91 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # `toolkit ls | head` closes the pipe early; Python would complain once more while shutting down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        place = f" {error.filename}" if error.filename else ""
+        print(f"error: cannot use{place}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="toolkit", description="Recipes for fine-tuning on Hugging Face Accelerate.")
+    parser = argparse.ArgumentParser(
+        prog="toolkit",
+        allow_abbrev=False,
+        description="Recipes for fine-tuning on Hugging Face Accelerate.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Command, help: str, recipe: bool = False) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help)
+        sub = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
         sub.set_defaults(command=command)
-        sub.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
         if recipe:
             sub.add_argument("arguments", nargs="*", metavar="recipe=NAME key=value")
         return sub
 
-    add("ls", _ls, "list recipes")
-    add("show", _show, "print the resolved recipe with the origin of every value", recipe=True)
-    check = add("validate", _validate, "report every problem of a recipe", recipe=True)
-    check.add_argument("--all", action="store_true", help="validate every recipe")
+    def with_folder(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
+        return sub
+
+    with_folder(add("ls", _ls, "list recipes, yours first"))
+    with_folder(add("show", _show, "print the resolved recipe with the origin of every value", recipe=True))
+    check = with_folder(add("validate", _validate, "report every problem of a recipe", recipe=True))
+    check.add_argument("--all", action="store_true", help="validate all your recipes (without any: the shipped ones)")
     schema = add("schema", _schema, "print the JSON Schema of a recipe, for editors")
+    schema.add_argument("--markdown", action="store_true", help="print all keys as Markdown instead")
     schema.add_argument("--output", metavar="FILE", help="write it to a file")
-    add("init", _init, "start a recipe folder in this repository")
-    copy = add("cp", _cp, "start a recipe of your own as a diff of another: toolkit cp recipe=PARENT NEW", recipe=True)
-    copy.set_defaults(command=_cp)
+    with_folder(add("init", _init, "start a recipe folder in this repository"))
+    with_folder(
+        add("cp", _cp, "write a recipe of your own as a diff: toolkit cp recipe=PARENT NEW key=value", recipe=True)
+    )
     add("doctor", _doctor, "versions, devices and kernels that really work, to paste into a bug report")
-    data = add("data", _data, "prepare and audit the data of a recipe", recipe=True)
-    data.add_argument("--show", type=int, default=0, metavar="N", help="print N rows, trained tokens coloured")
+    data = with_folder(add("data", _data, "prepare and audit the data of a recipe", recipe=True))
+    data.add_argument("--show", type=_positive, default=0, metavar="N", help="print N rows, trained tokens coloured")
     report = add("report", _report, "write a run's report.html again")
     report.add_argument("run", help="the run folder")
     generate = add("generate", _generate, "sample from a run; interactive without --prompt")
     generate.add_argument("run", help="the run folder")
-    generate.add_argument("--prompt", action="append", help="a prompt; may be given several times")
-    generate.add_argument("--max-new-tokens", type=int, default=256)
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int, default=42)
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    generate.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (256)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature: nucleus sampling")
+    generate.add_argument("--seed", type=int, default=42, metavar="N", help="seed of the sampling (42)")
     merge = add("merge", _merge, "merge a run's adapter into its base and prove it equal")
     merge.add_argument("run", help="the run folder")
     merge.add_argument("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
     return parser
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
 def _ls(options: argparse.Namespace) -> int:
-    from toolkit.recipe import list_recipes, recipe_folders
+    from toolkit.recipe import list_recipes, recipe_folders, shipped_recipes
     from toolkit.recipe.view import description
 
-    found = list_recipes(recipe_folders(options.recipes))
+    folders = recipe_folders(options.recipes)
+    found = list_recipes(folders)
     width = max((len(name) for name in found), default=0)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    shipped = shipped_recipes().resolve()
+    blocks = {"yours": [], "shipped": []} if len(folders) > 1 else {"shipped": []}  # type: dict[str, list[str]]
     for name, file in found.items():
-        print(f"{name:<{width}}  {description(file)}"[:columns].rstrip())
+        block = blocks["shipped" if file.is_relative_to(shipped) or len(blocks) == 1 else "yours"]
+        line = f"{name:<{width}}  {description(file)}".rstrip()
+        block.append(line if len(line) <= columns else line[: columns - 1] + "…")
+    if len(blocks) == 1:
+        print("\n".join(blocks["shipped"]))
+        return 0
+    print(f"# yours, in {options.recipes or 'recipes'}", *blocks["yours"], sep="\n")
+    print(f"\n# shipped, in {shipped}", *blocks["shipped"], sep="\n")
     return 0
 
 
@@ -97,22 +150,24 @@ def _validate(options: argparse.Namespace) -> int:
         loaded = _load(options)
         print(f"recipe {loaded.name}: valid")
         return 0
-    worst = 0
-    found = list_recipes(recipe_folders(options.recipes))
+    if any(argument.startswith("recipe=") for argument in options.arguments):
+        raise UserError("--all validates all recipes, recipe=… one", "give one of them")
+    found = list_recipes(recipe_folders(options.recipes)[:1])
+    errors = []
     for name in found:
         try:
             load_checked(name, options.arguments, options.recipes)
         except UserError as error:
-            worst = max(worst, error.exit_code)
+            errors.append(error)
             print(f"error: {error}\n", file=sys.stderr)
-    print(f"{len(found)} recipes checked")
-    return worst
+    print(f"{len(found)} recipes checked, {len(errors) or 'none'} with problems")
+    return max((error.exit_code for error in errors), default=0)
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from toolkit.recipe import json_schema
+    from toolkit.recipe.document import json_schema, markdown
 
-    text = json.dumps(json_schema(), indent=2) + "\n"
+    text = markdown() if options.markdown else json.dumps(json_schema(), indent=2) + "\n"
     if options.output:
         Path(options.output).write_text(text, encoding="utf-8")
     else:
@@ -148,43 +203,37 @@ data:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from toolkit.recipe import json_schema
+    from toolkit.recipe.document import json_schema
 
     folder = Path(options.recipes or "recipes")
     recipe, schema = folder / "mine.yaml", folder / "schema.json"
     if recipe.exists():
-        raise UserError(f"{recipe} exists already", "nothing was written; edit it, or name another folder with --recipes")
+        raise UserError(
+            f"{recipe} exists already", "nothing was written; edit it, or name another folder with --recipes"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     recipe.write_text(_FIRST_RECIPE, encoding="utf-8")
-    schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {recipe} and {schema} (for your editor)\ntrain it:  python -m toolkit.run recipe=mine")
+    if not schema.exists():
+        schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    named = f" --recipes {options.recipes}" if options.recipes else ""
+    print(f"wrote {recipe}, and {schema} for your editor")
+    print(f"check it:  toolkit validate recipe=mine{named}")
+    print(f"train it:  accelerate launch -m toolkit.run recipe=mine{named}")
     return 0
 
 
 def _cp(options: argparse.Namespace) -> int:
-    import yaml
-
     from toolkit.recipe import split_arguments
-    from toolkit.recipe.load import as_diff
+    from toolkit.recipe.diff import write_diff
     from toolkit.rules import load_checked
 
-    named = [argument for argument in options.arguments if "=" not in argument]
-    if len(named) != 1:
+    names = [argument for argument in options.arguments if "=" not in argument and not argument.startswith("~")]
+    if len(names) != 1:
         raise UserError("cp needs the parent and one new name", "write: toolkit cp recipe=PARENT NEW key=value …")
-    parent, overrides = split_arguments([argument for argument in options.arguments if "=" in argument])
-    loaded = load_checked(parent, overrides, options.recipes)
-    groups, values = as_diff(parent, overrides, options.recipes)
-    file = Path(options.recipes or "recipes") / f"{named[0].removesuffix('.yaml')}.yaml"
-    if file.exists():
-        raise UserError(f"{file} exists already", "choose another name")
-    content: dict[str, Any] = {
-        "description": f"{loaded.recipe.description} (from {loaded.name})".strip(),
-        "defaults": [f"/{loaded.name}", *[{f"override /{key}": option} for key, option in groups.items()], "_self_"],
-        **values,
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    print(f"wrote {file}")
+    parent, overrides = split_arguments([argument for argument in options.arguments if argument not in names])
+    exists = Path(options.recipes or "recipes").is_dir()
+    load_checked(parent, overrides, options.recipes if exists else None)
+    print(f"wrote {write_diff(parent, overrides, names[0].removesuffix('.yaml'), options.recipes)}")
     return 0
 
 
@@ -212,24 +261,28 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    run = _run_folder(options.run)
     from toolkit.report import write_report
 
-    print(write_report(_run_folder(options.run)))
+    print(write_report(run))
     return 0
 
 
 def _generate(options: argparse.Namespace) -> int:
+    run = _run_folder(options.run)
+    if options.top_p != 1.0 and not options.temperature:
+        raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
     from toolkit.export import chat
 
     sample = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
-    chat(_run_folder(options.run), options.prompt, options.max_new_tokens, sample, options.seed)
+    chat(run, options.prompt, options.max_new_tokens, sample, options.seed)
     return 0
 
 
 def _merge(options: argparse.Namespace) -> int:
+    run = _run_folder(options.run)
     from toolkit.export import merge
 
-    run = _run_folder(options.run)
     print(merge(run, Path(options.output) if options.output else run / "merged"))
     return 0
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
-from toolkit.attention import VARLEN
+from toolkit.attention import IMPLEMENTATIONS, VARLEN, with_mask
+from toolkit.data.rows import Chat, Completion, Pair, Row
+from toolkit.data.templates import Encoder
 
 NegativeLogLikelihood = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
 """Model and batch to the summed loss of its trained tokens, and their number."""
@@ -71,13 +73,20 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def as_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a user's words: one chat turn when the tokenizer has a chat template, else plain text."""
-    if not tokenizer.chat_template:
-        return list(tokenizer(text)["input_ids"])
-    messages = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+def as_prompt(tokenizer: Any, text: str, audit: Mapping[str, Any], stop_token_ids: frozenset[int]) -> list[int]:
+    """Token ids of a user's words, rendered the way the training rows were.
+
+    Args:
+        audit: The run's audit, which says whether the rows were conversations.
+    """
+    row: Row
+    if audit["objective"] == "seq2seq":
+        row = Pair(text, "")
+    elif audit["chat_template"]["needed"]:
+        row = Chat([{"role": "user", "content": text}])
+    else:
+        row = Completion(text, "")
+    return Encoder(tokenizer, "auto", stop_token_ids).prompt_ids(row)
 
 
 def answer(
@@ -89,7 +98,6 @@ def answer(
     autocast: str | None = None,
     sample: dict[str, Any] | None = None,
     num_beams: int = 1,
-    skip_special_tokens: bool = True,
 ) -> list[str]:
     """Generates one answer per prompt, greedily unless `sample` says otherwise.
 
@@ -103,15 +111,18 @@ def answer(
         return []
     encoder_decoder = bool(model.config.is_encoder_decoder)
     width = max(map(len, prompts))
-    pads = [width - len(ids) for ids in prompts]
     # Decoders continue at the right edge, so they are padded on the left.
-    left = not encoder_decoder
-    ids = [[tokenizer.pad_token_id] * n * left + list(ids) + [tokenizer.pad_token_id] * n * (not left) for ids, n in zip(prompts, pads, strict=True)]
-    mask = [[0] * n * left + [1] * (width - n) + [0] * n * (not left) for n in pads]
+    ids, mask = [], []
+    for prompt in prompts:
+        pads = [tokenizer.pad_token_id] * (width - len(prompt))
+        real, padding = [1] * len(prompt), [0] * len(pads)
+        ids.append([*prompt, *pads] if encoder_decoder else [*pads, *prompt])
+        mask.append([*real, *padding] if encoder_decoder else [*padding, *real])
     batch = {"input_ids": torch.tensor(ids).to(model.device), "attention_mask": torch.tensor(mask).to(model.device)}
     device = model.device.type
     context = torch.autocast(device, getattr(torch, autocast)) if autocast else nullcontext()
-    kwargs = {"do_sample": True, **sample} if sample else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    kwargs = {"do_sample": True, **sample} if sample else greedy
     with evaluating(model), torch.no_grad(), context, _padding_aware_attention(model):
         generated = model.generate(
             **batch,
@@ -120,11 +131,17 @@ def answer(
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=sorted(stop_token_ids) or None,
+            **_without_router_logits(model),
             **kwargs,
         )
     start = 0 if encoder_decoder else batch["input_ids"].shape[1]
-    texts = tokenizer.batch_decode(generated[:, start:], skip_special_tokens=skip_special_tokens)
+    texts = tokenizer.batch_decode(generated[:, start:], skip_special_tokens=True)
     return [text.strip() for text in texts]
+
+
+def _without_router_logits(model: Any) -> dict[str, bool]:
+    """While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them."""
+    return {"output_router_logits": False} if hasattr(model.config.get_text_config(), "output_router_logits") else {}
 
 
 @contextmanager
@@ -135,7 +152,7 @@ def _padding_aware_attention(model: Any) -> Iterator[None]:
     if trained_with not in VARLEN:
         yield
         return
-    base.set_attn_implementation("sdpa")
+    base.set_attn_implementation(IMPLEMENTATIONS[with_mask(base.config.to_dict())])
     try:
         yield
     finally:
@@ -145,7 +162,6 @@ def _padding_aware_attention(model: Any) -> Iterator[None]:
 def generated_metrics(
     model: Any,
     dataset: Any,
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
     tokenizer: Any,
     batch_size: int,
     accelerator: Any,
@@ -162,24 +178,15 @@ def generated_metrics(
     import sacrebleu
 
     rows = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
-    context = torch.autocast(accelerator.device.type, getattr(torch, autocast)) if autocast else nullcontext()
     pairs: list[tuple[str, str]] = []
     for start in range(0, len(rows), batch_size):
         examples = [dataset[row] for row in rows[start : start + batch_size]]
-        batch = to_device(collate(examples), accelerator.device)
-        with evaluating(model), torch.no_grad(), context:
-            generated = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=sorted(stop_token_ids) or None,
-            )
-        answers = tokenizer.batch_decode(generated, skip_special_tokens=True)
+        sources = [example["input_ids"] for example in examples]
+        answers = answer(
+            model, tokenizer, sources, max_new_tokens, stop_token_ids, autocast, num_beams=num_beams
+        )  # fmt: skip
         references = tokenizer.batch_decode([example["labels"] for example in examples], skip_special_tokens=True)
-        pairs += [(given.strip(), wanted.strip()) for given, wanted in zip(answers, references, strict=True)]
+        pairs += [(given, wanted.strip()) for given, wanted in zip(answers, references, strict=True)]
     pairs = gather_object(pairs)
     given, wanted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return {

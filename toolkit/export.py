@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from toolkit import attention
 from toolkit.cache import build_once
 from toolkit.data.prepare import prepare
 from toolkit.errors import UserError
 from toolkit.evaluate import answer, as_prompt, evaluating
 from toolkit.folder import RunFolder, write_json
-from toolkit.model import load_model, load_tokenizer, stop_tokens
+from toolkit.model import cast_parameters, load_config, load_model, load_tokenizer, stop_tokens
 from toolkit.policy import dtypes
 from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 
-MERGE_TOLERANCE = 1e-3
-"""Largest allowed distance of merged from adapter logits, relative to the largest logit, both computed in fp32. A
-correct merge differs by rounding, about 1e-6; a wrong scale or a forgotten module differs by more than 1e-2."""
+MERGE_TOLERANCE = 1e-4
+"""Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
+EFFECT_TOLERANCE = 1e-2
+"""The same relative to what the adapter changes: of a weak adapter, even a lost one would else look like rounding."""
+ROUNDING = 1e-5
+"""A distance below this is rounding, whatever the adapter's effect."""
+SAVED_TOLERANCE = {"float32": MERGE_TOLERANCE, "bfloat16": 5e-2, "float16": 1e-2}
+"""Largest allowed distance of the files read back, whose weights are rounded to the type they are saved in."""
 _PROOF_ROWS = 8
 
 
@@ -34,27 +44,32 @@ def load_trained(run: Path) -> tuple[Recipe, Any, Any]:
     final = _final(run)
     types = dtypes(recipe)
     tokenizer = _tokenizer(recipe, final)
+    backend = attention.with_mask(load_config(recipe).to_dict())
     if recipe.method.name == "lora":
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(load_model(recipe, types, "sdpa"), str(final))
+        model: Any = PeftModel.from_pretrained(load_model(recipe, types, backend), str(final))
     else:
-        full = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(final), "gguf_file": None, "revision": None})})
-        model = load_model(full, types, "sdpa")
+        saved = {"path": str(final), "gguf_file": None, "revision": None}
+        full = recipe.model_copy(update={"model": recipe.model.model_copy(update=saved)})
+        model = load_model(full, dataclasses.replace(types, load=types.export), backend)
     return recipe, model.eval(), tokenizer
 
 
-def chat(run: Path, prompts: Sequence[str] | None, max_new_tokens: int, sample: dict[str, Any] | None, seed: int) -> None:
+def chat(
+    run: Path, prompts: Sequence[str] | None, max_new_tokens: int, sample: dict[str, Any] | None, seed: int
+) -> None:
     """Prints the model's answers to prompts; without prompts, asks for one after the other until end of input."""
     recipe, model, tokenizer = load_trained(run)
     if torch.cuda.is_available() and recipe.method.quantization == "none":
         model = model.cuda()
     stops = stop_tokens(recipe, tokenizer)
+    audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
     torch.manual_seed(seed)
 
     def say(prompt: str) -> None:
-        ids = as_prompt(tokenizer, prompt) if recipe.objective == "sft" else list(tokenizer(prompt)["input_ids"])
-        print(answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)[0])
+        ids = as_prompt(tokenizer, prompt, audit, stops)
+        print(answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)[0], flush=True)
 
     if prompts:
         for prompt in prompts:
@@ -72,10 +87,10 @@ def chat(run: Path, prompts: Sequence[str] | None, max_new_tokens: int, sample: 
 
 
 def merge(run: Path, output: Path) -> str:
-    """Merges a run's adapter into its base, proves that both say the same, and saves the result.
+    """Merges a run's adapter into the base it was trained on, proves that both say the same, and saves the result.
 
-    The proof compares logits of adapter and merged model on real rows of the run's data, in fp32 for weights as they
-    are saved being rounded afterwards; the rounding's own effect is measured and reported too.
+    A quantized base is dequantized first: those are the weights that the adapter was trained on. Logits are compared
+    in fp32 on real rows of the run's data: the adapter's against the merged model's, and again against the saved files.
 
     Returns:
         What was compared and how close it was.
@@ -92,42 +107,63 @@ def merge(run: Path, output: Path) -> str:
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with --output")
     tokenizer = _tokenizer(recipe, final)
-    # A quantized base is merged in the precision its adapter saw: full weights, not 4-bit ones.
-    exact = recipe.model_copy(
-        update={
-            "precision": "fp32",
-            "method": recipe.method.model_copy(update={"quantization": "none"}),
-            "model": recipe.model.model_copy(update={"dtype": "fp32"}),
-        }
-    )
-    model = PeftModel.from_pretrained(load_model(exact, dtypes(exact), "eager"), str(final)).eval()
     rows = _proof_rows(recipe, tokenizer)
+    types = dtypes(recipe)
+    proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
+
+    base = load_model(recipe, types, "eager")
+    if recipe.method.quantization != "none":
+        quantized = PeftModel.from_pretrained(base, str(final))
+        as_trained = [_logits(quantized, row, types.autocast) for row in rows]
+        base = quantized.unload().dequantize()
+    model = PeftModel.from_pretrained(base.float(), str(final)).float()
+    with model.disable_adapter():
+        untrained = [_logits(model, row) for row in rows]
     before = [_logits(model, row) for row in rows]
-    merged = model.merge_and_unload(safe_merge=True)
-    after = [_logits(merged, row) for row in rows]
-    distance = _distance(before, after)
-    if not distance <= MERGE_TOLERANCE:
-        raise UserError(
-            f"the merged model differs from the adapter: logits by {distance:.2e} of the largest, allowed {MERGE_TOLERANCE:.0e}",
-            "nothing was written; keep using the adapter and report this with `toolkit doctor`",
-        )
-    saved = merged.to(getattr(torch, dtypes(recipe).export))
-    rounded = _distance(before, [_logits(saved, row) for row in rows])
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    proof = {"rows": len(rows), "tokens": tokens, "distance": distance, "tolerance": MERGE_TOLERANCE, "saved_dtype": dtypes(recipe).export, "distance_as_saved": rounded}
+    proof["effect"] = _distance(before, untrained)
+    proof["tolerance"] = min(MERGE_TOLERANCE, max(ROUNDING, EFFECT_TOLERANCE * proof["effect"]))
+    try:
+        merged = model.merge_and_unload(safe_merge=True)
+    except ValueError as error:
+        raise UserError(f"the adapter cannot be merged: {error}", "nothing was written") from error
+    proof["distance"] = _distance(before, [_logits(merged, row) for row in rows])
+    _require("merged model", proof["distance"], proof["tolerance"])
+    if recipe.method.quantization != "none":
+        proof["distance_to_quantized"] = _distance(before, as_trained)
+    merged.config.use_cache = True
+    cast_parameters(merged.parameters(), types.export)
 
     def write(folder: Path) -> None:
-        saved.save_pretrained(folder)
+        merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        kind = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
+        saved = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        proof["saved_dtype"] = types.export
+        proof["distance_as_saved"] = _distance(before, [_logits(saved, row) for row in rows])
+        _require("saved model", proof["distance_as_saved"], SAVED_TOLERANCE[types.export])
         write_json(folder / "merge_proof.json", proof)
 
-    build_once(output, write)
-    Path(f"{output}.lock").unlink(missing_ok=True)
-    return (
+    try:
+        build_once(output, write)
+    finally:
+        Path(f"{output}.lock").unlink(missing_ok=True)
+    text = (
         f"merged into {output}\n"
-        f"proof: {len(rows)} rows, {tokens} tokens: logits equal to {distance:.1e} of the largest in fp32 "
-        f"(allowed {MERGE_TOLERANCE:.0e}); saved in {dtypes(recipe).export}: {rounded:.1e}"
+        f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "
+        f"largest in fp32 (allowed {proof['tolerance']:.0e}; the adapter moves them by {proof['effect']:.1e}); "
+        f"read back from {types.export} files: {proof['distance_as_saved']:.1e}"
     )
+    if "distance_to_quantized" in proof:
+        text += f"; the {recipe.method.quantization} base itself: {proof['distance_to_quantized']:.1e}"
+    return text
+
+
+def _require(name: str, distance: float, allowed: float) -> None:
+    if not distance <= allowed:  # NaN is not equal to anything.
+        raise UserError(
+            f"the {name} differs from the adapter: logits by {distance:.2e} of the largest, allowed {allowed:.0e}",
+            "nothing was written; keep using the adapter and report this with `toolkit doctor`",
+        )
 
 
 def _final(run: Path) -> Path:
@@ -138,7 +174,9 @@ def _final(run: Path) -> Path:
 
 
 def _tokenizer(recipe: Recipe, final: Path) -> Any:
-    return load_tokenizer(recipe.model_copy(update={"model": recipe.model.model_copy(update={"tokenizer": str(final)})}))
+    """The tokenizer as it was saved, chat template included."""
+    saved = {"tokenizer": str(final), "chat_template": None}
+    return load_tokenizer(recipe.model_copy(update={"model": recipe.model.model_copy(update=saved)}))
 
 
 def _proof_rows(recipe: Recipe, tokenizer: Any) -> list[dict[str, Any]]:
@@ -147,13 +185,14 @@ def _proof_rows(recipe: Recipe, tokenizer: Any) -> list[dict[str, Any]]:
     return [row for row, _ in zip(dataset, range(_PROOF_ROWS), strict=False)]
 
 
-def _logits(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """(tokens, vocabulary) logits of one row, in fp32."""
-    inputs = {"input_ids": torch.tensor([row["input_ids"]])}
+def _logits(model: Any, row: dict[str, Any], autocast: str | None = None) -> torch.Tensor:
+    """(tokens, vocabulary) logits of one row, in fp32 on the host."""
+    inputs = {"input_ids": torch.tensor([row["input_ids"]], device=model.device)}
     if model.config.is_encoder_decoder:
-        inputs["labels"] = torch.tensor([row["labels"]])
-    with evaluating(model), torch.no_grad():
-        return model(**inputs).logits[0].float()
+        inputs["labels"] = torch.tensor([row["labels"]], device=model.device)
+    context = torch.autocast(model.device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+    with evaluating(model), torch.no_grad(), context:
+        return model(**inputs).logits[0].float().cpu()
 
 
 def _distance(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:

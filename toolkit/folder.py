@@ -24,10 +24,23 @@ from toolkit.errors import UserError
 from toolkit.policy import BatchLayout
 from toolkit.recipe import Loaded, Recipe
 
-_PACKAGES = (
-    "accelerate-toolkit torch transformers accelerate trl peft deepspeed bitsandbytes datasets hydra-core omegaconf "
-    "pydantic tokenizers safetensors flash-attn"
-).split()
+_PACKAGES = [
+    "accelerate-toolkit",
+    "torch",
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "deepspeed",
+    "bitsandbytes",
+    "datasets",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "tokenizers",
+    "safetensors",
+    "flash-attn",
+]
 _WITHOUT_EFFECT = {"description", "output", "logging", "checkpoint", "evaluation"}
 """Sections that may change when a run is continued: they do not move the weights."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -103,20 +105,26 @@ def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
     if quantization:
         if "gguf_file" in where:
             raise UserError(
-                f"method.quantization={recipe.method.quantization} needs unquantized weights, {recipe.model.path} is GGUF",
+                f"method.quantization={recipe.method.quantization} needs full weights, {recipe.model.path} is GGUF",
                 "set method.quantization=none, or name the model's safetensors",
             )
         arguments["quantization_config"] = quantization
         arguments["dtype"] = getattr(torch, dtypes.compute)
         arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
-    return _load(kind, recipe, {**where, **arguments})
+    model = _load(kind, recipe, {**where, **arguments})
+    for module in model.modules():
+        # bitsandbytes 0.50 repacks 4-bit weights for AVX512 at the first forward pass in evaluation mode; the packed
+        # form has no backward pass and later gradients are silently wrong.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
     """Freezes, or adds adapters. Returns the model to train.
 
     Raises:
-        UserError: If a pattern or module name matches nothing in this model.
+        UserError: If a pattern or module name matches nothing in this model, or cannot be trained.
     """
     method = recipe.method
     if method.name == "full":
@@ -126,27 +134,44 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     _check_modules(model, method.target_modules, method.modules_to_save)
+    saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
     adapter = LoraConfig(
         r=method.r,
-        lora_alpha=method.lora_alpha,
+        lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=method.lora_dropout,
         target_modules=method.target_modules,
-        modules_to_save=method.modules_to_save or None,
+        modules_to_save=saved or None,
+        ensure_weight_tying=tied,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
     )
-    adapted = get_peft_model(model, adapter, autocast_adapter_dtype=dtypes.adapter == "float32")
-    masters = getattr(torch, dtypes.adapter)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(masters)
-    if dtypes.autocast and method.quantization != "int8":
+    adapted = get_peft_model(model, adapter)
+    adapted.peft_config["default"].base_model_name_or_path = facts.BUILTIN_MODELS.get(
+        recipe.model.path, recipe.model.path
+    )
+    cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.adapter)
+    if dtypes.autocast:
         # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
         for module in adapted.modules():
             if isinstance(module, BaseTunerLayer):
-                module.cast_input_dtype_enabled = False
+                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
     return adapted
+
+
+def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> None:
+    """Converts parameters only: `Module.to` would also round the frequencies of rotary embeddings."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def restore_config(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""
+    before, config = load_config(recipe).get_text_config(), model.config.get_text_config()
+    for key in ("output_router_logits", "router_aux_loss_coef"):
+        if hasattr(before, key):
+            setattr(config, key, getattr(before, key))
+    config.use_cache = True
 
 
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
@@ -191,19 +216,54 @@ def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
 
 def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list[str]) -> None:
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if name and hasattr(module, "weight")}
-    paths = {name for name, _ in model.named_modules()}
+    paths = [name for name, _ in model.named_modules()]
     wanted = [("method.modules_to_save", module) for module in saved]
     if isinstance(targets, list):
         wanted += [("method.target_modules", module) for module in targets]
     elif targets != "all-linear":
-        raise UserError(f"method.target_modules={targets!r} is not known", "write all-linear, or a list of module names")
+        raise UserError(
+            f"method.target_modules={targets!r} is not known", "write all-linear, or a list of module names"
+        )
     for key, module in wanted:
-        if not any(path == module or path.endswith(f".{module}") for path in paths):
+        if not any(_matches(path, [module]) for path in paths):
             close = did_you_mean(module, names)
             raise UserError(
                 f"{key}: this model has no module {module!r}",
                 (f"did you mean {close!r}? " if close else "") + f"modules with weights: {', '.join(sorted(names))}",
             )
+
+
+def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: list[str]) -> tuple[list[str], bool]:
+    """The modules to train in full, and whether the embeddings are among them and tied.
+
+    PEFT keeps tied embeddings tied when they have the names that it knows, of which it wants one.
+    """
+    weights = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    embeddings = [
+        name
+        for name, module in model.named_modules()
+        if any(getattr(module, "weight", None) is each for each in weights)
+    ]
+    if isinstance(targets, list) and any(_matches(name, targets) for name in embeddings):
+        raise UserError(
+            f"method.target_modules: adapters on {' and '.join(embeddings)} would be trained or merged wrongly: "
+            "the loss reads the output head's weight itself, and tied embeddings share theirs",
+            "train them in full with method.modules_to_save",
+        )
+    if weights[0] is not weights[1] or not any(_matches(name, saved) for name in embeddings):
+        return saved, False
+    if [name.rpartition(".")[2] for name in embeddings] != ["embed_tokens", "lm_head"]:
+        raise UserError(
+            f"method.modules_to_save: {' and '.join(embeddings)} share one weight, and adapters would part them",
+            "remove them from method.modules_to_save, or set method.name=full",
+        )
+    others = [name for name in saved if not any(_matches(each, [name]) for each in embeddings)]
+    return [*others, "lm_head"], True
+
+
+def _matches(path: str, modules: list[str]) -> bool:
+    """Whether PEFT would take the module at this path for one of the named ones."""
+    return any(path == module or path.endswith(f".{module}") for module in modules)
 
 
 def _load(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
@@ -212,7 +272,7 @@ def _load(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
         raise UserError(f"model.path: the folder {path} is empty", "set model.path to a folder with config.json")
     try:
         return kind.from_pretrained(**arguments)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         close = [name for name in facts.nearest(recipe.model.path) if name != recipe.model.path][:3]
         change = f"did you mean {' or '.join(close)}? " if close else ""
         change += "Set model.path to a hub id, a folder with config.json and *.safetensors, or a GGUF file"

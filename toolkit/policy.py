@@ -11,7 +11,6 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.recipe import Recipe
 
-DEFAULT_GLOBAL_BATCH_SIZE = 16
 MICRO_BATCH_TOKENS = 16_384
 """A micro-batch of this many tokens keeps a current GPU busy; more only costs memory."""
 
@@ -34,6 +33,12 @@ class World:
 
 
 _WORLD_KEYS = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
 
 
 def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = os.environ) -> None:
@@ -48,19 +53,26 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = 
             f"the recipe says strategy.name=single, the launcher started {world.world_size} processes",
             "set strategy.name=ddp, or launch one process",
         )
-    for variable, engine in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
+    for variable, engine in _ENGINES.items():
         if environment.get(variable, "false").lower() in ("true", "1"):
             raise UserError(
                 f"the recipe says strategy.name={name}, the launcher says {engine} ({variable} is set)",
                 "launch without an engine in `accelerate launch` or its default config; the recipe selects it",
             )
+    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if compiler.lower() != "no":
+        raise UserError(
+            f"the recipe does not compile the model, the launcher says --dynamo_backend {compiler.lower()}",
+            "launch with --dynamo_backend no, or remove it from accelerate's default config",
+        )
     launched = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     wanted = {"fp32": "no", "pure_bf16": "no"}.get(recipe.precision, recipe.precision)
     # A bare `accelerate launch` says "no" for want of anything else.
     if launched not in ("no", wanted):
+        same = f"set precision={launched}, or " if launched in ("bf16", "fp16") else ""
         raise UserError(
             f"the recipe says precision={recipe.precision}, the launcher says --mixed_precision {launched}",
-            f"set precision={launched if launched in ('bf16', 'fp16') else 'bf16'}, or launch without --mixed_precision",
+            f"{same}launch without --mixed_precision",
         )
 
 
@@ -88,7 +100,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     """
     batch = recipe.batch
     tokens = batch.tokens_per_step
-    total = batch.global_batch_size or (tokens // batch.seq_len if tokens else DEFAULT_GLOBAL_BATCH_SIZE)
+    total = batch.sequences_per_step
     unit = world_size * (batch.micro_batch_size or 1)
     if total % unit:
         parts = f"{world_size} process" + ("es" if world_size > 1 else "")
@@ -96,11 +108,12 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
         scale = batch.seq_len if tokens else 1
         key = "batch.tokens_per_step" if tokens else "batch.global_batch_size"
-        micro = [size for size in range(1, total + 1) if total % (world_size * size) == 0]
         change = f"set {key}=" + " or ".join(str(size * scale) for size in nearest)
-        if batch.micro_batch_size and micro:
-            close = sorted(micro, key=lambda size: abs(size - batch.micro_batch_size))[:2]  # type: ignore[operator]
-            change += f", or batch.micro_batch_size={' or '.join(map(str, sorted(close)))}"
+        sizes = [size for size in range(1, total + 1) if total % (world_size * size) == 0]
+        if batch.micro_batch_size and sizes:
+            smaller = [size for size in sizes if size < batch.micro_batch_size][-1:]
+            larger = [size for size in sizes if size > batch.micro_batch_size][:1]
+            change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     per_process = total // world_size
     fitting = max(1, MICRO_BATCH_TOKENS // batch.seq_len)
@@ -180,7 +193,6 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         "adam_epsilon": optimizer.eps,
         "max_grad_norm": optimizer.max_grad_norm,
         "optim": _OPTIMIZERS.get(optimizer.name, optimizer.name),
-        "optim_args": _joined(_optimizer_args(recipe)),
         "lr_scheduler_type": schedule.name,
         "lr_scheduler_kwargs": dict(schedule.args),
         "warmup_steps": length.warmup_steps,
@@ -210,15 +222,6 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
     return arguments
 
 
-def _optimizer_args(recipe: Recipe) -> dict[str, Any]:
-    momentum = {"momentum": recipe.optimizer.momentum} if recipe.optimizer.name == "sgd" else {}
-    return {**momentum, **recipe.optimizer.args}
-
-
-def _joined(args: Mapping[str, Any]) -> str | None:
-    return ",".join(f"{key}={value}" for key, value in args.items()) or None
-
-
 def _checkpointing_kwargs(recipe: Recipe) -> dict[str, Any] | None:
     checkpointing = recipe.activation_checkpointing
     if checkpointing.mode == "none":
@@ -240,6 +243,5 @@ def environment(recipe: Recipe) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Grows segments in place: less fragmentation where sequence lengths vary.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "WANDB_DISABLED": "false" if "wandb" in recipe.logging.trackers else "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }

@@ -23,10 +23,11 @@ from toolkit.errors import UserError  # noqa: E402
 from toolkit.policy import World, check_launch, environment  # noqa: E402
 from toolkit.recipe import split_arguments  # noqa: E402
 from toolkit.rules import load_checked  # noqa: E402
+from toolkit.terminal import ahead_of_launcher  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks the recipe and the launch, then trains. Returns the exit code: 0, 1 for a failed run, 2 for a wrong recipe."""
+    """Checks the recipe and the launch, then trains. Returns 0, 1 for a failed run, 2 for a wrong recipe."""
     world = World.from_environment()
     try:
         folder, rest = _recipes_folder(list(sys.argv[1:] if arguments is None else arguments))
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only now: these imports take seconds and read the environment.
         from toolkit.train import train
 
-        train(loaded)
+        with ahead_of_launcher():
+            train(loaded)
     except UserError as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)

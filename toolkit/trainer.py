@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import Seq2SeqTrainer
 from trl import SFTTrainer
+from trl.models import enable_selective_activation_checkpointing
 
 from toolkit.evaluate import held_out_loss
 
@@ -52,6 +53,14 @@ class _ExactMixin:
 
     order: FixedOrder | None = None
 
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        if (args.activation_checkpointing_kwargs or {}).get("selective"):
+            # SFTTrainer does this to the adapters' wrapper, which Transformers does not ask, and Seq2SeqTrainer not at
+            # all: both would recompute attention too.
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            enable_selective_activation_checkpointing(base)
+        super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
 
@@ -60,6 +69,9 @@ class _ExactMixin:
 
     def held_out(self, batch_size: int, on_batch: Any) -> dict[str, float]:
         """Loss of the held-out rows, see `evaluate.held_out_loss`."""
+        if callable(getattr(self.optimizer, "eval", None)):  # type: ignore[attr-defined]
+            # Schedule-free optimizers train one point and evaluate another; each training step switches back.
+            self.optimizer.eval()  # type: ignore[attr-defined]
         return held_out_loss(
             self.model_wrapped,  # type: ignore[attr-defined]
             self.eval_dataset,  # type: ignore[attr-defined]

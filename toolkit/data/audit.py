@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from typing import Any
 
@@ -18,13 +19,26 @@ rows were handled, but for length and over_long)."""
 MIN_UNTRAINED_FATAL = 0.5
 
 
-def measure(figures: Figures, seq_len: int, over_long: str) -> Audit:
+class DataError(UserError):
+    """Data that cannot be trained on.
+
+    Args:
+        audit: Its figures, `problems` included, for the user to see what is wrong.
+    """
+
+    def __init__(self, what: str, change: str = "", audit: Audit | None = None) -> None:
+        super().__init__(what, change)
+        self.audit = audit or {}
+
+
+def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Audit:
     """Figures of one side (train or eval), over all rows with their repeats.
 
     Args:
         figures: One entry per row.
         seq_len: Longest row in tokens.
         over_long: What happened to longer rows.
+        longest: Where the longest row stands.
     """
     length, trained, tokens = figures["length"], figures["trained"], figures["tokens"]
     used = trained > 0
@@ -34,6 +48,7 @@ def measure(figures: Figures, seq_len: int, over_long: str) -> Audit:
         "trained_tokens": int(trained.sum()),
         "untrained_rows": int((~used & ~(figures["over_long"] & (over_long == "drop"))).sum()),
         "over_long": {"rows": int(figures["over_long"].sum()), "action": over_long, "seq_len": seq_len},
+        "longest": longest,
         "stop_trained_rows": int((figures["stops"] & used).sum()),
         "boundary_merged_rows": int((figures["merged"] & used).sum()),
         "lengths": _lengths(length),
@@ -44,7 +59,7 @@ def _lengths(length: NDArray[np.int64]) -> Audit:
     if not len(length):
         return {"percentiles": {}, "histogram": []}
     percentiles = np.percentile(length, [0, 10, 50, 90, 99, 100], method="nearest").astype(int).tolist()
-    edges = [0, *(2**power for power in range(4, 64) if 2 ** (power - 1) <= length.max())]
+    edges = [0, *(2**power for power in range(4, 64) if power == 4 or 2 ** (power - 1) <= length.max())]
     counts, _ = np.histogram(length, edges)
     buckets = [
         {"from": low, "to": high - 1, "rows": int(count)}
@@ -64,15 +79,17 @@ def find_problems(audit: Audit) -> list[dict[str, str]]:
         found.append({"level": level, "what": what, "change": change})
 
     train, held_out = audit["train"], audit["eval"]
-    empty = sum(source["empty_rows"] for source in audit["sources"] if source["role"] == "train")
-    untrained = empty + train["untrained_rows"]
+    for name, part in (("training", train), ("held-out", held_out)):
+        if part is not None and part["over_long"]["rows"]:
+            found += _over_long(name, part, audit["kinds"])
+    untrained = _untrained(audit)
     seen = train["rows"] + untrained
     action = train["over_long"]["action"]
     if not train["rows"]:
         add(
             "fatal",
-            f"no usable row: {untrained:,} rows have no trained token, {train['over_long']['rows']:,} are longer than "
-            f"`batch.seq_len: {train['over_long']['seq_len']}` (`data.over_long: {action}`)",
+            f"no usable row: {untrained:,} rows have no trained token, {train['over_long']['rows']:,} are too long "
+            f"(`data.over_long: {action}`)",
             "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`",
         )
     elif untrained > MIN_UNTRAINED_FATAL * seen:
@@ -83,26 +100,26 @@ def find_problems(audit: Audit) -> list[dict[str, str]]:
         )
     elif untrained:
         add("warning", f"{untrained:,} of {seen:,} rows have no trained token and are left out", "fill or remove them")
-    if audit["objective"] == "sft" and train["rows"] and not train["stop_trained_rows"]:
+    learns_to_stop = audit["objective"] != "language_modelling"
+    if learns_to_stop and train["rows"] and not train["stop_trained_rows"]:
         add(
             "fatal",
             "the stop token is trained in no row, so the model would not learn to stop",
             "choose a `model.chat_template` that ends a turn with the model's stop token"
             + (", or raise `batch.seq_len` so that ends are not cut off" if action == "truncate" else ""),
         )
-    elif audit["objective"] == "sft" and train["stop_trained_rows"] < 0.9 * train["rows"]:
+    elif learns_to_stop and train["stop_trained_rows"] < 0.9 * train["rows"]:
         add(
             "warning",
             f"the stop token is trained in only {train['stop_trained_rows']:,} of {train['rows']:,} rows",
             "raise `batch.seq_len` or set `data.over_long: drop` if ends are cut off",
         )
-    if train["over_long"]["rows"] and action in ("drop", "truncate"):
-        done = {"drop": "dropped", "truncate": "cut"}[action]
+    if audit["objective"] == "sft" and audit["kinds"] == ["Completion"] and audit["chat_template"]["source"] != "none":
         add(
             "warning",
-            f"{train['over_long']['rows']:,} training rows are longer than {train['over_long']['seq_len']} tokens and "
-            f"were {done}",
-            f"raise `batch.seq_len` (the longest has {train['lengths']['percentiles']['max']:,}) to keep them whole",
+            "prompts and completions are trained as they are, without the chat template that this model has",
+            "for answers in a chat set `data.columns: {instruction: prompt, output: completion}`; to keep plain text, "
+            "ask the trained model in plain text, too",
         )
     if audit["duplicates"] and not audit["deduplicate"]:
         add("warning", f"{audit['duplicates']:,} rows repeat an earlier row", "set `data.deduplicate: true`")
@@ -124,13 +141,33 @@ def find_problems(audit: Audit) -> list[dict[str, str]]:
     return found
 
 
-def check(problems: list[dict[str, str]]) -> None:
-    """Raises a UserError with all fatal problems, if there are any."""
-    fatal = [problem for problem in problems if problem["level"] == "fatal"]
+def _over_long(name: str, part: Audit, kinds: list[str]) -> list[dict[str, str]]:
+    """What there is to say about rows longer than `batch.seq_len`."""
+    seq_len, action = part["over_long"]["seq_len"], part["over_long"]["action"]
+    if action == "split" and kinds == ["Text"]:
+        return []
+    sizes = part["lengths"]["percentiles"]
+    what = (
+        f"{part['over_long']['rows']:,} of {_seen(part):,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
+        f"the longest has {sizes['max']:,} tokens ({part['longest']})"
+    )
+    change = f"raise `batch.seq_len` (99% of the rows have at most {sizes['p99']:,} tokens)"
+    if done := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
+        return [{"level": "warning", "what": f"{what}; {done}", "change": f"{change} to keep them whole"}]
+    if action == "split":
+        what += ", and `data.over_long: split` is for text, not for chats or completions"
+    others = "drop or truncate" if action == "split" else "drop, truncate or (text) split"
+    return [{"level": "fatal", "what": what, "change": f"{change}, or set `data.over_long` to {others}"}]
+
+
+def check(audit: Audit) -> None:
+    """Raises a DataError with all fatal problems, if there are any."""
+    fatal = [problem for problem in audit["problems"] if problem["level"] == "fatal"]
     if fatal:
-        raise UserError(
+        raise DataError(
             "the data cannot be trained on: " + "; ".join(problem["what"] for problem in fatal),
             "; ".join(problem["change"] for problem in fatal),
+            audit,
         )
 
 
@@ -148,19 +185,27 @@ def check_batch(audit: Audit, global_batch_size: int) -> Audit:
     return audit | {"problems": [*audit["problems"], problem]}
 
 
-def render(audit: Audit) -> str:
-    """The audit as plain text, at most 100 columns wide."""
-    lines = [f"{'data':<44} {'format':<17} {'read':>9} {'used':>9} {'repeats':>7} {'share':>7}"]
+def render(audit: Audit, width: int | None = None) -> str:
+    """The audit as plain text.
+
+    Args:
+        audit: The figures.
+        width: Columns; by default those of the terminal, at most 100.
+    """
+    width = width or min(100, shutil.get_terminal_size((100, 24)).columns)
+    name_width = max(width - 55, 12)
+    lines = [f"{'data':<{name_width}} {'format':<17} {'read':>9} {'used':>9} {'repeats':>7} {'share':>8}"]
     for source in audit["sources"]:
         name = source["path"] if source["split"] == "train" else f"{source['path']} [{source['split']}]"
-        name = name if len(name) <= 44 else f"…{name[-43:]}"
-        share = f"{source['share']:>7.1%}" if source["role"] == "train" else "held out"
+        name = name if len(name) <= name_width else f"…{name[1 - name_width :]}"
+        share = f"{source['share']:.1%}" if source["role"] == "train" else "held out"
         lines.append(
-            f"{name:<44} {source['format']:<17} {source['rows']:>9,} {source['used_rows']:>9,} "
-            f"{source['repeats']:>7.2f} {share}"
+            f"{name:<{name_width}} {source['format']:<17} {source['rows']:>9,} {source['used_rows']:>9,} "
+            f"{source['repeats']:>7.2f} {share:>8}"
         )
-        if source["unused_columns"]:
-            lines += _wrap("  unused columns: " + ", ".join(source["unused_columns"]))
+        if unused := source["unused_columns"]:
+            more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
+            lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
     lines.append("")
     for role in ("train", "eval"):
         if (part := audit[role]) is not None:
@@ -169,19 +214,20 @@ def render(audit: Audit) -> str:
                 f"{role:<6} {part['rows']:,} rows, {part['tokens']:,} tokens, "
                 f"{part['trained_tokens']:,} trained ({trained_share:.1%})"
             )
-    lines += _details(audit)
-    lines += ["", f"{'tokens per row':<18} {'rows':>9}"]
+    for detail in _details(audit):
+        lines += _wrap(detail, width)
+    lines += ["", f"{'tokens per row':<20} {'rows':>9}"]
     histogram = audit["train"]["lengths"]["histogram"]
     most = max((bucket["rows"] for bucket in histogram), default=1) or 1
     for bucket in histogram:
-        bar = "█" * round(50 * bucket["rows"] / most) or ("▏" if bucket["rows"] else "")
+        bar = "█" * round((width - 32) * bucket["rows"] / most) or ("▏" if bucket["rows"] else "")
         span = f"{bucket['from']:,} to {bucket['to']:,}"
-        lines.append(f"{span:<18} {bucket['rows']:>9,} {bar}".rstrip())
+        lines.append(f"{span:<20} {bucket['rows']:>9,} {bar}".rstrip())
     percentiles = audit["train"]["lengths"]["percentiles"]
     lines.append("  ".join(f"{name} {value:,}" for name, value in percentiles.items()))
     for problem in audit["problems"]:
-        lines += _wrap(f"{problem['level']}: {problem['what']}")
-        lines += _wrap(f"  → {problem['change']}", indent="    ")
+        lines += _wrap(f"{problem['level']}: {problem['what']}", width)
+        lines += _wrap(f"  → {problem['change']}", width, indent="    ")
     return "\n".join(lines)
 
 
@@ -189,12 +235,12 @@ def _details(audit: Audit) -> list[str]:
     train = audit["train"]
     template = audit["chat_template"]
     needed = "" if template["needed"] else " (not needed for these rows)"
-    over_long = train["over_long"]
-    share = over_long["rows"] / max(train["rows"] + over_long["rows"] * (over_long["action"] == "drop"), 1)
     lines = [
         f"chat template: {template['source']}{needed}",
-        f"longer than {over_long['seq_len']:,} tokens: {over_long['rows']:,} rows ({share:.1%}), "
-        f"`over_long: {over_long['action']}`",
+        f"longer than {train['over_long']['seq_len']:,} tokens: {_over_long_share(train)} of the training rows"
+        + (f", {_over_long_share(audit['eval'])} of the held-out rows" if audit["eval"] else "")
+        + f" (`over_long: {train['over_long']['action']}`)",
+        f"rows without a trained token: {_untrained(audit):,}",
         f"stop token trained in {train['stop_trained_rows'] / max(train['rows'], 1):.1%} of rows",
         f"duplicate rows: {audit['duplicates']:,}{' (dropped)' if audit['deduplicate'] else ''}"
         f"; in train and eval: {audit['in_train_and_eval']:,}",
@@ -206,5 +252,20 @@ def _details(audit: Audit) -> list[str]:
     return lines
 
 
-def _wrap(text: str, indent: str = "  ", width: int = 100) -> list[str]:
+def _over_long_share(part: Audit) -> str:
+    return f"{part['over_long']['rows']:,} ({part['over_long']['rows'] / max(_seen(part), 1):.1%})"
+
+
+def _seen(part: Audit) -> int:
+    """Rows of one side with those that are left out."""
+    return sum(bucket["rows"] for bucket in part["lengths"]["histogram"])
+
+
+def _untrained(audit: Audit) -> int:
+    """Training rows that have nothing to learn from."""
+    empty = sum(source["empty_rows"] for source in audit["sources"] if source["role"] == "train")
+    return empty + int(audit["train"]["untrained_rows"])
+
+
+def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)

@@ -6,9 +6,9 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, overload
+from typing import Any, Literal, overload
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,11 +22,20 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
     ".md": "text",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-ACCEPTED = f"{' '.join(KINDS)}, also with {' '.join(COMPRESSIONS)} behind (except .parquet)"
+ACCEPTED = f"{' '.join(KINDS)}, also with {' '.join(COMPRESSIONS)} behind (except .parquet and .arrow)"
+_SIGNATURES = {
+    b"version https://git-lfs": ("", "a Git LFS pointer", "run `git lfs pull` in the repository it came from"),
+    b"\x1f\x8b": (".gz", "gzip data", "rename it to end in `.gz`"),
+    b"\x28\xb5\x2f\xfd": (".zst", "zstd data", "rename it to end in `.zst`"),
+    b"PAR1": (".parquet", "Parquet data", "rename it to end in `.parquet`"),
+    b"PK\x03\x04": ("", "a zip archive (Excel files are, too)", "unpack it, or save the table as CSV"),
+}
+"""First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
 
 
 @overload
@@ -34,7 +43,7 @@ def kind(path: Path) -> str: ...
 @overload
 def kind(path: Path, strict: Literal[False]) -> str | None: ...
 def kind(path: Path, strict: bool = True) -> str | None:
-    """What a file is by its name: jsonl, json, csv, tsv, parquet or text.
+    """What a file is by its name: jsonl, json, csv, tsv, parquet, arrow or text.
 
     Raises:
         UserError: The extension is unknown (None instead if not `strict`).
@@ -52,13 +61,35 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         UserError: The file is empty, is not UTF-8, cannot be parsed, or holds something else than rows.
     """
-    if not path.stat().st_size:
-        raise UserError(f"`{path}` is empty", "fill the file or take it out of `data.sources`")
-    readers = {"jsonl": _jsonl, "json": _json, "csv": _csv, "tsv": _csv, "parquet": _parquet, "text": _text}
+    readers = {
+        "jsonl": _jsonl,
+        "json": _json,
+        "csv": _csv,
+        "tsv": _csv,
+        "parquet": _parquet,
+        "arrow": _arrow,
+        "text": _text,
+    }
     try:
+        _check_signature(path)
         yield from readers[kind(path)](path)
-    except (pa.ArrowException, EOFError) as error:
-        raise UserError(f"`{path}` cannot be read: {error}", "the file is damaged or not what its name says") from error
+    except (pa.ArrowException, EOFError, OSError) as error:
+        raise UserError(
+            f"`{path}` cannot be read: {error}",
+            "the file is damaged (download it again), not what its name says, or not readable for you",
+        ) from error
+
+
+def update_hash(digest: Any, path: Path) -> None:
+    """Feeds the content of a file into a hash.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
     except OSError as error:
         raise UserError(f"`{path}` cannot be read: {error}", "check the file and its permissions") from error
 
@@ -74,7 +105,17 @@ def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     return {name: clean(value) for name, value in row.items()}
 
 
-def _open(path: Path) -> BinaryIO:
+def _check_signature(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(32)
+    if not head:
+        raise UserError(f"`{path}` is empty", "fill the file or take it out of `data.sources`")
+    for signature, (suffix, what, change) in _SIGNATURES.items():
+        if head.startswith(signature) and path.suffix.lower() != suffix:
+            raise UserError(f"`{path}` is {what}, not what its name says", change)
+
+
+def _open(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed and without a byte order mark."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     # PyArrow opens all three; the standard library of 3.11 has no zstd.
@@ -104,6 +145,12 @@ def _read_text(path: Path) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with _open(path) as file:
+        is_array = file.peek(64).lstrip().startswith(b"[")
+    yield from _json(path) if is_array else _lines(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     offset = 0
     with _open(path) as file:
         for number, data in enumerate(file, 1):
@@ -117,14 +164,14 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     text = _read_text(path)
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object per line in a file that should be called .jsonl
-            yield from _jsonl(path)
-            return
-        raise _invalid_json(path, error, first_line=1) from None
+        value = _loads(text, path, first_line=1) if text.strip() else []
+    except _InvalidJson as error:
+        if error.reason != "Extra data":
+            raise
+        yield from _lines(path)  # one object per line in a file that should be called .jsonl
+        return
     if isinstance(value, dict):
-        value = value["data"] if isinstance(value.get("data"), list) else [value]
+        value = value["data"] if isinstance(value.get("data"), list) else [_single(value, path)]
     if not isinstance(value, list):
         raise UserError(f"`{path}` holds a single {_type(value)}", "a .json file is an array of objects")
     for number, row in enumerate(value, 1):
@@ -132,32 +179,68 @@ def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, _object(row, where)
 
 
+def _single(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The object, if it can be the one row of a file: then a column is text or a conversation."""
+    if any(isinstance(column, str) for column in value.values()) or value.keys() & {"messages", "conversations"}:
+        return value
+    raise UserError(
+        f"`{path}` holds one object with the keys {', '.join(map(repr, list(value)[:8]))} instead of rows",
+        "write an array of objects, or one object per line; "
+        'from pandas with `df.to_json("data.jsonl", orient="records", lines=True)`',
+    )
+
+
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if kind(path) == "tsv" else ","
-    reader = csv.reader(io.StringIO(_read_text(path), newline=""), delimiter=delimiter, strict=True)
+    text = _read_text(path)
+    first_line = text[:10_000].partition("\n")[0]
+    # Spreadsheets of half the world write semicolons.
+    delimiter = "\t" if kind(path) == "tsv" else next((sign for sign in ",;\t" if sign in first_line), ",")
+    spaced = f"{delimiter} " in first_line
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=spaced, strict=True)
+    line = 1  # where the row begins
     try:
-        header = next(reader, [])
-        if not all(name.strip() for name in header) or len(set(header)) < len(header) or not header:
+        header = [name.strip() for name in next(reader, [])]
+        if len(header) > 1 and not header[0]:
+            header[0] = "index"  # the nameless first column that pandas writes
+        if not all(header) or len(set(header)) < len(header) or not header:
             raise UserError(
                 f"`{path}` has no header: its first line is {header}", "name every column once in the first line"
             )
-        for fields in reader:
+        while True:
+            line = reader.line_num + 1
+            fields = next(reader, None)
+            if fields is None:
+                return
             if not fields:
                 continue
             if len(fields) != len(header):
                 raise UserError(
-                    f"{path}:{reader.line_num} has {len(fields)} fields, the header has {len(header)}",
-                    f"quote fields that hold a {'tab' if delimiter == chr(9) else 'comma'} or a line break",
+                    f"{path}:{line} has {len(fields)} fields, the header has {len(header)}",
+                    f"quote fields that hold a {'tab' if delimiter == chr(9) else repr(delimiter)} or a line break",
                 )
-            yield f"{path}:{reader.line_num}", dict(zip(header, fields, strict=True))
+            yield f"{path}:{line}", dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num}: {error}", "check the quotes in this line") from None
+        raise UserError(f"{path}:{line}: {error}", "check the quotes of the row that begins in this line") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from _batches(pq.ParquetFile(path).iter_batches(1000), path)
+
+
+def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The files of `Dataset.save_to_disk`."""
+    with pa.memory_map(str(path)) as file:
+        try:
+            table = pa.ipc.open_stream(file).read_all()
+        except pa.ArrowInvalid:
+            table = pa.ipc.open_file(file).read_all()
+        yield from _batches(table.to_batches(max_chunksize=1000), path)
+
+
+def _batches(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    for batch in pq.ParquetFile(path).iter_batches(1000):
+    for batch in batches:
         for row in batch.to_pylist():
             number += 1
             yield f"{path} row {number}", without_nulls(row)
@@ -167,25 +250,31 @@ def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield str(path), {"text": _read_text(path)}
 
 
+class _InvalidJson(UserError):
+    def __init__(self, path: Path, first_line: int, error: json.JSONDecodeError) -> None:
+        self.reason = error.msg
+        text = error.doc.split("\n")[error.lineno - 1]
+        near = text[max(0, error.colno - 21) : error.colno + 20]
+        line = first_line + error.lineno - 1
+        super().__init__(
+            f"{path}:{line} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
+            "correct this line; a .jsonl file has one object per line",
+        )
+
+
 def _loads(text: str, path: Path, first_line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _invalid_json(path, error, first_line) from None
-
-
-def _invalid_json(path: Path, error: json.JSONDecodeError, first_line: int) -> UserError:
-    line = error.doc.split("\n")[error.lineno - 1]
-    near = line[max(0, error.colno - 21) : error.colno + 20]
-    return UserError(
-        f"{path}:{first_line + error.lineno - 1} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
-        "correct this line; a .jsonl file has one object per line",
-    )
+        raise _InvalidJson(path, first_line, error) from None
+    except (RecursionError, ValueError) as error:  # nested a thousand deep, or a number of thousands of digits
+        raise UserError(f"{path}:{first_line} cannot be read as JSON: {error}", "correct or remove this row") from None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{where} is no object but: {_type(value)}", 'a row looks like {"prompt": …, "completion": …}')
+        example = '{"messages": […]}' if isinstance(value, list) else '{"prompt": …, "completion": …}'
+        raise UserError(f"{where} is not an object but: {_type(value)}", f"a row looks like {example}")
     return value
 
 

@@ -119,6 +119,24 @@ def ensure_turns(
         rendered.turns[i] = [(len(before), len(after))]
 
 
+def refuse_lost_answers(text: str, messages: list[Message]) -> None:
+    """A template may pass over what it does not know (tool calls, most often): the model would learn to say nothing.
+
+    Raises:
+        UserError: If not one word of what the assistant says is in the text.
+    """
+    for i, message in enumerate(messages):
+        if message["role"] not in ASSISTANT_ROLES:
+            continue
+        calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+        for kind, words in (("text", (message.get("content") or "").split()), ("tool calls", calls)):
+            if words and not any(word in text for word in words):
+                raise UserError(
+                    f"The chat template leaves out the {kind} of message {i}.",
+                    "Set model.chat_template to a template that writes them, or take them out of the rows.",
+                )
+
+
 def answer_of(message: Message) -> str:
     """What a message says: its text, else its tool calls as JSON."""
     content: Any = message.get("content") or ""

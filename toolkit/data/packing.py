@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
@@ -12,8 +13,10 @@ _ROWS_AT_ONCE = 10_000
 
 
 def pack(dataset: Dataset, seq_len: int) -> Dataset:
-    """Packs whole rows into sequences of at most `seq_len` tokens (best-fit decreasing; the same rows give the same
-    sequences). The longest documents come first, so training should shuffle.
+    """Packs whole rows into sequences of at most `seq_len` tokens (best-fit decreasing).
+
+    The same rows give the same sequences. They come in a random order, because best-fit puts the longest rows first
+    and training must not see rows sorted by length, shuffled or not.
 
     Args:
         dataset: rows with `input_ids` and `labels` of equal length; the first label of every row is -100.
@@ -29,7 +32,8 @@ def pack(dataset: Dataset, seq_len: int) -> Dataset:
         lengths = pc.min_max(pc.list_value_length(batch["input_ids"])).as_py()
         assert lengths["min"] > 0 and lengths["max"] <= seq_len, f"rows of {lengths} tokens in sequences of {seq_len}"
     options = {"batch_size": _ROWS_AT_ONCE, "keep_in_memory": not dataset.cache_files}
-    return pack_dataset(dataset, seq_len, strategy="bfd", map_kwargs=options)
+    packed = pack_dataset(dataset, seq_len, strategy="bfd", map_kwargs=options)
+    return packed.select(np.random.default_rng(0).permutation(len(packed)))
 
 
 def split_row(input_ids: list[int], labels: list[int], seq_len: int) -> list[tuple[list[int], list[int]]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def prepare(
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to `{root}`: {error.strerror or error}",
-            "free space there, or set the environment variable TOOLKIT_CACHE to another folder",
+            "free space there, make it writable, or set the environment variable TOOLKIT_CACHE to another folder",
         ) from error
     return Prepared(
         train=stream(train, recipe, cutter, use) if data.streaming else Dataset.load_from_disk(str(path / "train")),
@@ -137,8 +138,7 @@ class _Build:
 
         distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
         pieces = tokenise(rows.select(distinct), self.cutter, data.num_proc, scratch / "tokens.arrow")
-        tokens = _Tokens(pieces, self.cutter)
-        tokens.refuse_over_long(rows, distinct)
+        tokens = _Tokens(pieces, self.cutter, rows.select_columns("where").select(distinct))
         sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
         for number, info in enumerate(sources):
@@ -159,9 +159,11 @@ class _Build:
             "duplicates": sum(mixture.duplicates),
             "in_train_and_eval": int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
             "chat_template": self._chat_template(tokens),
+            "kinds": tokens.kinds,
             "packing": None,
         }
-        auditing.check(auditing.find_problems(audit))
+        audit["problems"] = auditing.find_problems(audit)
+        auditing.check(audit)
 
         if not data.streaming:
             sequences = tokens.take(sides["train"])
@@ -173,11 +175,10 @@ class _Build:
             sequences.save_to_disk(str(self.folder / "train"))
         if has_eval:
             tokens.take(sides["eval"]).save_to_disk(str(self.folder / "eval"))
-        audit["problems"] = auditing.find_problems(audit)
         _write_json(self.folder / "audit.json", audit)
         shown = tokens.usable(sides["eval" if has_eval else "train"])
-        samples = rows.select(distinct[shown[: _num_samples(self.recipe)]])["row"]
-        _write_json(self.folder / "samples.json", [_sample(from_json(text), self.cutter.encoder) for text in samples])
+        samples = _samples(rows.select(distinct[shown]), self.cutter.encoder, _num_samples(self.recipe))
+        _write_json(self.folder / "samples.json", samples)
         shutil.rmtree(scratch)
 
     def _chat_template(self, tokens: _Tokens) -> dict[str, Any]:
@@ -188,20 +189,16 @@ class _Build:
 
 
 class _Tokens:
-    """All distinct rows as tokens, by the number of the row; a row may be several pieces."""
+    """All distinct rows as tokens, by the number of the row; a row may be several pieces. `places` says where a row
+    stands in the data."""
 
-    def __init__(self, pieces: Dataset, cutter: Cutter) -> None:
-        self.pieces, self.cutter = pieces, cutter
+    def __init__(self, pieces: Dataset, cutter: Cutter, places: Dataset) -> None:
+        self.pieces, self.cutter, self.places = pieces, cutter, places
         names = ["row", "length", "trained", "stops", "merged"]
         piece = {name: pieces.data.column(name).to_numpy() for name in names}
-        self.kinds = set(pieces.data.column("kind").unique().to_pylist())
-        sizes = pieces.select_columns(["input_ids", "labels"]).with_format("arrow")
-        tokens = [np.zeros(0, dtype=np.int64)]
-        for batch in sizes.iter(10_000):
-            count = batch["input_ids"].combine_chunks().value_lengths().to_numpy()
-            if "Pair" in self.kinds:
-                count = count + batch["labels"].combine_chunks().value_lengths().to_numpy()
-            tokens.append(count)
+        self.kinds = sorted(pieces.data.column("kind").unique().to_pylist())
+        sizes = {name: pc.list_value_length(pieces.data.column(name)).to_numpy() for name in ("input_ids", "labels")}
+        count = sizes["input_ids"] + (sizes["labels"] if "Pair" in self.kinds else 0)
         # Every row has at least one piece, and pieces of a row follow each other.
         self.start = np.flatnonzero(np.diff(piece["row"], prepend=-1))
         self.count = np.diff(self.start, append=len(piece["row"]))
@@ -217,31 +214,11 @@ class _Tokens:
         self.figures = {
             "length": self.length,
             "over_long": self.over_long,
-            "tokens": per_row(np.concatenate(tokens)),
+            "tokens": per_row(count),
             "trained": per_row(piece["trained"]),
             "stops": per_row(piece["stops"]) > 0,
             "merged": per_row(piece["merged"]) > 0,
         }
-
-    def refuse_over_long(self, rows: Dataset, distinct: Indices) -> None:
-        """Raises if a row is too long for what `data.over_long` says."""
-        seq_len, action = self.cutter.seq_len, self.cutter.over_long
-        if not self.over_long.any() or action in ("drop", "truncate"):
-            return
-        longest = int(self.length.argmax())
-        where = rows[int(distinct[longest])]["where"]
-        count = int(self.over_long.sum())
-        what = (
-            f"{count:,} of {len(self.length):,} rows are longer than `batch.seq_len: {seq_len}`; "
-            f"the longest has {self.length[longest]:,} tokens ({where})"
-        )
-        if action == "error":
-            raise UserError(what, "raise `batch.seq_len`, or set `data.over_long` to drop, truncate or (text) split")
-        if self.kinds != {"Text"}:
-            raise UserError(
-                f"{what}, and `data.over_long: split` is for text, not for chats or completions",
-                "raise `batch.seq_len`, or set `data.over_long` to drop or truncate",
-            )
 
     def usable(self, numbers: Indices) -> Indices:
         """Those of the rows that have a trained token."""
@@ -249,7 +226,8 @@ class _Tokens:
 
     def measure(self, numbers: Indices) -> auditing.Audit:
         figures = {name: values[numbers] for name, values in self.figures.items()}
-        return auditing.measure(figures, self.cutter.seq_len, self.cutter.over_long)
+        longest = self.places[int(numbers[self.length[numbers].argmax()])]["where"] if len(numbers) else ""
+        return auditing.measure(figures, self.cutter.seq_len, self.cutter.over_long, longest)
 
     def take(self, numbers: Indices) -> Dataset:
         """The usable pieces of the rows, in their order: columns input_ids and labels."""
@@ -257,6 +235,19 @@ class _Tokens:
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
         return self.pieces.select_columns(["input_ids", "labels"]).select(chosen[self.keep[chosen]])
+
+
+def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[dict[str, Any]]:
+    """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
+    found: list[dict[str, Any]] = []
+    for row in rows.select(range(min(len(rows), 10 * count))):
+        try:
+            found.append(_sample(from_json(row["row"]), encoder))
+        except UserError:
+            continue
+        if len(found) == count:
+            break
+    return found
 
 
 def _sample(row: Row, encoder: Encoder) -> dict[str, Any]:

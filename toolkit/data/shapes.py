@@ -27,11 +27,8 @@ SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 ROLES = {
     **dict.fromkeys(("system", "developer", "user", "assistant", "tool"), None),
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",
@@ -40,6 +37,17 @@ ROLES = {
     "tool_call": "assistant",
 }
 """Roles in data to the role in chat templates; None keeps the name."""
+
+OFTEN_CALLED = {
+    "text": ("content", "document", "body"),
+    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
+    "completion": ("answer", "response", "output", "solution", "assistant"),
+    "instruction": ("question", "query"),
+    "input": ("context",),
+    "output": ("response", "answer", "completion"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
+}
+"""Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
 
 # The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, README).
 ALPACA_WITH_INPUT = (
@@ -152,8 +160,9 @@ def recognise(
                 f"its columns are {_listing(present)}",
             )
     names = (set(present) - set(columns.values())) | set(columns)
-    shape = source.format if source.format not in (None, "auto") else _detect(names, set(columns), source, present)
-    assert shape is not None
+    shape = source.format
+    if shape is None or shape == "auto":
+        shape = _detect(names, set(columns), source, present, has_chat_template)
     missing = [name for name in SHAPES[shape][0] if name not in names]
     if missing:
         raise UserError(
@@ -171,10 +180,12 @@ def recognise(
     return Shape(shape, columns, objective, trains_prompts, has_chat_template)
 
 
-def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str]) -> str:
+def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str], has_chat_template: bool) -> str:
     fits = [shape for shape, (required, _) in SHAPES.items() if names.issuperset(required)]
     if mapped:
         fits = [shape for shape in fits if mapped <= set(SHAPES[shape][0] + SHAPES[shape][1])]
+    if not mapped:
+        _refuse_look_alikes(names, source)
     if len(fits) == 1:
         return fits[0]
     if fits:
@@ -182,17 +193,51 @@ def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable
             f"data source `{source.path}` fits several shapes: {', '.join(fits)}; its columns are {_listing(present)}",
             f"set `data.format` to one of {', '.join(fits)}",
         )
-    if {"chosen", "rejected"} <= names:
-        raise UserError(
-            f"data source `{source.path}` holds preference pairs (chosen, rejected), which have no trainer yet",
-            "to imitate the chosen answers set `data.columns: {completion: chosen}`, or `{messages: chosen}` for chats",
-        )
     shapes = "; ".join(f"{shape} ({', '.join(required)})" for shape, (required, _) in SHAPES.items())
     raise UserError(
         f"data source `{source.path}` has the columns {_listing(present)}, which no shape fits",
-        f"accepted are {shapes}; map names with `data.columns: {{prompt: NAME, completion: NAME}}` "
-        "(in a CSV the first line names the columns)",
+        f"{_proposal(names, has_chat_template)}; accepted are {shapes} (in a CSV the first line names the columns)",
     )
+
+
+def _refuse_look_alikes(names: set[str], source: Source) -> None:
+    """Rows of other trainers, and single messages, would otherwise be trained as something they are not."""
+    if {"chosen", "rejected"} <= names:
+        raise UserError(
+            f"data source `{source.path}` holds preference pairs (chosen, rejected), which have no trainer yet",
+            "to imitate the chosen answers set `data.columns: {completion: chosen}`, or `{messages: chosen}` if each "
+            "is a whole conversation",
+        )
+    if {"prompt", "completion", "label"} <= names:
+        raise UserError(
+            f"data source `{source.path}` holds rated answers (prompt, completion, label), which have no trainer yet",
+            "to imitate every answer, good or bad, set `data.format: prompt_completion`",
+        )
+    if {"role", "content"} <= names or {"role", "text"} <= names:
+        raise UserError(
+            f"data source `{source.path}` holds single messages (it has a column `role`), not conversations",
+            'put the messages of each conversation into one row, {"messages": [{"role": …, "content": …}, …]}; '
+            "to train on single texts set `data.format: text`",
+        )
+
+
+def _proposal(names: set[str], has_chat_template: bool) -> str:
+    """The setting that maps the present columns to the shape that uses most of them."""
+    best: dict[str, str] = {}
+    # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
+    for shape in sorted(SHAPES, key=lambda shape: shape != "alpaca") if has_chat_template else SHAPES:
+        required, optional = SHAPES[shape]
+        found = {name: actual for name in (*required, *optional) if (actual := _present(name, names))}
+        if found.keys() >= set(required) and len(found) > len(best):
+            best = found
+    renamed = [f"{name}: {actual}" for name, actual in best.items() if name != actual]
+    if not renamed:
+        return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
+    return f"set 'data.columns={{{', '.join(renamed)}}}' if that is what they are"
+
+
+def _present(name: str, names: set[str]) -> str | None:
+    return next((each for each in (name, *OFTEN_CALLED.get(name, ())) if each in names), None)
 
 
 def _check_use(shape: str, source: Source, objective: str, train_on: str, has_chat_template: bool) -> None:
@@ -256,10 +301,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
     message = {key: value for key, value in message.items() if value is not None}
     given = message.pop("role", None) or message.pop("from", None)
+    given = given.lower() if isinstance(given, str) else None
     if given not in ROLES:
-        raise UserError(f"{where} has the role {given!r}", f"roles are {', '.join(ROLES)}")
+        raise UserError(f"{where} has the role {given!r}", f"change the row; roles are {', '.join(ROLES)}")
     content = message.pop("content", message.pop("value", ""))
-    result = {"role": ROLES[given] or given, "content": _content(content, where)}
+    result: dict[str, Any] = {"role": ROLES[given] or given, "content": _content(content, where)}
     calls = message.pop("tool_calls", None)
     if given in ("function_call", "tool_call"):
         calls, result["content"] = content, ""
@@ -282,7 +328,8 @@ def _content(content: Any, where: str) -> str:
         content = "".join(part.get("text") or "" for part in content)
     if not isinstance(content, str):
         raise UserError(
-            f"{where} has content of another kind than text", "content is a string, or a list of text parts"
+            f"{where} has content of another kind than text",
+            "change or remove the row; content is a string, or a list of text parts",
         )
     return content
 
@@ -327,8 +374,11 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        kind = {dict: "an object", list: "a list", bool: "a boolean"}.get(type(value), "a number")
-        raise UserError(f"{where}: `{name}` is {kind}, not a string", "write it as text, or choose `data.format`")
+        kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+        raise UserError(
+            f"{where}: `{name}` is {kinds.get(type(value), type(value).__name__)}, not a string",
+            'write it as text ("4" for 4), or choose other columns with `data.columns`',
+        )
     return value
 
 

@@ -11,6 +11,11 @@ from toolkit.data.prepare import Prepared
 from toolkit.data.templates import IGNORE
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {
+    0x7F: 0x2421,
+    0x9B: 0x241B,
+}
+"""Data may hold what steers a terminal; it is shown as the pictures Unicode has for it."""
 
 
 def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: bool) -> str:
@@ -56,7 +61,9 @@ def _marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bo
         position += len(list(run))
         # A run decoded alone would lose a space at its start, and characters of several tokens.
         so_far = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
+        if position < len(ids):
+            so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
         opening, closing = marks[is_trained]
-        result.append(f"{opening}{so_far[len(before) :]}{closing}")
+        result.append(f"{opening}{so_far[len(before) :].translate(CONTROL_PICTURES)}{closing}")
         before = so_far
     return "".join(result)

@@ -1,8 +1,8 @@
 """Reads the sources of a recipe into plain rows, each with the place it came from.
 
-A local path is a file, a folder or a glob of JSON, JSONL, CSV, TSV, Parquet or text files, compressed or not. A text
-file is one document; line-wise text belongs in JSONL. In a folder with data files of the other kinds, text files
-(a README, a licence) are left alone.
+A local path is a file, a folder (also one of `Dataset.save_to_disk`) or a glob of JSON, JSONL, CSV, TSV, Parquet, Arrow
+or text files, compressed or not. A text file is one document; line-wise text belongs in JSONL. In a folder with data
+files of the other kinds, text files are left alone; a README, a licence and the metadata of `datasets` always are.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ SPLITS = {
     "test": {"test", "testing"},
 }
 """Split to the words in file or folder names that mean it."""
+NOT_DATA = re.compile(
+    r"(readme|licen[cs]e|changelog|citation|contributing).*"
+    r"|dataset_infos?\.json|dataset_dict\.json|state\.json",
+    re.IGNORECASE,
+)
+"""Names of files in a folder that hold no rows."""
 
 
 class Reader(Protocol):
@@ -54,29 +60,43 @@ def open_source(source: Source, streaming: bool = False) -> Reader:
 
     Args:
         source: What to read.
-        streaming: Whether a hub data set is read over the network instead of downloaded first.
+        streaming: Whether a hub data set is read over the network instead of downloaded first, and a local one
+            recognised by the sizes and times of its files instead of all their content.
 
     Raises:
         UserError: Nothing is there, or it has not the wanted split.
     """
-    if source.path.startswith("builtin:"):
-        return _Builtin(source)
-    found = _local_files(source)
-    return _Hub(source, streaming) if found is None else _Local(source, found)
+    try:
+        found = [] if source.path.startswith("builtin:") else _local_files(source)
+    except OSError as error:
+        raise UserError(
+            f"data source `{source.path}` cannot be read: {error.strerror or error}", "check its path and permissions"
+        ) from error
+    if found is None:
+        return _Hub(source, streaming)
+    for key in ("name", "revision"):
+        if getattr(source, key) is not None:
+            raise UserError(
+                f"data source `{source.path}` is local, and only hub data sets have a `{key}`", f"remove `{key}`"
+            )
+    return _Local(source, found, streaming) if found else _Builtin(source)
 
 
 @dataclass(frozen=True)
 class _Local:
     source: Source
     paths: list[Path]
+    streaming: bool
 
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
         for path in self.paths:
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            status = path.stat()
+            digest.update(f"{path.name}\n{status.st_size}\n".encode())
+            if self.streaming:
+                digest.update(f"{status.st_mtime_ns}\n".encode())
+            else:
+                files.update_hash(digest, path)
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:
@@ -131,8 +151,8 @@ class _Hub:
                 revision=source.revision,
                 streaming=self.streaming,
             )
-        rows = ((f"{source.path} row {n}", files.without_nulls(row)) for n, row in enumerate(dataset, 1))
-        yield from _limited(rows, source)
+            rows = ((f"{source.path} row {n}", files.without_nulls(row)) for n, row in enumerate(dataset, 1))
+            yield from _limited(rows, source)
 
 
 class _hub_errors:
@@ -145,12 +165,12 @@ class _hub_errors:
         pass
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        # FileNotFoundError (with DatasetNotFoundError below it) and ConnectionError are OSErrors.
-        if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, UserError):
+        # What `datasets` raises has no common parent: OSError, ValueError, RuntimeError and errors of its own.
+        if isinstance(error, Exception) and not isinstance(error, UserError):
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f"data source `{self.source.path}` (split `{self.source.split}`) is no file or folder here, and the "
-                f"hub did not give it: {reason}",
+                f"data source `{self.source.path}` (split `{self.source.split}`) is no file or folder here, and "
+                f"reading it from the hub failed: {reason}",
                 "check `path`, `name`, `split` and `revision` of the source, the network, and HF_TOKEN for gated data",
             ) from error
 
@@ -166,6 +186,11 @@ def _limited(rows: Iterator[RawRow], source: Source) -> Iterator[RawRow]:
 def _local_files(source: Source) -> list[Path] | None:
     """The files of a local source, or None if the path can only mean a hub data set."""
     path = Path(source.path).expanduser()
+    if "://" in source.path:
+        raise UserError(
+            f"data source `{source.path}` is an address",
+            "name a hub data set by its id (`owner/name`), or download the file and name its local path",
+        )
     if path.is_file():
         files.kind(path)
         if source.split not in ("train", split_of(path.name)):
@@ -184,7 +209,8 @@ def _local_files(source: Source) -> list[Path] | None:
         return None
     else:
         raise _missing(source, path)
-    found = sorted(p for p in candidates if p.is_file() and files.kind(p, strict=False))
+    named = (p for p in candidates if p.is_file() and not NOT_DATA.fullmatch(p.name))
+    found = sorted(p for p in named if files.kind(p, strict=False))
     if any(files.kind(p) != "text" for p in found):
         found = [p for p in found if files.kind(p) != "text"]
     if not found:
@@ -193,6 +219,11 @@ def _local_files(source: Source) -> list[Path] | None:
 
 
 def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
+    if re.search(r"[\[+]", source.split):
+        raise UserError(
+            f"`split: {source.split}` is a slice, which only hub data sets have",
+            "name the split alone, and limit its rows with `max_samples` of the source",
+        )
     splits: dict[str, list[Path]] = {}
     for path, name in names.items():
         splits.setdefault(split_of(name) or "train", []).append(path)
@@ -223,6 +254,8 @@ def _names_hub_data(given: str, path: Path) -> bool:
 
 
 def _missing(source: Source, path: Path) -> UserError:
+    if path.exists():
+        return UserError(f"data source `{source.path}` is no file or folder", "write its content to a file first")
     message = f"data source `{source.path}` does not exist"
     if not path.parent.is_dir():
         return UserError(f"{message}: there is no folder `{path.parent}`", "check `path` in `data.sources`")

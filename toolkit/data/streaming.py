@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,11 @@ FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("in
 
 
 def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter, use: Use) -> IterableDataset:
-    """The training rows of a recipe as a stream.
+    """The training rows of a recipe as a stream without an end.
 
     Without weights sources follow each other; with weights rows are drawn from them at random in these shares until
-    every source has been used once. Shuffling is within a window of 10,000 rows.
+    every source has been used once. Then it begins again in another order, so that every batch is whole, and a run
+    that is continued finds its place by counting rows. Shuffling is within a window of 10,000 rows.
 
     Returns:
         Columns input_ids and labels, with packing also seq_lengths.
@@ -43,6 +45,7 @@ def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter,
         rows = concatenate_datasets(parts)
     if recipe.data.shuffle:
         rows = rows.shuffle(seed=recipe.seed, buffer_size=SHUFFLE_BUFFER)
+    rows = IterableDataset.from_generator(_epochs, features=FEATURES, gen_kwargs={"rows": rows})
     if recipe.data.packing:
         rows = rows.map(
             _pack,
@@ -55,12 +58,19 @@ def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter,
     return rows
 
 
+def _epochs(rows: IterableDataset) -> Iterator[dict[str, Any]]:
+    for epoch in itertools.count():
+        rows.set_epoch(epoch)  # the seed of its shuffling
+        yield from rows
+
+
 def _pack(batch: dict[str, list[Any]], seq_len: int) -> dict[str, list[Any]]:
     return pack(Dataset.from_dict(batch, features=FEATURES), seq_len).to_dict()
 
 
 def _tokens(source: Source, reader: Reader, cutter: Cutter, use: Use) -> Iterator[dict[str, Any]]:
     shape, rows = shaped(reader, source, use)
+    usable = False
     for where, raw in rows:
         row = shape.convert(raw, where)
         if is_empty(row, use):
@@ -75,4 +85,10 @@ def _tokens(source: Source, reader: Reader, cutter: Cutter, use: Use) -> Iterato
                         "raise `batch.seq_len`, or set `data.over_long` to drop or truncate",
                     )
             if piece["trained"]:
+                usable = True
                 yield {"input_ids": piece["input_ids"], "labels": piece["labels"]}
+    if not usable:
+        raise UserError(
+            f"data source `{source.path}` has no row with a trained token",
+            "take it out of `data.sources`, or check `data.columns`, `data.train_on` and `batch.seq_len`",
+        )

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import xxhash
 from datasets import Dataset, Features, List, Value
+from tqdm import tqdm
 
 from toolkit.data.packing import split_row
 from toolkit.data.rows import Completion, Pair, Row, Text, from_json, to_json
@@ -27,6 +30,8 @@ from toolkit.recipe.schema import Source
 
 FIRST_ROWS = 100
 """So many rows are looked at to recognise a shape."""
+LARGE = 10_000
+"""From so many rows on several processes tokenise, and a terminal sees their progress."""
 ROWS_SCHEMA = pa.schema(
     [("row", pa.large_string()), ("where", pa.string()), ("source", pa.int32()), ("content", pa.int64())]
 )
@@ -79,7 +84,11 @@ def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple
         content and unused columns.
     """
     sources = []
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, ROWS_SCHEMA) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_stream(sink, ROWS_SCHEMA) as writer,
+        tqdm(desc="Reading data", unit=" rows", delay=5, disable=None, leave=False) as progress,
+    ):
         for number, (source, reader) in enumerate(readers):
             shape, rows = shaped(reader, source, use)
             columns: dict[str, None] = {}
@@ -94,6 +103,7 @@ def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple
                         empty += 1
                     else:
                         records.append(_record(row, where, number))
+                progress.update(len(chunk))
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
             unused = [name for name in columns if name not in shape.used_columns()]
             sources.append(
@@ -198,8 +208,10 @@ def tokenise(rows: Dataset, cutter: Cutter, num_proc: int | None, path: Path) ->
     if not len(rows):  # `map` would give the columns of the rows back
         return Dataset.from_dict({name: [] for name in TOKENS_FEATURES}, features=TOKENS_FEATURES)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_proc = min(num_proc or (1 if len(rows) < 20_000 else cores), len(rows))
-    return rows.map(
+    num_proc = min(num_proc or (1 if len(rows) < LARGE else cores), len(rows))
+    if len(rows) >= LARGE and sys.stderr.isatty():
+        datasets.enable_progress_bars()
+    tokens = rows.map(
         partial(_encode_batch, cutter),
         with_indices=True,
         batched=True,
@@ -211,7 +223,10 @@ def tokenise(rows: Dataset, cutter: Cutter, num_proc: int | None, path: Path) ->
         load_from_cache_file=False,
         # Hashing the tokenizer for a fingerprint of its own would take longer than it is worth.
         new_fingerprint=xxhash.xxh3_64_hexdigest(str(path).encode()),
+        desc="Tokenising",
     )
+    datasets.disable_progress_bars()
+    return tokens
 
 
 def _encode_batch(cutter: Cutter, batch: dict[str, list[Any]], positions: list[int]) -> dict[str, list[Any]]:

@@ -19,6 +19,7 @@ from toolkit.data.marking import (
     Span,
     answer_of,
     ensure_turns,
+    refuse_lost_answers,
     render,
     render_with_turns,
 )
@@ -57,6 +58,8 @@ CHATML = """\
 """
 _BUILT_IN = {"chatml": CHATML}
 _SENTINEL = "(the answer)"
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a template may raise for a conversation that it was not written for."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,10 @@ class Encoder:
         silent = {i for i, m in enumerate(row.messages) if m.get("train") is False or m.get("weight") == 0}
         try:
             text, spans = self._trained_spans(messages, row.tools, silent)
-        except (jinja2.TemplateError, TypeError) as error:
+            refuse_lost_answers(text, messages)
+        except UserError:
+            raise
+        except _TEMPLATE_ERRORS as error:
             raise _refused(error) from error
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         labels, merged = self._labels(encoding["input_ids"], encoding["offset_mapping"], spans)
@@ -251,7 +257,7 @@ class Encoder:
                     return prompt
             probe = [*history, {"role": last["role"], "content": _SENTINEL}]
             rendered = render_with_turns(self.tokenizer, probe, tools)
-        except (jinja2.TemplateError, TypeError):
+        except _TEMPLATE_ERRORS:
             return ""
         start = rendered.turns.get(len(history), [(0, 0)])[0][0]
         return rendered.text[start : max(rendered.text.rfind(_SENTINEL), start)].lstrip()
@@ -307,7 +313,7 @@ class Encoder:
     def _render_prompt(self, messages: list[Message], tools: list[Message] | None) -> str:
         try:
             return render(self.tokenizer, messages, tools, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise _refused(error) from error
 
     def _without_eos(self, ids: list[int]) -> list[int]:

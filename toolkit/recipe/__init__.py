@@ -1,8 +1,10 @@
 """The recipe: schema, loading, and the origin of every value."""
 
-from toolkit.recipe.load import Loaded, list_recipes, load, recipe_folders, shipped_recipes, split_arguments
+from toolkit.recipe.files import list_recipes, recipe_folders, shipped_recipes
+from toolkit.recipe.load import Loaded, load
+from toolkit.recipe.overrides import split_arguments
 from toolkit.recipe.problems import COMMAND_LINE, DEFAULT, Problem, RecipeError, did_you_mean, origin_of
-from toolkit.recipe.schema import Recipe, Section, json_schema, sections
+from toolkit.recipe.schema import Recipe, Section, sections
 
 __all__ = [
     "COMMAND_LINE",
@@ -13,7 +15,6 @@ __all__ = [
     "RecipeError",
     "Section",
     "did_you_mean",
-    "json_schema",
     "list_recipes",
     "load",
     "origin_of",

@@ -1,4 +1,4 @@
-"""Finds a recipe, composes it with Hydra, applies `key=value` overrides and checks every key and type.
+"""Loads a recipe: composed by Hydra from files and command line, then checked key by key against the schema.
 
 Hydra's compose API is used instead of `@hydra.main` because every rank runs the script, and nothing is ever
 instantiated from a recipe. Folders are searched in order: the user's `recipes/` first, then the shipped shelf.
@@ -6,33 +6,43 @@ instantiated from a recipe. Folders are searched in order: the user's `recipes/`
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from toolkit.recipe.problems import (
-    COMMAND_LINE,
-    Problem,
-    RecipeError,
-    did_you_mean,
-    from_validation_error,
-    origin_of,
-)
-from toolkit.recipe.schema import Recipe, leaf_paths, sections
+from toolkit.recipe.defaults import Defaults
+from toolkit.recipe.files import find, locate, read, recipe_folders, search_order, short
+from toolkit.recipe.overrides import Overrides, parse
+from toolkit.recipe.problems import COMMAND_LINE, Problem, RecipeError, from_validation_error, origin_of
+from toolkit.recipe.schema import Recipe, Section, sections
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
+
+class _Folders(SearchPathPlugin):
+    """Adds the folders of recipes to Hydra's search path; none but while a recipe is composed."""
+
+    paths: ClassVar[list[Path]] = []
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for path in self.paths:
+            search_path.append("recipes", f"file://{path}")
+
+
+Plugins.instance().register(_Folders)
 
 
 @dataclass(frozen=True)
@@ -60,45 +70,25 @@ class Loaded:
         )
 
 
-def shipped_recipes() -> Path:
-    """The shelf: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
-def recipe_folders(folder: str | Path | None = None) -> list[Path]:
-    """Folders that are searched, the user's first.
+@dataclass(frozen=True)
+class Composed:
+    """A recipe put together from its files and the command line, not yet checked against the schema.
 
     Args:
-        folder: The user's recipes folder; by default `recipes/` of the working folder, if there is one.
+        name: As in `Loaded`.
+        file: As in `Loaded`.
+        values: Nested values with interpolations as they stand, defaults not included.
+        origins: As in `Loaded`.
+        choices: Group to option, as the files say; None for a group left empty.
+        problems: What is wrong with the command line.
     """
-    own = Path(folder) if folder else Path("recipes")
-    if folder and not own.is_dir():
-        raise RecipeError("?", [Problem("--recipes", "is not a folder", given=str(folder))])
-    folders = [own.resolve()] if own.is_dir() else []
-    shipped = shipped_recipes().resolve()
-    return folders + [shipped] * (shipped not in folders)
 
-
-def list_recipes(folders: Iterable[Path]) -> dict[str, Path]:
-    """Name to file of every recipe. Folders named like a section hold groups, and files that start with `_` are parts."""
-    found: dict[str, Path] = {}
-    for root in folders:
-        for file in sorted(root.rglob("*.yaml")):
-            relative = file.relative_to(root)
-            is_group = any(part in sections() for part in relative.parts[:-1])
-            if not is_group and not file.name.startswith("_"):
-                found.setdefault(relative.with_suffix("").as_posix(), file)
-    return dict(sorted(found.items()))
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits `recipe=NAME key=value …` into the name and the overrides."""
-    names = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
-    if len(names) != 1 or not names[0]:
-        raise RecipeError("?", [Problem("recipe", "name one recipe", hint="recipe=NAME; `toolkit ls` lists them")])
-    return names[0], [argument for argument in arguments if not argument.startswith("recipe=")]
+    name: str
+    file: Path
+    values: dict[str, Any]
+    origins: dict[str, str]
+    choices: dict[str, str | None]
+    problems: list[Problem]
 
 
 def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Loaded:
@@ -106,183 +96,216 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
 
     Args:
         name: Its name, or the path of a YAML file inside one of the recipe folders.
-        overrides: `key=value` texts in Hydra's grammar. `section=option` picks a group, `section=value` sets the
-            section's main key, and a key that stands in one section only may be written without it.
+        overrides: `key=value` texts, see `toolkit.recipe.overrides.parse`.
         folder: The user's recipes folder, see `recipe_folders`.
 
     Raises:
         RecipeError: With every problem found.
     """
+    composed = compose_recipe(name, overrides, folder)
+    recipe = _checked(composed.name, composed.values, composed.origins, composed.problems)
+    return Loaded(recipe, composed.name, composed.file, composed.origins, composed.values)
+
+
+def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Composed:
+    """Composes a recipe; arguments as for `load`.
+
+    Raises:
+        RecipeError: The files do not fit together; with every problem found so far.
+    """
     folders = recipe_folders(folder)
-    name, file, root = _find(name, folders)
-    _check_yaml(name, file)
-    search = [root, *folders]
-    searchpath = f"hydra.searchpath=[{','.join(f'file://{path}' for path in search[1:])}]"
-    try:
-        with initialize_config_dir(str(root), version_base="1.3", job_name="toolkit"):
-            loader = GlobalHydra.instance().hydra.config_loader  # type: ignore[union-attr]
-            plain = loader.compute_defaults_list(file.stem, [searchpath], RunMode.RUN)
-            rewritten = _rewrite(name, overrides, search, plain.overrides.known_choices)
-            arguments = [searchpath, *rewritten]
-            final = loader.compute_defaults_list(file.stem, arguments, RunMode.RUN).defaults
-            config = compose(file.stem, arguments)
-    except RecipeError:
-        raise
-    except yaml.YAMLError as error:
-        raise RecipeError(name, [_yaml_problem(error)]) from None
-    except (HydraException, OmegaConfBaseException) as error:
-        raise RecipeError(name, [Problem("", _first_lines(error))]) from None
-    origins = _origins(name, final, search, rewritten)
-    unresolved = OmegaConf.to_container(config, resolve=False)
-    try:
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        path = str(getattr(error, "full_key", "") or "")
-        raise RecipeError(name, [Problem(path, _first_lines(error), origin_of(path, origins))]) from None
-    recipe = _validate(name, resolved, origins)
-    return Loaded(recipe, name, file, origins, unresolved)  # type: ignore[arg-type]
+    name, file = find(name, folders)
+    search = search_order(file, folders)
+    changes = parse(overrides, search)
+    defaults = Defaults(search, folders)
+    defaults.follow(file)
+    defaults.check_options(changes.groups)
+    if defaults.problems:
+        raise RecipeError(name, dict.fromkeys([*defaults.problems, *changes.problems, *_own_problems(file)]))
+    config, origins = _compose(name, file.stem, changes, defaults)
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    for key in changes.removed:
+        _remove(values, key)
+        origins = {path: origin for path, origin in origins.items() if path != key and not path.startswith(f"{key}.")}
+    return Composed(name, file, values, origins, defaults.choices, changes.problems)
 
 
-def _find(name: str, folders: list[Path]) -> tuple[str, Path, Path]:
-    """The recipe's name, its file, and the folder Hydra takes as the root of its config."""
-    if name.endswith((".yaml", ".yml")):
-        file = Path(name).resolve()
-        inside = [root for root in folders if file.is_relative_to(root)]
-        if not inside:
-            places = ", ".join(map(str, folders))
-            hint = "move the file into one of these folders, or name its folder with --recipes"
-            raise RecipeError(name, [Problem("recipe", "lies outside the recipe folders", "", name, places, hint)])
-        if not file.is_file():
-            raise RecipeError(name, [Problem("recipe", "no such file", given=name)])
-        return file.relative_to(inside[0]).with_suffix("").as_posix(), file, file.parent
-    if not _NAME.fullmatch(name) or ".." in name:
-        raise RecipeError(name, [Problem("recipe", "is not a recipe name", given=name, allowed="letters, digits, _ - . /")])
-    known = list_recipes(folders)
-    if name not in known:
-        close = did_you_mean(name, known)
-        hint = f"did you mean `{close}`?" if close else "`toolkit ls` lists all recipes"
-        searched = ", ".join(map(str, folders))
-        raise RecipeError(name, [Problem("recipe", "no such recipe", given=name, allowed=f"a recipe in {searched}", hint=hint)])
-    return name, known[name], known[name].parent
+def load_resolved(file: Path) -> Recipe:
+    """The recipe of a run folder, as it was written when the run started.
 
-
-def _check_yaml(name: str, file: Path) -> None:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise RecipeError(name, [_yaml_problem(error, file)]) from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(name, [Problem("", f"is not UTF-8 text: {error.reason}", str(file))]) from None
-    if not isinstance(content, dict):
-        raise RecipeError(name, [Problem("", "must be a mapping of keys", f"{_short(file)}:1", hint="start with `model:`")])
-
-
-def _yaml_problem(error: yaml.YAMLError, file: Path | None = None) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    place = _short(file) if file else str(getattr(mark, "name", "")).strip('"')
-    where = f"{place}:{mark.line + 1}" if mark else place
-    return Problem("", f"is not valid YAML: {getattr(error, 'problem', None) or error}", where)
-
-
-def _rewrite(name: str, overrides: Sequence[str], search: list[Path], choices: dict[str, Any]) -> list[str]:
-    """Overrides as Hydra wants them: pydantic, not Hydra, decides which keys exist, so all keys are forced in."""
-    rewritten, problems = [], []
-    short = {key: paths[0] for key, paths in leaf_paths().items() if len(paths) == 1}
-    for override in overrides:
-        try:
-            parsed = OverridesParser.create().parse_override(override)
-        except HydraException as error:
-            hint = "quote values with spaces, commas or brackets: key='\"a, b\"'"
-            problems.append(Problem(override, _first_lines(error), COMMAND_LINE, allowed="key=value", hint=hint))
-            continue
-        key, text = override.lstrip("+~").split("=", 1) if "=" in override else (override.lstrip("+~"), "")
-        if parsed.is_delete():
-            rewritten.append(override)
-        elif parsed.is_sweep_override():
-            problems.append(Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=f"for a list: {key}=[{text}]"))
-        elif key.startswith("hydra"):
-            problems.append(Problem(key, "Hydra's own settings are not part of a recipe", COMMAND_LINE, text))
-        elif key in sections() and _is_option(key, text, search):
-            rewritten.append(f"{key}={text}" if key in choices else f"+{key}={text}")
-        elif key in sections() and not text.startswith("{"):
-            main_key = sections()[key].main_key
-            if main_key is None:
-                allowed = ", ".join(f"{key}.{field}" for field in sections()[key].model_fields)
-                problems.append(Problem(key, "is a section", COMMAND_LINE, text, allowed))
-            else:
-                value = f"[{text}]" if key == "data" and not text.startswith("[") else text
-                rewritten.append(f"++{key}.{main_key}={value}")
-        else:
-            rewritten.append(f"++{short.get(key, key)}={text}")
-    if problems:
-        raise RecipeError(name, problems)
-    return rewritten
-
-
-def _is_option(group: str, option: str, search: list[Path]) -> bool:
-    return bool(_NAME.fullmatch(option)) and any((root / group / f"{option}.yaml").is_file() for root in search)
-
-
-def _origins(name: str, defaults: Sequence[Any], search: list[Path], overrides: Sequence[str]) -> dict[str, str]:
-    """Dotted key to where its final value was written, following Hydra's order of composition."""
+    Raises:
+        RecipeError: If the file does not fit this version's schema.
+    """
+    source = read(file)
+    if source.node is None:
+        raise RecipeError(str(file), source.problems)
     origins: dict[str, str] = {}
-    for default in defaults:
-        if default.config_path is None or default.config_path.startswith(("hydra", "_dummy")):
-            continue
-        candidates = [root / f"{default.config_path}.yaml" for root in search]
-        file = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if file is None:
-            continue
-        if not any(file.resolve().is_relative_to(root) for root in search):
-            raise RecipeError(name, [Problem("defaults", "lead outside the recipe folders", given=default.config_path)])
-        package = (default.package or "").removeprefix("_global_").strip(".")
-        node = yaml.compose(file.read_text(encoding="utf-8"))
-        if isinstance(node, yaml.MappingNode):
-            _record(node, package, _short(file), origins)
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        if override.startswith("++"):
-            origins = {path: origin for path, origin in origins.items() if not path.startswith(f"{key}.")}
-            origins[key] = COMMAND_LINE
-    return origins
+    _record(source.node, "", short(file), origins)
+    return _checked(str(file), OmegaConf.to_container(OmegaConf.load(file), resolve=False), origins, [])
 
 
-def _record(node: yaml.Node, prefix: str, file: str, origins: dict[str, str]) -> None:
+def _compose(name: str, stem: str, changes: Overrides, defaults: Defaults) -> tuple[DictConfig, dict[str, str]]:
+    """Hydra's composition, and where each of its values was written."""
+    arguments, search, sources = changes.for_hydra(defaults.choices), defaults.search, defaults.sources
+    _Folders.paths = search
+    try:
+        with warnings.catch_warnings(), initialize_config_dir(str(search[0]), version_base="1.3", job_name="toolkit"):
+            # Without `_self_` a recipe's own keys come last, which is what everybody expects; no need to warn.
+            warnings.simplefilter("ignore", UserWarning)
+            loader = GlobalHydra.instance().hydra.config_loader  # type: ignore[union-attr]
+            files = loader.compute_defaults_list(stem, arguments, RunMode.RUN).defaults
+            config = compose(stem, arguments)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise RecipeError(name, [Problem("", _first_lines(error))]) from None
+    finally:
+        _Folders.paths = []
+    origins: dict[str, str] = {}
+    for default in files:
+        source = locate(default.config_path, search) if default.config_path else None
+        if source in sources and (node := sources[source].node):
+            _record(node, (default.package or "").removeprefix("_global_").strip("."), short(source), origins)
+    for key in changes.values:
+        origins = {path: origin for path, origin in origins.items() if not path.startswith(f"{key}.")}
+        origins[key] = COMMAND_LINE
+    return config, origins
+
+
+def _record(node: yaml.Node, prefix: str, file: str, origins: dict[str, str], top: bool = True) -> None:
     if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            if key == "defaults" and not prefix:
+        # What is merged with `<<` comes first: the keys beside it win.
+        for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+            if key_node.value == "<<":
+                for part in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    _record(part, prefix, file, origins, top)
                 continue
-            path = f"{prefix}.{key}" if prefix else key
+            if top and key_node.value == "defaults":
+                continue
+            path = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
             origins[path] = f"{file}:{key_node.start_mark.line + 1}"
-            _record(value_node, path, file, origins)
+            _record(value_node, path, file, origins, False)
     elif isinstance(node, yaml.SequenceNode):
+        # A list replaces the one it overrides, of whatever length.
+        for path in [path for path in origins if path.startswith(f"{prefix}.")]:
+            del origins[path]
         for index, item in enumerate(node.value):
             origins[f"{prefix}.{index}"] = f"{file}:{item.start_mark.line + 1}"
-            _record(item, f"{prefix}.{index}", file, origins)
+            _record(item, f"{prefix}.{index}", file, origins, False)
 
 
-def _validate(name: str, data: Any, origins: dict[str, str]) -> Recipe:
-    problems: list[Problem] = []
+def _own_problems(file: Path) -> list[Problem]:
+    """Wrong keys and types of one file whose `defaults` cannot be followed; what it may inherit is not missed."""
+    node = read(file).node
+    if node is None:
+        return []
+    origins: dict[str, str] = {}
+    _record(node, "", short(file), origins)
+    data = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    assert isinstance(data, dict)
+    data.pop("defaults", None)
+    for path, _ in list(_interpolated(data)):
+        _remove(data, path)
+    try:
+        Recipe.model_validate(data)
+    except ValidationError as error:
+        # A section that says nothing wrong but lacks what its group would have given.
+        return [problem for problem in from_validation_error(error, data, origins, {}) if problem.what != "is required"]
+    return []
+
+
+def _checked(name: str, unresolved: Any, origins: Mapping[str, str], found: list[Problem]) -> Recipe:
+    """Resolves and validates; all problems are raised together, after those found before."""
+    data, written, problems = _resolve(unresolved, origins)
+    problems = found + problems
     while True:
         try:
             recipe = Recipe.model_validate(data)
             break
         except ValidationError as error:
-            found = from_validation_error(error, data, origins)
-            problems += found
             # Without the offending keys the rest can be built, so that rules between keys are checked in one go too.
-            if not all([_remove(data, problem.path) for problem in found]):
+            known = {problem.path for problem in problems}
+            new = from_validation_error(error, data, origins, written)
+            problems += [problem for problem in new if problem.path not in known]
+            # Backwards, because taking out an entry of a list renumbers those after it.
+            removed = [_remove(data, problem.path) for problem in reversed(new)]
+            if not all(removed):
                 raise RecipeError(name, problems, None, origins) from None
     if problems:
         raise RecipeError(name, problems, recipe, origins)
     return recipe
 
 
+def _resolve(unresolved: Any, origins: Mapping[str, str]) -> tuple[Any, dict[str, str], list[Problem]]:
+    """The values with interpolations filled in, the text of each interpolation, and those that cannot be filled in."""
+    data = copy.deepcopy(unresolved)
+    written = dict(_interpolated(unresolved))
+    problems = []
+    # `${batch.seq_len}` means the value that will be used, be it written or the default.
+    config = OmegaConf.merge(_defaults(), unresolved) if written else OmegaConf.create()
+    for path, text in written.items():
+        *parents, last = path.split(".")
+        if text == "???":
+            problem = Problem(path, "is required: ??? stands for a value to be filled in", origin_of(path, origins))
+        else:
+            try:
+                value = OmegaConf.select(config, path)
+                part = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                parent = _at(data, parents)
+                parent[int(last) if isinstance(parent, list) else last] = part
+                continue
+            except OmegaConfBaseException as error:
+                what, hint = _interpolation_error(error)
+                problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
+        problems.append(problem)
+    for problem in problems:
+        # An entry of a list stays as it is, so that the numbers of the others remain true.
+        if not problem.path.rpartition(".")[2].isdigit():
+            _remove(data, problem.path)
+    return data, written, problems
+
+
+def _defaults() -> dict[str, Any]:
+    """The defaults of all keys that have one."""
+
+    def of(section: type[Section]) -> dict[str, Any]:
+        fields = section.model_fields.items()
+        return {key: field.default for key, field in fields if not field.is_required() and key not in sections()}
+
+    return of(Recipe) | {name: of(section) for name, section in sections().items()}
+
+
+def _interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        below = f"{path}.{key}" if path else str(key)
+        if isinstance(value, str) and ("${" in value or value == "???"):
+            yield below, value
+        yield from _interpolated(value, below)
+
+
+def _interpolation_error(error: Exception) -> tuple[str, str]:
+    """What is wrong with an interpolation, and a hint."""
+    text = _first_lines(error)
+    if "Environment variable" in text:
+        name = text.split("'")[1]
+        hint = f"export it, or give a default: ${{oc.env:{name},default}}"
+        return f"the environment variable {name} is not set", hint
+    hint = "write ${section.key} for another value, ${oc.env:NAME} for an environment variable"
+    return text[:1].lower() + text[1:], hint
+
+
+def _at(data: Any, parts: Sequence[str]) -> Any:
+    """The part of nested values at a dotted path; None if there is none."""
+    for part in parts:
+        if isinstance(data, list):
+            data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
+        else:
+            data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
 def _remove(data: Any, path: str) -> bool:
     *parents, last = path.split(".")
-    for part in parents:
-        data = data[int(part)] if isinstance(data, list) else data.get(part) if isinstance(data, dict) else None
+    data = _at(data, parents)
     if isinstance(data, list) and last.isdigit() and int(last) < len(data):
         del data[int(last)]
         return True
@@ -304,39 +327,5 @@ def _overlay(values: Any, written: Any) -> Any:
 
 def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Set the environment")))
-
-
-def _short(file: Path) -> str:
-    """The path as a user would type it: relative to the working folder when it lies inside."""
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
-
-
-def load_resolved(file: Path) -> Recipe:
-    """The recipe of a run folder, as it was written when the run started.
-
-    Raises:
-        RecipeError: If the file does not fit this version's schema.
-    """
-    name = str(file)
-    _check_yaml(name, file)
-    try:
-        data = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except OmegaConfBaseException as error:
-        raise RecipeError(name, [Problem("", _first_lines(error), name)]) from None
-    return _validate(name, data, {})
-
-
-def as_diff(name: str, overrides: Sequence[str], folder: str | Path | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-    """What overrides change in a recipe: the groups they select, and the values they set as a nested mapping."""
-    folders = recipe_folders(folder)
-    _, file, root = _find(name, folders)
-    groups: dict[str, str] = {}
-    values = OmegaConf.create({})
-    for override in _rewrite(name, overrides, [root, *folders], {}):
-        key, _, text = override.lstrip("+").partition("=")
-        if override.startswith("++"):
-            OmegaConf.update(values, key, OverridesParser.create().parse_override(f"{key}={text}").value())
-        else:
-            groups[key] = text
-    return groups, OmegaConf.to_container(values)  # type: ignore[return-value]
+    hidden = ("full_key", "object_type", "Set the environment", "Config search path", "provider=")
+    return " ".join(line for line in lines if not line.startswith(hidden))

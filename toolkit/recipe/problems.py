@@ -1,12 +1,14 @@
-"""What is wrong with a recipe, said so that it can be mended: where, what was given, what is allowed, what was meant."""
+"""What is wrong with a recipe, said so that it can be mended: where it stands, what is allowed, what was meant."""
 
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import yaml
 from pydantic import ValidationError
 
 from toolkit.errors import UserError
@@ -14,6 +16,7 @@ from toolkit.recipe.schema import Recipe, Section, leaf_paths
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,27 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.path or 'recipe'}: {self.what}" + (f"  ({self.where})" if self.where else "")]
-        lines += [
-            f"    {label:<8} {text}"
-            for label, text in (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
-            if text
-        ]
-        return "\n".join(lines)
+        head = f"{self.path or 'recipe'}: {self.what}"
+        if self.where and len(head) + len(self.where) + 4 <= _WIDTH:
+            lines = [f"{head}  ({self.where})"]
+        else:
+            lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
+        parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
+        return "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
+
+
+def _wrapped(text: str, first: str, indent: str) -> str:
+    # Paths and keys stay whole, so that they can be copied.
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 class RecipeError(UserError):
     """A recipe that cannot be used, with every problem found in it.
 
     Args:
-        name: The recipe's name.
+        name: The recipe's name; empty if it is not known which one is meant.
         problems: All of them, in the order of the recipe.
         partial: The recipe without the offending keys, when that much can be built; further checks may use it.
         origins: Dotted key to `file:line`, for those checks.
@@ -70,19 +80,21 @@ class RecipeError(UserError):
         self.partial = partial
         self.origins = dict(origins or {})
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
-        super().__init__(f"recipe {name}: {count}\n\n" + "\n".join(map(str, self.problems)))
+        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(map(str, self.problems)))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The closest known word, or an empty string."""
-    known = list(known)
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
     matches = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
     return folded[matches[0]] if matches else ""
 
 
 def origin_of(path: str, origins: Mapping[str, str]) -> str:
-    """Where the value at a dotted path, or the nearest part around it, was written; empty for defaults."""
+    """Where the value at a dotted path, a part of it, or the nearest part around it was written; empty for defaults."""
+    inside = f"{path}."
+    if path not in origins and (parts := [place for key, place in origins.items() if key.startswith(inside)]):
+        return parts[0]
     while path:
         if path in origins:
             return origins[path]
@@ -90,22 +102,42 @@ def origin_of(path: str, origins: Mapping[str, str]) -> str:
     return ""
 
 
-def from_validation_error(error: ValidationError, data: Any, origins: Mapping[str, str]) -> list[Problem]:
-    """Pydantic's findings as problems, one per key (a union reports one finding per alternative)."""
+def literals(*location: str) -> list[str]:
+    """The words that the value at a location, e.g. `"method", "name"`, can be chosen from; empty for other types."""
+    values: list[str] = []
+    todo = [_kind_at(location)]
+    while todo:
+        for arg in get_args(todo.pop()):
+            if isinstance(arg, str):
+                values.append(arg)
+            elif get_args(arg):
+                todo.append(arg)
+    return values
+
+
+def from_validation_error(
+    error: ValidationError, data: Any, origins: Mapping[str, str], written: Mapping[str, str]
+) -> list[Problem]:
+    """Pydantic's findings as problems, one per key (a union reports one finding per alternative).
+
+    Args:
+        data: What was validated.
+        origins: Dotted key to where it was written.
+        written: Dotted key to the text of interpolations, which is shown instead of a value that may be secret.
+    """
     by_path: dict[str, list[tuple[Any, Any]]] = {}
     for finding in error.errors():
         location = _existing(finding["loc"], data, missing_leaf=finding["type"] == "missing")
         by_path.setdefault(".".join(map(str, location)), []).append((finding, location))
-    return [_problem(path, findings, origins) for path, findings in by_path.items()]
+    return [_problem(path, findings, origins, written) for path, findings in by_path.items()]
 
 
 def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[Any]:
     """The part of a location that stands in the data: without pydantic's tags for the alternatives of a union."""
     kept: list[Any] = []
     for position, part in enumerate(location):
-        if isinstance(data, Mapping) and part in data:
-            data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+        known = range(len(data)) if isinstance(data, list) else data if isinstance(data, Mapping) else ()
+        if part in known:
             data = data[part]
         elif not (missing_leaf and position == len(location) - 1):
             break
@@ -113,62 +145,68 @@ def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[
     return kept
 
 
-def _problem(path: str, findings: list[tuple[Any, Any]], origins: Mapping[str, str]) -> Problem:
+def _problem(
+    path: str, findings: list[tuple[Any, Any]], origins: Mapping[str, str], written: Mapping[str, str]
+) -> Problem:
     finding, location = findings[0]
     where = origin_of(path, origins)
-    given = finding["input"]
-    if finding["type"] == "extra_forbidden":
-        return _unknown_key(path, location, given, where)
-    if finding["type"] == "missing":
+    given, kind = finding["input"], finding["type"]
+    shown = written.get(path) or as_text(given)
+    if kind in ("extra_forbidden", "string_pattern_mismatch"):
+        return _unknown_key(path, location, shown, where)
+    if kind == "missing":
         return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
     section = _section_at(location)
     if section and not isinstance(given, Mapping):
-        wanted = f"{path}: {{{section.main_key or 'key'}: {given}}}"
-        return Problem(path, "must be a section", where, repr(given), ", ".join(section.model_fields), f"write {wanted}")
+        hint = "" if given is None else f"write {path}: {{{section.main_key or 'key'}: {shown}}}"
+        return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
-    options = [option for one, _ in findings if one["type"] == "literal_error" for option in _options(location)]
-    close = did_you_mean(str(given), [str(option) for option in options])
-    hint = f"did you mean `{close}`?" if close else _type_hint(finding, given)
-    return Problem(path, "is not valid", where, f"{given!r} ({_type_name(given)})", allowed, hint)
+    kinds = {one["type"] for one, _ in findings}
+    close = did_you_mean(str(given), literals(*location)) if "literal_error" in kinds else ""
+    hint = f"did you mean `{close}`?" if close else _type_hint(kinds, given, path in written)
+    return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
 
 
-def _unknown_key(path: str, location: list[Any], given: Any, where: str) -> Problem:
-    section = _section_at(location[:-1]) or Recipe
-    key = str(location[-1])
-    prefix = path.rpartition(".")[0]
-    hint = ""
-    if close := did_you_mean(key, section.model_fields):
-        hint = f"did you mean `{prefix + '.' if prefix else ''}{close}`?"
-    elif elsewhere := leaf_paths().get(key) or leaf_paths().get(did_you_mean(key, leaf_paths())):
-        hint = f"did you mean `{'` or `'.join(elsewhere)}`?"
-    return Problem(path, "unknown key", where, repr(given), ", ".join(section.model_fields), hint)
+def _unknown_key(path: str, location: list[Any], given: str, where: str) -> Problem:
+    section = _section_at(location[:-1])
+    if section is None:
+        return Problem(path, "unknown key", where, given)
+    key, prefix = str(location[-1]), path.rpartition(".")[0]
+    places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
+    close = did_you_mean(key, places)
+    if not prefix or not close:
+        places = {**leaf_paths(), **places}
+        close = key if key in places else did_you_mean(key, places)
+    hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
+    if key == prefix:
+        hint = f"these keys stand below `{key}:` already; remove that line"
+    return Problem(path, "unknown key", where, given, ", ".join(section.model_fields), hint)
 
 
-def _section_at(location: Iterable[Any]) -> type[Section] | None:
+def _kind_at(location: Iterable[Any]) -> Any:
+    """The declared type at a location; None where the schema knows none."""
     kind: Any = Recipe
     for part in location:
         if isinstance(part, int):
-            continue
-        field = kind.model_fields.get(part) if isinstance(kind, type) and issubclass(kind, Section) else None
-        if field is None:
+            lists = [one for one in (kind, *get_args(kind)) if getattr(one, "__origin__", None) is list]
+            kind = get_args(lists[0])[0] if lists else None
+        elif isinstance(kind, type) and issubclass(kind, Section) and part in kind.model_fields:
+            kind = kind.model_fields[part].annotation
+        else:
             return None
-        kind = field.annotation
-        inner = [arg for arg in get_args(kind) if isinstance(arg, type) and issubclass(arg, Section)]
-        kind = inner[0] if inner else kind
-    if list(location) and not isinstance(list(location)[-1], int) and get_args(kind):
-        return None
+    return kind
+
+
+def _section_at(location: Iterable[Any]) -> type[Section] | None:
+    kind = _kind_at(location)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _options(location: list[Any]) -> tuple[Any, ...]:
-    section = _section_at(location[:-1])
-    field = section.model_fields.get(str(location[-1])) if section else None
-    values: list[Any] = []
-    todo = [field.annotation] if field else []
-    while todo:
-        for arg in get_args(todo.pop()):
-            (todo if get_args(arg) else values).append(arg)
-    return tuple(value for value in values if isinstance(value, str))
+def as_text(value: Any) -> str:
+    """A value as one would write it in a recipe, shortened."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _allowed(finding: Any) -> str:
@@ -177,6 +215,7 @@ def _allowed(finding: Any) -> str:
         "int_type": "a whole number",
         "int_from_float": "a whole number",
         "float_type": "a number",
+        "finite_number": "a finite number",
         "string_type": "text",
         "bool_type": "true or false",
         "list_type": "a list",
@@ -189,7 +228,7 @@ def _allowed(finding: Any) -> str:
     if kind in kinds:
         return kinds[kind]
     if kind in bounds:
-        return f"{signs[bounds[kind]]} {context[bounds[kind]]}"
+        return f"{signs[bounds[kind]]} {context[bounds[kind]]:.10g}"
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "").replace(" or ", ", ")
     return str(finding["msg"])
@@ -197,10 +236,16 @@ def _allowed(finding: Any) -> str:
 
 def _type_name(value: Any) -> str:
     names = {bool: "true/false", int: "whole number", float: "number", str: "text", list: "list", dict: "mapping"}
-    return names.get(type(value), "nothing" if value is None else type(value).__name__)
+    return f" ({names[type(value)]})" if type(value) in names else ""
 
 
-def _type_hint(finding: Any, given: Any) -> str:
-    if isinstance(given, str) and finding["type"] in ("int_type", "float_type", "bool_type"):
-        return "write the value without quotes, as a plain number or true/false"
+def _type_hint(kinds: set[str], given: Any, interpolated: bool) -> str:
+    if isinstance(given, str) and kinds & {"int_type", "float_type", "bool_type"}:
+        if interpolated:
+            return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
+        return "write a plain number or true/false, without quotes"
+    if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
+        return f"write {given:.0f}"
+    if isinstance(given, str | int | float) and kinds == {"list_type"}:
+        return f"write [{as_text(given)}]"
     return ""

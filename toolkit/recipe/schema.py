@@ -12,16 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 OPTIMIZERS = (
     # Short names of the field first, then what Transformers' Trainer offers under its own names.
-    ("adamw", "lion")
-    + ("adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_anyprecision")
-    + ("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_8bit", "adamw_bnb_8bit")
-    + ("paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit")
-    + ("paged_ademamix_8bit", "sgd", "adagrad", "adafactor", "lion_32bit", "lion_8bit", "paged_lion_32bit")
-    + ("paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")
-    + ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise")
-    + ("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise")
-    + ("lomo", "adalomo", "grokadamw", "stable_adamw")
-    + ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd")
+    *("adamw", "lion"),
+    *("adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_anyprecision"),
+    *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_8bit", "adamw_bnb_8bit"),
+    *("paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit"),
+    *("paged_ademamix_8bit", "sgd", "adagrad", "adafactor", "lion_32bit", "lion_8bit", "paged_lion_32bit"),
+    *("paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise"),
+    *("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"),
+    *("lomo", "adalomo", "grokadamw", "stable_adamw"),
+    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
 )
 SCHEDULES = (
     "linear",
@@ -50,12 +50,16 @@ ROW_FORMATS = ("auto", "text", "prompt_completion", "alpaca", "messages", "share
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = bool | int | float | str
+# Names of a Python function's arguments; never `_target_`, which other tools take for code to run.
+Arguments = dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Scalar]
 
 
 class Section(BaseModel):
     """A part of the recipe: unknown keys are errors, values keep their types, nothing changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     main_key: ClassVar[str | None] = None
     """The key that `section=value` on the command line means (`optimizer=sgd` is `optimizer.name=sgd`)."""
@@ -87,6 +91,8 @@ class Model(Section):
 
 class Source(Section):
     """One data set of a mixture."""
+
+    main_key: ClassVar[str | None] = "path"
 
     path: str
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), hub id, or `builtin:stdlib-docstrings`."""
@@ -222,7 +228,7 @@ class Optimizer(Section):
     """Momentum of SGD."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 switches clipping off."""
-    args: dict[str, Scalar] = {}
+    args: Arguments = {}
     """Further arguments of the chosen optimizer, by its own names."""
 
 
@@ -241,7 +247,7 @@ class Schedule(Section):
     """Steps of linear warm-up."""
     warmup_ratio: Fraction | None = None
     """Warm-up as a share of all steps, instead of `warmup_steps`."""
-    args: dict[str, Scalar] = {}
+    args: Arguments = {}
     """Further arguments of the schedule, e.g. `{min_lr_rate: 0.1}`."""
 
 
@@ -258,6 +264,11 @@ class Batch(Section):
     """The same in tokens: global_batch_size x seq_len."""
     micro_batch_size: PositiveInt | None = None
     """Sequences per process and forward pass; by default as many as stay within 16,384 tokens."""
+
+    @property
+    def sequences_per_step(self) -> int:
+        """The global batch in sequences, however it is stated."""
+        return self.global_batch_size or max(1, (self.tokens_per_step or 16 * self.seq_len) // self.seq_len)
 
 
 class ActivationCheckpointing(Section):
@@ -363,7 +374,7 @@ class Recipe(Section):
     """What is reported while training."""
     output: Output = Output()
     """Where the run folder is written."""
-    seed: int = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, initialisation and dropout."""
 
 
@@ -383,23 +394,3 @@ def leaf_paths() -> dict[str, list[str]]:
         for key in kind.model_fields:
             paths.setdefault(key, []).append(f"{section}.{key}")
     return paths
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of a recipe file, for editors. Keys that groups may supply are not required."""
-    schema = Recipe.model_json_schema()
-    schema.pop("required", None)
-    for definition in schema["$defs"].values():
-        if definition.get("title") != "Source":
-            definition.pop("required", None)
-    schema["properties"]["defaults"] = {
-        "type": "array",
-        "description": "What this recipe extends: another recipe's name, or `group: option`; end with `_self_`.",
-        "items": {"anyOf": [{"type": "string"}, {"type": "object"}]},
-    }
-    source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Source"}]}
-    for key in ("sources", "eval_sources"):
-        schema["$defs"]["Data"]["properties"][key]["items"] = source
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "Recipe"
-    return schema

@@ -15,10 +15,10 @@ from toolkit.recipe.problems import DEFAULT, origin_of
 def description(file: Path) -> str:
     """The `description` of a recipe file; empty when it has none or is not YAML."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
         return ""
-    return str(content.get("description", "")) if isinstance(content, dict) else ""
+    return " ".join(str(content.get("description", "")).split()) if isinstance(content, dict) else ""
 
 
 def with_origins(loaded: Loaded) -> str:

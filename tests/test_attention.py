@@ -1,0 +1,156 @@
+"""Attention backends: equal numbers, honest choices, and torch's variable-length kernel fed the right way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import loss_and_gradients, populate, set_up
+from tiny import tiny_model
+
+from toolkit import attention, facts
+from toolkit.data.collate import Collator
+from toolkit.errors import UserError
+from toolkit.model import load_model
+from toolkit.policy import dtypes
+from toolkit.recipe.schema import ATTENTION_BACKENDS
+from toolkit.rules import load_checked
+
+GEMMA2 = facts.bundled()["google/gemma-2-2b-it"].config
+LLAMA = facts.bundled()["meta-llama/Llama-3.2-1B"].config
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attention")
+    populate(folder, "llama", "gemma")
+    tiny_model("google/gemma-3-1b-it", folder / "gemma3")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(models)
+    return models
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_eager_and_sdpa_train_the_same(model: str, packing: str) -> None:
+    results = []
+    for backend in ("eager", "sdpa"):
+        overrides = [f"model.path={model}", f"model.attention={backend}", f"data.packing={packing}"]
+        results.append(loss_and_gradients(set_up(*overrides)))
+    (loss, gradients), (other, expected) = results
+    assert loss == pytest.approx(other, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_capped_logits_are_never_dropped_in_silence() -> None:
+    for backend in ("sdpa", "torch_varlen"):
+        with pytest.raises(UserError, match="eager"):
+            attention.resolve(backend, GEMMA2, "bfloat16")
+    assert attention.resolve("auto", GEMMA2, "float32") == "eager"
+    training = set_up("model.path=gemma", "evaluation.num_prompts=1")
+    assert training.trainer.model.config._attn_implementation == "eager"
+    assert attention.with_mask(GEMMA2) == "eager"
+
+
+def test_auto_picks_what_runs_here() -> None:
+    expected = "torch_varlen" if attention.available()["torch_varlen"] == "ok" else "sdpa"
+    assert attention.resolve("auto", LLAMA, "bfloat16") == expected
+    assert attention.resolve("auto", LLAMA, "float32") == "sdpa"
+    assert attention.resolve("auto", {}, "float32") == "sdpa"
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> None:
+    reason = "ok" if backend == "auto" else attention.available()[backend]
+    if reason == "ok":
+        assert attention.resolve(backend, LLAMA, "bfloat16") in attention.IMPLEMENTATIONS
+        return
+    with pytest.raises(UserError) as caught:
+        attention.resolve(backend, LLAMA, "bfloat16")
+    assert reason in str(caught.value) and "sdpa" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({**LLAMA, "head_dim": 512}, "512"),
+        ({**LLAMA, "attention_dropout": 0.1}, "drops"),
+        ({"model_type": "gpt_oss"}, "sinks"),
+        ({"is_encoder_decoder": True, "hidden_size": 64, "num_attention_heads": 2}, "encoder-decoder"),
+        (facts.bundled()["facebook/blenderbot-400M-distill"].config, "encoder-decoder"),
+        ({"text_config": GEMMA2}, "caps"),
+    ],
+)
+def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str, Any], word: str) -> None:
+    assert word in attention._model_reason("torch_varlen", config, "bfloat16")
+
+
+def reference(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """`varlen_attn` as its documentation defines it, document by document; the real kernel needs a GPU."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert type(max_q) is int and type(max_k) is int, "a tensor here would synchronise the device"
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    lengths = (cu_q[1:] - cu_q[:-1]).tolist()
+    assert max(lengths) == max_q == max_k and sum(lengths) == len(query)
+    left, right = window_size
+    out = torch.empty_like(query)
+    for start, length in zip(cu_q.tolist(), lengths, strict=False):
+        part = slice(start, start + length)
+        q, k, v = (tensor[part].transpose(0, 1) for tensor in (query, key, value))
+        k, v = (tensor.repeat_interleave(len(q) // len(tensor), dim=0) for tensor in (k, v))
+        ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+        allowed = (ahead <= right if right >= 0 else ahead == ahead) & (-ahead <= left if left >= 0 else ahead == ahead)
+        scores = (q @ k.transpose(1, 2)) * (scale or q.shape[-1] ** -0.5)
+        out[part] = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_variable_length_attention_equals_masked_attention_on_packed_documents(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped queries (both), sliding windows shorter than the documents and a scale of its own (Gemma 3)."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
+    recipe = load_checked("small", [f"model.path={model}"]).recipe
+    row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
+    masked = load_model(recipe, dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
+    flat = load_model(recipe, dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
+    assert flat.shape == masked.shape
+    torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
+
+
+def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
+    tensor = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="cu_seq_lens"):
+        attention.varlen_attention(None, tensor, tensor, tensor, None)
+    boundaries = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="dropout"):
+        attention.varlen_attention(
+            None, tensor, tensor, tensor, None, dropout=0.1, cu_seq_lens_q=boundaries, max_length_q=4
+        )
+
+
+def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model trained with document boundaries generates with masks, and goes back to boundaries."""
+    from toolkit.evaluate import answer
+    from toolkit.model import load_tokenizer
+
+    recipe = load_checked("small", []).recipe
+    tokenizer = load_tokenizer(recipe)
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12]]
+    answers = []
+    for backend in ("sdpa", "torch_varlen"):
+        model = load_model(recipe, dtypes(recipe), backend)
+        answers.append(answer(model, tokenizer, prompts, 6, frozenset()))
+        assert model.config._attn_implementation == attention.IMPLEMENTATIONS[backend]
+    assert answers[0] == answers[1]

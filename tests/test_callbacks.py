@@ -1,0 +1,39 @@
+"""What is measured around the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toolkit.callbacks import Meter, StepTokens
+from toolkit.folder import RunFolder
+from toolkit.policy import Length
+from toolkit.progress import Progress
+from toolkit.trainer import FixedOrder
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_step_tokens_are_those_of_the_rows_drawn(shuffle: bool) -> None:
+    lengths = np.array([3, 5, 7, 11, 13])
+    order = FixedOrder(num_rows=5, num_samples=24, seed=1, shuffle=shuffle)
+    tokens = StepTokens(lengths, order, global_batch_size=4)
+    rows = list(order)
+    by_step = [int(lengths[rows[step * 4 : step * 4 + 4]].sum()) for step in range(6)]
+    assert [tokens.between(step, step + 1) for step in range(6)] == by_step
+    assert tokens.between(1, 5) == sum(by_step[1:5])
+    assert tokens.between(2, 2) == 0
+
+
+def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "seconds": 100.0, "loss": 2.0}\n{"step": 6, "sec')
+    tokens = StepTokens(np.full(8, 10), FixedOrder(8, 80, 0, True), 4)
+    meter = Meter(RunFolder(tmp_path), Length(20, 2.0, 0, None), Progress(), tokens.between)
+    state = type("State", (), {"global_step": 5, "max_steps": 20})()
+    meter.on_train_begin(None, state, None)
+    state.global_step = 6
+    meter.on_log(None, state, None, logs={"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.1})
+    assert meter.last["tokens"] == 6 * 40
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"step": 6' in last and '"epoch": 3.0' in last and '"seconds": 100.' in last

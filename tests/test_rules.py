@@ -1,0 +1,185 @@
+"""Every rule: a recipe that breaks it, and that the stated change makes it valid."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from toolkit.recipe import RecipeError
+from toolkit.rules import RULES, load_checked
+from toolkit.rules.length import SCHEDULE_ARGS
+
+BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
+LORA = "method.name=lora"
+STREAM = ["data.streaming=true", "schedule.max_steps=10", "data.eval_split=validation"]
+SEQ2SEQ = ["model=blenderbot_400m", "objective=seq2seq", "batch.seq_len=128"]
+
+# Rule, what breaks it, and the mend: what its message says to change, as overrides that replace those of the same key.
+CASES = [
+    ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model.gguf_file=null"]),
+    ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model=someone/folder"]),
+    ("revision-local", ["model.revision=main"], ["model.revision=null"]),
+    ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.revision=0123abc"]),
+    ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.trust_remote_code=false"]),
+    ("attention-fp32", ["model.attention=torch_varlen", "precision=fp32"], ["model.attention=sdpa"]),
+    ("attention-fp32", ["model.attention=flash_attention_2", "precision=fp32"], ["precision=bf16"]),
+    ("attention-seq2seq", [*SEQ2SEQ, "model.attention=flash_attention_3"], ["model.attention=sdpa"]),
+    ("architecture-causal", ["objective=seq2seq"], ["objective=sft"]),
+    ("architecture-causal", ["objective=seq2seq"], ["objective=language_modelling"]),
+    ("architecture-seq2seq", ["model=blenderbot_400m", "batch.seq_len=128"], ["objective=seq2seq"]),
+    ("positions", ["batch.seq_len=9000"], ["batch.seq_len=8192"]),
+    ("streaming-length", ["data.streaming=true", "data.eval_split=null"], ["schedule.max_steps=10"]),
+    ("streaming-epochs", [*STREAM, "checkpoint.save_epochs=1"], ["~checkpoint.save_epochs", "save_steps=5"]),
+    ("streaming-fraction", [*STREAM, "data.eval_split=0.1"], ["data.eval_split=validation"]),
+    ("streaming-fraction", [*STREAM, "data.eval_split=0.1"], ["~data.eval_split", "data.eval_sources=[held.jsonl]"]),
+    ("streaming-whole-data", [*STREAM, "data.deduplicate=true"], ["data.streaming=false"]),
+    ("streaming-whole-data", [*STREAM, "data.max_samples=5"], ["~data.max_samples"]),
+    ("eval-split-number", ["data.eval_split='0.1'"], ["data.eval_split=0.1"]),
+    ("eval-split-is-train", ["data.eval_split=train"], ["data.eval_split=validation"]),
+    ("eval-split-is-train", ["data.eval_split=train"], ["data.eval_split=0.05"]),
+    ("split-needs-text", ["data.over_long=split"], ["data.over_long=drop"]),
+    ("split-needs-text", ["data.over_long=split"], ["data.over_long=truncate"]),
+    ("lm-trains-all", ["objective=language_modelling", "data.train_on=assistant"], ["~data.train_on"]),
+    ("lm-trains-all", ["objective=language_modelling", "data.train_on=assistant"], ["objective=sft"]),
+    ("seq2seq-packing", [*SEQ2SEQ, "data.packing=true"], ["data.packing=false"]),
+    ("seq2seq-train-on", [*SEQ2SEQ, "data.train_on=all"], ["~data.train_on"]),
+    ("full-adapter-keys", ["method.use_dora=true"], [LORA]),
+    ("full-adapter-keys", ["method.r=64", "method.quantization=nf4"], ["~method"]),
+    ("lora-freeze", [LORA, "method.freeze=['*norm*']"], ["~method.freeze"]),
+    ("lora-freeze", [LORA, "method.freeze=['*norm*']"], ["method.name=full"]),
+    ("target-modules", [LORA, "method.target_modules=q_proj"], ["method.target_modules=all-linear"]),
+    ("target-modules", [LORA, "method.target_modules=all_linear"], ["method.target_modules=[q_proj,v_proj]"]),
+    ("target-modules-empty", [LORA, "method.target_modules=[]"], ["method.target_modules=[q_proj,v_proj]"]),
+    (
+        "module-both-ways",
+        [LORA, "method.target_modules=[q_proj,o_proj]", "method.modules_to_save=[q_proj]"],
+        ["method.target_modules=[o_proj]"],
+    ),
+    ("quantized-dtype", ["method=qlora", "model.dtype=bf16"], ["~model.dtype"]),
+    ("quantized-gguf", ["method=qlora", "model=m.gguf"], ["method.quantization=none"]),
+    ("quantized-gguf", ["method=lora_int8", "model=a/b", "model.gguf_file=m.gguf"], ["method.quantization=none"]),
+    ("double-quantization", [LORA, "method.double_quantization=false"], ["~method.double_quantization"]),
+    ("double-quantization", [LORA, "method.double_quantization=false"], ["method.quantization=nf4"]),
+    ("int8-dora", ["method=lora_int8", "method.use_dora=true"], ["method.quantization=nf4"]),
+    ("int8-dora", ["method=lora_int8", "method.use_dora=true"], ["method.use_dora=false"]),
+    ("full-low-masters", ["model.dtype=bf16"], ["~model.dtype"]),
+    ("full-low-masters", ["model.dtype=bf16"], ["precision=pure_bf16"]),
+    ("pure-bf16-dtype", [LORA, "precision=pure_bf16", "model.dtype=fp32"], ["~model.dtype"]),
+    ("pure-bf16-dtype", [LORA, "precision=pure_bf16", "model.dtype=fp32"], ["precision=bf16"]),
+    ("fp32-stored-low", [LORA, "precision=fp32", "model.dtype=bf16"], ["~model.dtype"]),
+    ("fp32-stored-low", [LORA, "precision=fp32", "model.dtype=fp16"], ["precision=fp16"]),
+    ("mixed-16-bit", [LORA, "precision=bf16", "model.dtype=fp16"], ["precision=fp16"]),
+    ("mixed-16-bit", [LORA, "precision=fp16", "model.dtype=bf16"], ["~model.dtype"]),
+    ("optimizer-no-decay", ["optimizer=galore_adamw", "optimizer.weight_decay=0.1"], ["optimizer.weight_decay=0"]),
+    ("optimizer-no-clipping", ["optimizer=lomo"], ["optimizer.max_grad_norm=0"]),
+    ("optimizer-no-clipping", ["optimizer=galore_adamw_layerwise"], ["optimizer.max_grad_norm=0"]),
+    ("checkpointing-interval", ["activation_checkpointing.every_n_layers=2"], ["activation_checkpointing.mode=full"]),
+    (
+        "checkpointing-interval",
+        ["activation_checkpointing={mode: selective, every_n_layers: 2}"],
+        ["~activation_checkpointing.every_n_layers"],
+    ),
+    ("schedule-both-lengths", ["max_steps=5", "num_epochs=1"], ["schedule.num_epochs=null"]),
+    ("schedule-both-warmups", ["warmup_ratio=0.1", "warmup_steps=1"], ["schedule.warmup_ratio=null"]),
+    ("schedule-warmup-too-long", ["max_steps=5", "warmup_steps=6"], ["schedule.warmup_steps=5"]),
+    (
+        "schedule-warmup-too-long",
+        ["max_steps=5", "warmup_steps=6"],
+        ["schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"],
+    ),
+    ("schedule-constant-warmup", ["schedule=constant", "warmup_steps=2"], ["schedule=constant_with_warmup"]),
+    ("schedule-unknown-args", ["schedule.args.min_lr=0.1"], ["~schedule.args"]),
+    ("schedule-unknown-args", ["schedule=linear", "schedule.args.num_cycles=1"], ["~schedule.args"]),
+    ("schedule-min-lr", ["schedule=cosine_with_min_lr"], ["schedule.args.min_lr_rate=0.1"]),
+    ("schedule-min-lr", ["schedule=cosine_warmup_with_min_lr"], ["schedule.args.min_lr=1e-6"]),
+    (
+        "schedule-min-lr",
+        ["schedule=cosine_with_min_lr", "schedule.args={min_lr: 1e-6, min_lr_rate: 0.1}"],
+        ["~schedule.args.min_lr"],
+    ),
+    ("schedule-decay-steps", ["schedule=warmup_stable_decay"], ["schedule.args.num_decay_steps=10"]),
+    ("schedule-free", ["optimizer=schedule_free_adamw"], ["schedule.name=constant", "warmup_steps=5"]),
+    (
+        "batch-both-sizes",
+        ["batch={tokens_per_step: 4096, global_batch_size: 2}"],
+        ["batch.global_batch_size=null"],
+    ),
+    ("batch-tokens-division", ["batch.tokens_per_step=5000"], ["batch.tokens_per_step=4096"]),
+    ("batch-tokens-division", ["batch.tokens_per_step=100"], ["batch.tokens_per_step=2048"]),
+    ("batch-micro-over-global", ["batch.micro_batch_size=17"], ["batch.micro_batch_size=16"]),
+    (
+        "batch-micro-over-global",
+        ["batch={tokens_per_step: 8192, micro_batch_size: 5}"],
+        ["batch.micro_batch_size=4"],
+    ),
+    ("checkpoint-both-intervals", ["save_steps=5", "save_epochs=1"], ["checkpoint.save_steps=null"]),
+    ("resume-path", ["checkpoint.resume=nowhere"], ["checkpoint.resume=existing"]),
+    ("evaluation-without-data", ["data.eval_split=null", "evaluation.every_steps=5"], ["data.eval_split=0.05"]),
+    ("evaluation-without-data", ["~data.eval_split", "evaluation.batch_size=5"], ["data.eval_sources=[held.jsonl]"]),
+    ("evaluation-without-data", ["data.eval_split=null", "evaluation.every_steps=5"], ["~evaluation.every_steps"]),
+    ("metrics-need-seq2seq", ["evaluation.generation_metrics=true"], ["evaluation.generation_metrics=false"]),
+    ("beams-without-metrics", [*SEQ2SEQ, "num_beams=4"], ["evaluation.generation_metrics=true"]),
+    ("beams-without-metrics", ["num_beams=4"], ["~evaluation.num_beams"]),
+    ("prompts-left-out", ["prompts=[a,b,c,d]"], ["evaluation.num_prompts=4"]),
+    ("output-name", ["output.name=../elsewhere"], ["output={dir: ../elsewhere, name: run}"]),
+    ("output-name", ["output.name=/tmp/run"], ["output.name=run"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    Path("existing").mkdir()
+    Path("recipes/mine.yaml").write_text(BASE)
+
+
+@functools.cache
+def broken_by(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths and reasons of the rules that a recipe breaks."""
+    try:
+        load_checked("mine", overrides)
+    except RecipeError as error:
+        return tuple(map(str, error.problems))
+    return ()
+
+
+@pytest.mark.parametrize(("rule", "breaks", "mend"), CASES, ids=[case[0] for case in CASES])
+def test_rule_refuses_and_its_mend_is_valid(rule: str, breaks: list[str], mend: list[str]) -> None:
+    (found,) = [each for each in RULES if each.id == rule]
+    problems = broken_by(tuple(breaks))
+    # The fixed words before the first figure are enough to know the rule by.
+    reason = " ".join(found.why.partition("{")[0].split())
+    matching = [text for text in problems if text.startswith(f"{found.path}: ") and reason in " ".join(text.split())]
+    assert len(matching) == 1, problems
+    assert len(problems) == 1, "the case should break this rule alone"
+    assert not re.search(r"\{[a-z_]+\}|None", matching[0]), "an unfilled figure"
+    assert broken_by((*breaks, *mend)) == ()
+    # What mends it stands in the message: at least the last part of one of the keys.
+    keys = [override.lstrip("~").partition("=")[0].rpartition(".")[2] for override in mend]
+    assert any(key in matching[0] for key in keys)
+
+
+def test_every_rule_has_a_case_and_ids_are_unique() -> None:
+    ids = [rule.id for rule in RULES]
+    assert len(ids) == len(set(ids))
+    assert set(ids) == {rule for rule, _, _ in CASES}
+
+
+def test_broken_rule_names_the_line_of_the_file() -> None:
+    Path("recipes/mine.yaml").write_text(BASE + "schedule:\n  max_steps: 5\n  num_epochs: 2\n")
+    (problem,) = broken_by(())
+    assert "recipes/mine.yaml:3" in problem and "given    5" in problem
+
+
+def test_schedule_arguments_are_those_of_transformers() -> None:
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    supplied = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    functions = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    for name, known in SCHEDULE_ARGS.items():
+        assert known == set(inspect.signature(functions[name]).parameters) - supplied, name

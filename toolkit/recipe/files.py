@@ -1,0 +1,226 @@
+"""Recipe files: the folders they lie in, their names, and reading them so that every slip has a file and a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from toolkit.recipe.problems import Problem, RecipeError, did_you_mean
+from toolkit.recipe.schema import sections
+
+NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
+_PLAIN = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _PLAIN}
+_TEXT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"}
+
+
+def shipped_recipes() -> Path:
+    """The shelf: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def recipe_folders(folder: str | Path | None = None) -> list[Path]:
+    """Folders that are searched, the user's first.
+
+    Args:
+        folder: The user's recipes folder; by default `recipes/` of the working folder, if there is one.
+    """
+    own = Path(folder) if folder else Path("recipes")
+    if folder and not own.is_dir():
+        hint = "name a folder that exists; `toolkit init --recipes DIR` makes one"
+        raise RecipeError("", [Problem("--recipes", "is not a folder", given=str(folder), hint=hint)])
+    folders = [own.resolve()] if own.is_dir() else []
+    shipped = shipped_recipes().resolve()
+    return folders + [shipped] * (shipped not in folders)
+
+
+def list_recipes(folders: Iterable[Path]) -> dict[str, Path]:
+    """Name to file of every recipe. Folders named like a section hold groups, files that start with `_` are parts."""
+    found: dict[str, Path] = {}
+    for root in folders:
+        for file in sorted(root.rglob("*.yaml")):
+            relative = file.relative_to(root)
+            is_group = any(part in sections() for part in relative.parts[:-1])
+            if not is_group and not file.name.startswith("_"):
+                found.setdefault(relative.with_suffix("").as_posix(), file)
+    return dict(sorted(found.items()))
+
+
+def find(name: str, folders: list[Path]) -> tuple[str, Path]:
+    """The recipe's name and file.
+
+    Args:
+        name: A name, or the path of a YAML file inside one of the folders.
+
+    Raises:
+        RecipeError: If there is none, or it lies outside the folders.
+    """
+    if name.endswith((".yaml", ".yml")):
+        file = Path(name).absolute()
+        if not file.is_file():
+            hint = f"write recipe={Path(name).stem} for a recipe of that name"
+            raise _unusable(name, "there is no such file", hint=hint)
+        if file.suffix != ".yaml":
+            raise _unusable(name, "recipe files end in .yaml", hint=f"rename it to {file.stem}.yaml")
+        # Links are followed first: what counts is where the file really lies.
+        root = next((root for root in folders if file.resolve().is_relative_to(root)), None)
+        if root is None:
+            hint = "move the file into one of these folders, or name its folder with --recipes"
+            raise _unusable(name, "lies outside the recipe folders", ", ".join(map(short, folders)), hint)
+        return file.resolve().relative_to(root).with_suffix("").as_posix(), file.resolve()
+    if not NAME.fullmatch(name):
+        raise _unusable(name, "is not a recipe name", "letters, digits, _ - . and / for sub-folders")
+    known = list_recipes(folders)
+    if name in known:
+        if not _inside(known[name], folders):
+            raise _unusable(name, f"leads outside the recipe folders, to {known[name].resolve()}")
+        return name, known[name]
+    if any((root / f"{name}.yaml").is_file() for root in folders):
+        section, _, option = name.partition("/")
+        extend = f"extend it in a recipe: `defaults: [{name}, _self_]`"
+        hint = f"write {section}={option} beside a recipe" if section in sections() else extend
+        raise _unusable(name, "is a part of recipes, not a recipe", hint=hint)
+    close = did_you_mean(name, known)
+    hint = f"did you mean `{close}`?" if close else "`toolkit ls` lists all recipes"
+    raise _unusable(name, "there is no such recipe", f"a recipe in {', '.join(map(short, folders))}", hint)
+
+
+def _unusable(name: str, what: str, allowed: str = "", hint: str = "") -> RecipeError:
+    return RecipeError(name, [Problem("recipe", what, given=name, allowed=allowed, hint=hint)])
+
+
+def search_order(file: Path, folders: list[Path]) -> list[Path]:
+    """Where a recipe looks up names: in the folders, and first beside itself if it lies in none of them directly."""
+    return folders if locate(file.stem, folders) == file else list(dict.fromkeys([file.parent, *folders]))
+
+
+def locate(path: str, search: Iterable[Path]) -> Path | None:
+    """The first file that a name such as `_chat` or `model/gpt2` means."""
+    return next((file for root in search if (file := root / f"{path}.yaml").is_file()), None)
+
+
+def options(group: str, search: Iterable[Path]) -> list[str]:
+    """The options of a group, in all folders."""
+    found = {
+        file.relative_to(root / group).with_suffix("").as_posix()
+        for root in search
+        for file in (root / group).rglob("*.yaml")
+    }
+    return sorted(found)
+
+
+def _inside(file: Path, folders: Iterable[Path]) -> bool:
+    return any(file.resolve().is_relative_to(root) for root in folders)
+
+
+@dataclass
+class Read:
+    """A file's YAML nodes, which know their lines, and what is wrong with it. `node` is None if it cannot be used."""
+
+    file: Path
+    node: yaml.MappingNode | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    def entries(self) -> list[yaml.Node]:
+        """The entries of its `defaults`."""
+        pairs = self.node.value if self.node else []
+        values = [value for key, value in pairs if key.value == "defaults"]
+        return list(values[0].value) if values and isinstance(values[0], yaml.SequenceNode) else []
+
+
+def read(file: Path, folders: list[Path] | None = None) -> Read:
+    """Reads a recipe, a part or a group option.
+
+    Args:
+        folders: Where the file must really lie, links followed; None for a file of a run folder.
+    """
+    result = Read(file)
+
+    def problem(what: str, line: int | None = None, path: str = "", hint: str = "") -> None:
+        place = short(file) if line is None else f"{short(file)}:{line}"
+        result.problems.append(Problem(path, what, place, hint=hint))
+
+    if folders is not None and not _inside(file, folders):
+        problem(f"leads outside the recipe folders, to {file.resolve()}", hint="copy the file instead of linking it")
+        return result
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        problem("is not UTF-8 text", content[: error.start].count(b"\n") + 1, hint="save the file as UTF-8")
+        return result
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem(f"is not valid YAML: {_plainly(error)}", mark.line + 1 if mark else None)
+        return result
+    if node is None or not isinstance(node, yaml.MappingNode):
+        what = "is empty" if node is None else "must be a mapping of keys"
+        # A group option may be empty: it then stands for the section's defaults.
+        if node is not None or file.parent.name not in sections():
+            problem(what, 1, hint="start with `model:`, or with `defaults:` and the name of a recipe to extend")
+        return result
+    header = re.match(r"#\s*@package\b", text)
+    if header:
+        problem("`@package` would move the keys elsewhere", 1, hint="remove this line")
+    for place, key, what, hint in _slips(node, "", []):
+        problem(what, place.start_mark.line + 1, key, hint)
+    for key, value in node.value:
+        if key.value == "hydra":
+            problem("unknown key: Hydra's own settings are no part of a recipe", key.start_mark.line + 1, "hydra")
+        if key.value == "defaults" and not isinstance(value, yaml.SequenceNode):
+            one = value.value if isinstance(value, yaml.ScalarNode) else ""
+            hint = f"write defaults: [{one}, _self_]" if one else "write each entry on a line of its own, after a dash"
+            problem("must be a list", key.start_mark.line + 1, "defaults", hint)
+    if not result.problems:
+        result.node = node
+    return result
+
+
+def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple[yaml.Node, str, str, str]]:
+    """What YAML allows and a recipe does not, anywhere below a node."""
+    if node in around:
+        yield around[-1], path, "an alias leads to a part around it", "write the values out"
+        return
+    if node.tag not in _PLAIN_TAGS:
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        yield node, path, f"the YAML tag {tag} is not allowed", "write plain values"
+    if isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
+        for key, value in node.value:
+            below = f"{path}.{key.value}" if path else str(key.value)
+            if key.tag not in _TEXT_TAGS:
+                yield key, path, f"the key {key.value!r} is not text", "write it in quotes"
+            elif key.value in names and key.value != "<<":
+                yield key, below, "is given twice", "remove one of them"
+            names.add(str(key.value))
+            yield from _slips(value, below, [*around, node])
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _slips(value, f"{path}.{index}", [*around, node])
+
+
+def _plainly(error: yaml.YAMLError) -> str:
+    """PyYAML's message in the words of somebody who wrote the file."""
+    what = str(getattr(error, "problem", None) or error)
+    if "'\\t'" in what:
+        return "a tab; indent with spaces"
+    if "another document" in what:
+        return "a second document starts here (`---`); a file holds one"
+    if "mapping values are not allowed" in what:
+        return "a `:` where none can stand; check the indentation, or put text that holds a colon in quotes"
+    return what
+
+
+def short(file: Path) -> str:
+    """The path as a user would type it: relative to the working folder, or to the shelf as `shipped:…`."""
+    if file.is_relative_to(Path.cwd()):
+        return str(file.relative_to(Path.cwd()))
+    shipped = shipped_recipes().resolve()
+    return f"shipped:{file.relative_to(shipped)}" if file.is_relative_to(shipped) and file != shipped else str(file)

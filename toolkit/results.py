@@ -1,0 +1,138 @@
+"""What a training leaves behind: answers before and after, the final model, card, report, and a summary on screen."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.assemble import Training
+from toolkit.callbacks import peak_host_bytes
+from toolkit.card import write_card
+from toolkit.evaluate import answer, as_prompt
+from toolkit.folder import RunFolder, now, write_json
+from toolkit.model import cast_parameters, restore_config
+from toolkit.progress import duration, prompts_before_after, summary
+from toolkit.report import write_report
+
+
+def samples_before(training: Training) -> list[dict[str, Any]]:
+    """The prompts with the untrained model's answers; read back when a run is continued."""
+    if not training.leads:
+        return []
+    file = training.folder.path / "samples.json"
+    if training.resume_from and file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    settings = training.recipe.evaluation
+    samples = [dict(sample) for sample in _prompts(training)][: settings.num_prompts]
+    if samples:
+        training.progress.message(f"Answering {len(samples)} prompts before training")
+    _write_samples(training, samples, "before")
+    return samples
+
+
+def _prompts(training: Training) -> list[dict[str, Any]]:
+    given = training.recipe.evaluation.prompts
+    if not given:
+        return list(training.prepared.samples)
+    audit, stops = training.prepared.audit, training.stop_token_ids
+    return [
+        {"prompt": text, "input_ids": as_prompt(training.tokenizer, text, audit, stops), "reference": None}
+        for text in given
+    ]
+
+
+def _write_samples(training: Training, samples: list[dict[str, Any]], when: str) -> None:
+    if not samples:
+        return
+    model = training.trainer.accelerator.unwrap_model(training.trainer.model)
+    answers = answer(
+        model,
+        training.tokenizer,
+        [sample["input_ids"] for sample in samples],
+        training.recipe.evaluation.max_new_tokens,
+        training.stop_token_ids,
+        training.dtypes.autocast,
+    )
+    for sample, text in zip(samples, answers, strict=True):
+        sample[when] = text
+    shown = [{key: value for key, value in sample.items() if key != "input_text"} for sample in samples]
+    write_json(training.folder.path / "samples.json", shown)
+
+
+def _save_final(training: Training) -> None:
+    trainer, recipe = training.trainer, training.recipe
+    optimizer = trainer.optimizer
+    if callable(getattr(optimizer, "eval", None)):
+        optimizer.eval()
+    if recipe.method.name == "full":
+        # The masters have done their work; the model is published in the precision it computes in.
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        cast_parameters(model.parameters(), training.dtypes.export)
+        restore_config(model, recipe)
+    trainer.save_model(str(training.folder.final))
+    if training.leads:
+        # A pickle that nothing needs, with this machine's paths and perhaps a token in it.
+        (training.folder.final / "training_args.bin").unlink(missing_ok=True)
+
+
+def _seconds(folder: RunFolder) -> float | None:
+    started = folder.manifest().get("started")
+    if not started:
+        return None
+    return round((datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(started)).total_seconds(), 1)
+
+
+def interrupted(training: Training) -> None:
+    if not training.leads:
+        return
+    step = training.trainer.state.global_step
+    training.folder.update_manifest(status="interrupted", finished=now())
+    write_report(training.folder.path)
+    training.progress.message(
+        f"Stopped at step {step} of {training.length.total_steps}; a checkpoint is saved in {training.folder.path}.\n"
+        "The same command continues from there."
+    )
+
+
+def finish(training: Training, samples: list[dict[str, Any]]) -> None:
+    """Evaluates, answers the prompts again, saves the model, writes card and report, and says where all is."""
+    trainer, folder, recipe = training.trainer, training.folder, training.recipe
+    if training.evaluator:
+        training.evaluator.finish(trainer.state.global_step)
+    _save_final(training)
+    if not training.leads:
+        return
+    _write_samples(training, samples, "after")
+    folder.update_manifest(
+        status="finished", finished=now(), train_seconds=_seconds(folder), peak_memory_bytes=peak_host_bytes()
+    )
+    write_card(folder.final, folder.path, recipe, recipe.model.path)
+    report = write_report(folder.path)
+    _say_results(training, samples, report)
+
+
+def _say_results(training: Training, samples: list[dict[str, Any]], report: Path) -> None:
+    folder, evaluator = training.folder, training.evaluator
+    if samples:
+        print("\n" + prompts_before_after(samples))
+    rows: list[tuple[str, str]] = []
+    if evaluator and evaluator.last:
+        last = evaluator.last["eval_loss"]
+        text = f"{last:.4f} (perplexity {evaluator.last['eval_perplexity']:.2f})"
+        if evaluator.first:
+            before = evaluator.first["eval_loss"]
+            text = f"{before:.4f} -> {text}, {(last - before) / before:+.1%}"
+        rows.append(("held-out loss", text))
+    if training.meter and training.meter.last:
+        rows.append(("training loss", f"{training.meter.last['loss']:.4f}"))
+    rows.append(("steps", f"{training.trainer.state.global_step}"))
+    rows.append(("time", duration(_seconds(folder) or 0)))
+    rows.append(("peak memory", f"{peak_host_bytes() / 2**30:.2f} GiB (host)"))
+    if torch.cuda.is_available():
+        rows.append(("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB (GPU)"))
+    rows += [("run folder", str(folder.path)), ("model", str(folder.final)), ("report", str(report))]
+    print("\n" + summary(rows))

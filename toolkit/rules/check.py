@@ -1,0 +1,93 @@
+"""Applies the rules to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import facts
+from toolkit.recipe import Loaded, Problem, Recipe, RecipeError, load, origin_of
+from toolkit.recipe.problems import as_text
+from toolkit.rules.length import (
+    BATCH_RULES,
+    DATA_RULES,
+    LOOKING_RULES,
+    SCHEDULE_ARGS,
+    SCHEDULE_RULES,
+    evaluation_keys,
+)
+from toolkit.rules.model import METHOD_RULES, MODEL_RULES, OPTIMIZER_RULES, PRECISION_RULES, adapter_keys
+from toolkit.rules.rule import Rule
+
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *DATA_RULES,
+    *METHOD_RULES,
+    *PRECISION_RULES,
+    *OPTIMIZER_RULES,
+    *SCHEDULE_RULES,
+    *BATCH_RULES,
+    *LOOKING_RULES,
+)
+
+
+def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
+    """Every rule the recipe breaks, as problems that name the place to change."""
+    config = facts.config_of(recipe.model) or {}
+    broken = [rule for rule in RULES if rule.broken(recipe, config)]
+    figures = _figures(recipe, config) if broken else {}
+    return [
+        Problem(
+            rule.path,
+            rule.why.format(**figures),
+            origin_of(rule.path, origins or {}),
+            given=_value(recipe, rule.path),
+            hint=rule.change.format(**figures),
+        )
+        for rule in broken
+    ]
+
+
+def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Loaded:
+    """Loads a recipe and applies the rules; schema errors and broken rules are reported together.
+
+    Raises:
+        RecipeError: With every problem found.
+    """
+    try:
+        loaded = load(name, overrides, folder)
+    except RecipeError as error:
+        if error.partial is None:
+            raise
+        broken = check(error.partial, error.origins)
+        raise RecipeError(error.name, error.problems + broken, error.partial, error.origins) from None
+    if broken := check(loaded.recipe, loaded.origins):
+        raise RecipeError(loaded.name, broken, loaded.recipe, loaded.origins)
+    return loaded
+
+
+def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the texts of the rules may name in braces."""
+    batch = recipe.batch
+    return {
+        "max_positions": facts.max_positions(config) if config else None,
+        "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
+        "sequences_per_step": batch.sequences_per_step,
+        "max_steps": recipe.schedule.max_steps,
+        "schedule": recipe.schedule.name,
+        "schedule_args": ", ".join(sorted(SCHEDULE_ARGS[recipe.schedule.name])) or "none",
+        "optimizer": recipe.optimizer.name,
+        "dtype": recipe.model.dtype,
+        "num_prompts": len(recipe.evaluation.prompts),
+        "adapter_keys": ", ".join(adapter_keys(recipe)),
+        "evaluation_keys": ", ".join(evaluation_keys(recipe)),
+    }
+
+
+def _value(recipe: Recipe, path: str) -> str:
+    """The value at a key; nothing for a whole section."""
+    value: Any = recipe
+    for part in path.split("."):
+        value = getattr(value, part)
+    return "" if "." not in path and hasattr(value, "model_fields_set") else as_text(value)
