@@ -244,3 +244,19 @@ def test_every_key_is_documented() -> None:
         for key, entry in definition["properties"].items():
             assert entry.get("description") or "$ref" in entry, key
             assert f"| `{key}` |" in text
+
+
+def test_command_line_replaces_what_says_the_same_in_the_file(place: Path) -> None:
+    """A quick trial of a recipe that counts in epochs, and other data in place of the file's."""
+    (place / "recipes" / "long.yaml").write_text(
+        "model: {path: m}\ndata: {sources: [a], format: alpaca, columns: {input: context}, eval_split: 0.1}\n"
+        "schedule: {num_epochs: 3, warmup_ratio: 0.1}\n",
+        encoding="utf-8",
+    )
+    recipe = load("long", ["max_steps=5", "warmup_steps=2", "data=b.jsonl"]).recipe
+    assert (recipe.schedule.max_steps, recipe.schedule.num_epochs) == (5, None)
+    assert (recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio) == (2, None)
+    assert (recipe.data.sources[0].path, recipe.data.format, recipe.data.columns) == ("b.jsonl", "auto", {})
+    assert recipe.data.eval_split == 0.1
+    kept = load("long", ["data=b.jsonl", "data.format=messages", "max_steps=null"]).recipe
+    assert (kept.data.format, kept.schedule.num_epochs) == ("messages", 3)

@@ -85,12 +85,6 @@ CASES = [
     ),
     ("schedule-both-lengths", ["max_steps=5", "num_epochs=1"], ["schedule.num_epochs=null"]),
     ("schedule-both-warmups", ["warmup_ratio=0.1", "warmup_steps=1"], ["schedule.warmup_ratio=null"]),
-    ("schedule-warmup-too-long", ["max_steps=5", "warmup_steps=6"], ["schedule.warmup_steps=5"]),
-    (
-        "schedule-warmup-too-long",
-        ["max_steps=5", "warmup_steps=6"],
-        ["schedule.warmup_steps=null", "schedule.warmup_ratio=0.1"],
-    ),
     ("schedule-constant-warmup", ["schedule=constant", "warmup_steps=2"], ["schedule=constant_with_warmup"]),
     ("schedule-unknown-args", ["schedule.args.min_lr=0.1"], ["~schedule.args"]),
     ("schedule-unknown-args", ["schedule=linear", "schedule.args.num_cycles=1"], ["~schedule.args"]),

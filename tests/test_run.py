@@ -297,3 +297,22 @@ def test_failed_run_says_so_and_can_be_mended(place: Path) -> None:
     manifest = json.loads((place / "runs" / "small" / "manifest.json").read_text())
     assert manifest["status"] == "failed" and "q_prj" in manifest["error"]
     assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_proj]"]) == 0
+
+
+def test_audit_of_data_that_cannot_be_trained_on_is_saved(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "batch.seq_len=16", "max_steps=1"]) == 1
+    captured = capsys.readouterr()
+    assert "data.over_long" in captured.err and "tokens per row" in captured.out
+    audit = json.loads((place / "runs" / "small" / "audit.json").read_text())
+    assert [problem["level"] for problem in audit["problems"]] == ["fatal"]
+
+
+@pytest.mark.slow
+def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
+    """`accelerate launch` sets OMP_NUM_THREADS=1 whatever the machine has."""
+    env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
+    code = "import torch, toolkit.assemble as a; a._use_whole_cpu(); print('threads', torch.get_num_threads())"
+    file = place / "threads.py"
+    file.write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, *ACCELERATE, str(file)], env=env, capture_output=True, text=True)
+    assert f"threads {os.cpu_count()}" in done.stdout, done.stderr[-2000:]

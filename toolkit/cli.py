@@ -246,17 +246,21 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _data(options: argparse.Namespace) -> int:
     loaded = _load(options)
-    from toolkit.data.audit import check_batch, render
+    from toolkit.data.audit import DataError, check_batch, render
     from toolkit.data.prepare import prepare
     from toolkit.data.show import show
     from toolkit.model import load_tokenizer, stop_tokens
     from toolkit.policy import batch_layout
 
     tokenizer = load_tokenizer(loaded.recipe)
-    prepared = prepare(loaded.recipe, tokenizer, stop_tokens(loaded.recipe, tokenizer))
+    try:
+        prepared = prepare(loaded.recipe, tokenizer, stop_tokens(loaded.recipe, tokenizer))
+    except DataError as error:
+        print(render(error.audit))
+        raise
     print(render(check_batch(prepared.audit, batch_layout(loaded.recipe, 1).global_batch_size)))
     if options.show:
-        print(show(prepared, tokenizer, options.show, color=sys.stdout.isatty()))
+        print("\n" + show(prepared, tokenizer, options.show, color=sys.stdout.isatty()))
     return 0
 
 

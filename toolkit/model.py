@@ -147,9 +147,6 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
     )
     adapted = get_peft_model(model, adapter)
-    adapted.peft_config["default"].base_model_name_or_path = facts.BUILTIN_MODELS.get(
-        recipe.model.path, recipe.model.path
-    )
     cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.adapter)
     if dtypes.autocast:
         # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.

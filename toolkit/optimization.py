@@ -35,7 +35,6 @@ _PACKAGES = {
 
 _ON_GPU = ("paged", "adalomo", "galore_adamw_8bit")
 _LOW_RANK = ("galore", "apollo")
-_NO_DECAY = (*_LOW_RANK, "lomo", "adalomo")
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """These update each parameter during the backward pass, so no gradient is left to accumulate or to clip."""
 _PROJECTION_ARGS = {
@@ -62,7 +61,7 @@ def check_available(recipe: Recipe) -> None:
     Raises:
         UserError: If not; names the package to install.
     """
-    name, decay = recipe.optimizer.name, recipe.optimizer.weight_decay
+    name = recipe.optimizer.name
     for module, package in (_PACKAGES[start] for start in _PACKAGES if name.startswith(start)):
         if importlib.util.find_spec(module) is None:
             raise UserError(
@@ -71,15 +70,6 @@ def check_available(recipe: Recipe) -> None:
             )
     if name.startswith(_ON_GPU) and not torch.cuda.is_available():
         raise UserError(f"optimizer.name={name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
-    if name.startswith(_NO_DECAY) and decay:
-        raise UserError(f"optimizer.name={name} would not apply optimizer.weight_decay={decay}", "set it to 0")
-    if name.endswith(_IN_BACKWARD) and recipe.optimizer.max_grad_norm:
-        raise UserError(f"optimizer.name={name} cannot clip gradients", "set optimizer.max_grad_norm=0")
-    if name.startswith("schedule_free") and recipe.schedule.name != "constant":
-        raise UserError(
-            f"optimizer.name={name} replaces the schedule, schedule.name={recipe.schedule.name} fights it",
-            "set schedule.name=constant; schedule.warmup_steps is the optimizer's own then",
-        )
 
 
 def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:

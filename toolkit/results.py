@@ -13,6 +13,7 @@ from toolkit.assemble import Training
 from toolkit.callbacks import peak_host_bytes
 from toolkit.card import write_card
 from toolkit.evaluate import answer, as_prompt
+from toolkit.facts import BUILTIN_MODELS
 from toolkit.folder import RunFolder, now, write_json
 from toolkit.model import cast_parameters, restore_config
 from toolkit.progress import duration, prompts_before_after, summary
@@ -74,9 +75,20 @@ def _save_final(training: Training) -> None:
         cast_parameters(model.parameters(), training.dtypes.export)
         restore_config(model, recipe)
     trainer.save_model(str(training.folder.final))
+    if training.leads and recipe.method.name == "lora":
+        _name_base(training.folder.final / "adapter_config.json", recipe.model.path)
     if training.leads:
         # A pickle that nothing needs, with this machine's paths and perhaps a token in it.
         (training.folder.final / "training_args.bin").unlink(missing_ok=True)
+
+
+def _name_base(file: Path, path: str) -> None:
+    """Says which model an adapter belongs to as the recipe does, not by where this machine keeps it.
+
+    Only in the saved file: while saving, PEFT would look the name up on the hub.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
 
 
 def _seconds(folder: RunFolder) -> float | None:

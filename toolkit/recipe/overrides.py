@@ -16,6 +16,20 @@ from toolkit.recipe.files import NAME, locate, options
 from toolkit.recipe.problems import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 
+_INSTEAD = {
+    "schedule.max_steps": ("schedule.num_epochs",),
+    "schedule.num_epochs": ("schedule.max_steps",),
+    "schedule.warmup_steps": ("schedule.warmup_ratio",),
+    "schedule.warmup_ratio": ("schedule.warmup_steps",),
+    "checkpoint.save_steps": ("checkpoint.save_epochs",),
+    "checkpoint.save_epochs": ("checkpoint.save_steps",),
+    "batch.global_batch_size": ("batch.tokens_per_step",),
+    "batch.tokens_per_step": ("batch.global_batch_size",),
+    # These describe the sources of the file, not those of the command line.
+    "data.sources": ("data.format", "data.columns", "data.eval_sources"),
+}
+"""Keys that say the same in another way: one on the command line replaces the other one in the files."""
+
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
 
@@ -80,6 +94,9 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
                 _set(key, _value(key, match["text"])[0], result)
         except _Refused as refused:
             result.problems.append(refused.problem)
+    for key, others in _INSTEAD.items():
+        if result.values.get(key, "null") != "null":
+            result.removed += [other for other in others if other not in {**result.values, **result.groups}]
     return result
 
 

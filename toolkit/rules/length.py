@@ -166,13 +166,6 @@ SCHEDULE_RULES = (
         "keep one; on the command line schedule.warmup_ratio=null removes the other",
     ),
     Rule(
-        "schedule-warmup-too-long",
-        "schedule.warmup_steps",
-        lambda r, _: (r.schedule.warmup_steps or 0) > (r.schedule.max_steps or float("inf")),
-        "training ends before the warm-up does: schedule.max_steps is {max_steps}",
-        "lower schedule.warmup_steps (null for a short trial), or use schedule.warmup_ratio",
-    ),
-    Rule(
         "schedule-constant-warmup",
         "schedule.name",
         lambda r, _: (
