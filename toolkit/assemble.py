@@ -134,8 +134,8 @@ def _use_whole_cpu() -> None:
         torch.set_num_threads(max(torch.get_num_threads(), (os.cpu_count() or 1) // processes))
     with contextlib.suppress(AttributeError, OSError):  # Not every C library has it.
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**26)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def _prepare_data(

@@ -244,4 +244,7 @@ def environment(recipe: Recipe) -> dict[str, str]:
         # Grows segments in place: less fragmentation where sequence lengths vary.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        # On a CPU every new sequence length adds compiled kernels for every layer; oneDNN's default of 1,024 let the
+        # demo grow by a GiB.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
