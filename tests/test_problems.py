@@ -192,8 +192,8 @@ def test_wrong_override(override: str, words: list[str]) -> None:
 def test_all_problems_come_together() -> None:
     """File, command line, types and rules between keys, in one message."""
     message = problems(
-        BASE + "sed: 1\nschedule: {num_epochs: 2}\nmethod: {quantization: nf4}\noptimizer: {eps: x}\n",
-        *("max_steps=5", "foo", "data=a,b", "batch.seq_len=-1", "output.dir=${oc.env:NOT_SET}"),
+        BASE + "sed: 1\nschedule: {num_epochs: 2, max_steps: 5}\nmethod: {quantization: nf4}\noptimizer: {eps: x}\n",
+        *("foo", "data=a,b", "batch.seq_len=-1", "output.dir=${oc.env:NOT_SET}"),
     )
     assert "8 problems" in message
     for word in ("sed", "foo", "data:", "batch.seq_len", "NOT_SET", "optimizer.eps", "the length twice", "adapters"):

@@ -243,6 +243,7 @@ def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.Mon
         (None, "model.path=nowhere/nothing", ["model.path", "nowhere/nothing"]),
         (None, "method.target_modules=[q_prj]", ["q_prj", "q_proj"]),
         (None, "batch.global_batch_size=5", ["global batch of 5", "4 or 6"]),
+        (None, "logging.trackers=[trackio]", ["trackio", "pip install"]),
         (None, "precision=fp16", ["fp16", "GPU"]),
         (None, "model.attention=flex", ["flex", "sdpa"]),
     ],

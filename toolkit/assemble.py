@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -289,6 +290,12 @@ def _check_devices(recipe: Recipe, world: World) -> None:
             "set activation_checkpointing.mode=full",
         )
     optimization.check_available(recipe)
+    for tracker in recipe.logging.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            raise UserError(
+                f"logging.trackers: {tracker} is not installed",
+                f"run `pip install {tracker}`, or remove it from the list",
+            )
 
 
 def _check_isolation(trainer: Any, backend: str) -> None:

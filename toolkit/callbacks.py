@@ -63,11 +63,12 @@ class Meter(TrainerCallback):
         self._length, self._progress, self._tokens = length, progress, tokens
         self._started = self._step_time = time.monotonic()
         self._step = self._total_tokens = 0
-        self._paused = 0.0
+        self._paused = self._busy = 0.0
+        self._first_step = 0
         self.last: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step = state.global_step
+        self._step = self._first_step = state.global_step
         earlier = _last_line(self._file)
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self._total_tokens = self._tokens(0, self._step)
@@ -79,7 +80,9 @@ class Meter(TrainerCallback):
             return
         tokens = self._tokens(self._step, state.global_step)
         now = time.monotonic()
-        rate = tokens / max(1e-9, now - self._step_time - self._paused)
+        seconds = max(1e-9, now - self._step_time - self._paused)
+        rate = tokens / seconds
+        self._busy += seconds
         self._total_tokens += tokens
         self._step, self._step_time, self._paused = state.global_step, now, 0.0
         row = {
@@ -94,7 +97,8 @@ class Meter(TrainerCallback):
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         self.write(state.global_step, row)
         self.last = row
-        self._progress.update(state.global_step, loss=logs["loss"], tokens_per_second=rate)
+        left = self._busy / (self._step - self._first_step) * (state.max_steps - self._step)
+        self._progress.update(state.global_step, logs["loss"], tokens_per_second=rate, seconds_left=left)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._progress.close()

@@ -25,10 +25,11 @@ _INSTEAD = {
     "checkpoint.save_epochs": ("checkpoint.save_steps",),
     "batch.global_batch_size": ("batch.tokens_per_step",),
     "batch.tokens_per_step": ("batch.global_batch_size",),
-    # These describe the sources of the file, not those of the command line.
-    "data.sources": ("data.format", "data.columns", "data.eval_sources"),
 }
 """Keys that say the same in another way: one on the command line replaces the other one in the files."""
+
+_ABOUT_SOURCES = ("data.format", "data.columns", "data.eval_sources")
+"""Keys that describe the data a file names; `data=OTHER` does not inherit them."""
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
@@ -182,8 +183,9 @@ def _set_section(section: str, text: str, search: list[Path], result: Overrides)
         hint = f"did you mean `{close}`?" if close else f"for something else write {section}.{main_key}={text}"
         problem = Problem(section, "is not known", COMMAND_LINE, text, ", ".join(dict.fromkeys(known)), hint)
         raise _Refused(problem)
-    if main_key == "sources" and not isinstance(value, list):
-        written = f"[{written}]"
+    if main_key == "sources":
+        written = written if isinstance(value, list) else f"[{written}]"
+        result.removed += [key for key in _ABOUT_SOURCES if key not in result.values]
     _set(f"{section}.{main_key}", written, result)
 
 
