@@ -27,6 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("attention")
     populate(folder, "llama", "gemma")
     tiny_model("google/gemma-3-1b-it", folder / "gemma3")
+    tiny_model("Qwen/Qwen3-0.6B", folder / "qwen3")
     return folder
 
 
@@ -127,6 +128,23 @@ def test_variable_length_attention_equals_masked_attention_on_packed_documents(
     flat = load_model(recipe, dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
     assert flat.shape == masked.shape
     torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
+
+
+def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3 normalises queries and keys with fp32 masters, which leaves them in fp32 under autocast."""
+    seen = []
+
+    def kernel(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return reference(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    recipe = load_checked("small", ["model.path=qwen3", "precision=bf16"]).recipe
+    model = load_model(recipe, dtypes(recipe), "torch_varlen")
+    row = {"input_ids": list(range(7, 17)), "labels": [-100] * 10, "seq_lengths": [4, 6]}
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**Collator(0, "flat")([row]))
+    assert seen and all(dtypes == {torch.bfloat16} for dtypes in seen)
 
 
 def test_variable_length_attention_refuses_what_it_cannot_do() -> None:

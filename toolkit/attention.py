@@ -128,17 +128,21 @@ def varlen_attention(
     Returns:
         (1, tokens, num_heads, head_dim), and no attention weights.
     """
+    import torch
     from torch.nn.attention.varlen import varlen_attn
 
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("torch_varlen attention needs cu_seq_lens and max_length from the collator")
     if dropout:
         raise ValueError("torch_varlen attention has no dropout; set attention_dropout to 0 or use sdpa")
+    # Norms of queries and keys (Qwen3, Gemma 3) with fp32 masters give fp32 under autocast; the kernels take 16 bits.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     left = -1 if sliding_window is None else sliding_window - 1
     out = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query[0].transpose(0, 1).to(dtype),
+        key[0].transpose(0, 1).to(dtype),
+        value[0].transpose(0, 1).to(dtype),
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,
