@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import UserError
+from toolkit.terminal import quiet_libraries
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.arguments += rest
+    quiet_libraries()
     try:
         status = options.command(options)
         sys.stdout.flush()

@@ -156,6 +156,10 @@ def _bitsandbytes() -> str:
 
 
 def _deepspeed() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     return f"ok: {deepspeed.__version__} imports"

@@ -6,10 +6,8 @@ Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `p
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from toolkit.errors import UserError  # noqa: E402
 from toolkit.policy import World, check_launch, environment  # noqa: E402
 from toolkit.recipe import split_arguments  # noqa: E402
 from toolkit.rules import load_checked  # noqa: E402
-from toolkit.terminal import ahead_of_launcher  # noqa: E402
+from toolkit.terminal import ahead_of_launcher, quiet_libraries  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_launch(loaded.recipe, world)
         for key, value in environment(loaded.recipe).items():
             os.environ.setdefault(key, value)
-        _quiet_libraries()
+        quiet_libraries()
         # Only now: these imports take seconds and read the environment.
         from toolkit.train import train
 
@@ -72,17 +70,6 @@ def _recipes_folder(arguments: list[str]) -> tuple[str | None, list[str]]:
     if position + 1 == len(arguments):
         raise UserError("--recipes needs a folder", "write --recipes FOLDER")
     return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
-
-
-def _quiet_libraries() -> None:
-    """Keeps what libraries say to their own developers out of the user's way; errors stay."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    for name in ("bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _leave_process_group() -> None:

@@ -1,16 +1,29 @@
-"""Who gets Ctrl-C when a launcher stands between the terminal and the training."""
+"""What reaches the user's terminal, and who gets its Ctrl-C when a launcher stands between."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+
+
+def quiet_libraries() -> None:
+    """Keeps what libraries say to their own developers out of the user's way; errors stay."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in ("bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 @contextmanager
