@@ -83,6 +83,7 @@ def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> No
     [
         ({**LLAMA, "head_dim": 512}, "512"),
         ({**LLAMA, "attention_dropout": 0.1}, "drops"),
+        (facts.bundled()["openai-community/gpt2-xl"].config, "drops"),
         ({"model_type": "gpt_oss"}, "sinks"),
         ({"is_encoder_decoder": True, "hidden_size": 64, "num_attention_heads": 2}, "encoder-decoder"),
         (facts.bundled()["facebook/blenderbot-400M-distill"].config, "encoder-decoder"),

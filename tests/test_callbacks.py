@@ -27,7 +27,8 @@ def test_step_tokens_are_those_of_the_rows_drawn(shuffle: bool) -> None:
 
 
 def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "seconds": 100.0, "loss": 2.0}\n{"step": 6, "sec')
+    lines = ['{"step": 5, "seconds": 100.0, "loss": 2.0}', '{"step": 6, "seconds": 120.0}', '{"step": 7, "sec']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     tokens = StepTokens(np.full(8, 10), FixedOrder(8, 80, 0, True), 4)
     meter = Meter(RunFolder(tmp_path), Length(20, 2.0, 0, None), Progress(), tokens.between)
     state = type("State", (), {"global_step": 5, "max_steps": 20})()
@@ -35,5 +36,6 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     state.global_step = 6
     meter.on_log(None, state, None, logs={"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.1})
     assert meter.last["tokens"] == 6 * 40
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"step": 6' in last and '"epoch": 3.0' in last and '"seconds": 100.' in last

@@ -154,9 +154,9 @@ def test_copy_of_a_copy_in_a_sub_folder() -> None:
         (["validate", "--all", "recipe=gpt2_xl_clm"], 1, "--all"),
         (["validate", "recipe=gpt2_xl_clm", "--recipes", "nowhere"], 2, "is not a folder"),
         (["ls", "--recipes", "nowhere"], 2, "is not a folder"),
-        (["report", "nowhere"], 1, "not a run folder"),
-        (["generate", "nowhere"], 1, "not a run folder"),
-        (["merge", "nowhere"], 1, "not a run folder"),
+        (["report", "nowhere"], 1, "there is no folder"),
+        (["generate", "nowhere"], 1, "there is no folder"),
+        (["merge", "nowhere"], 1, "there is no folder"),
         (["schema", "--output", "nowhere/schema.json"], 1, "nowhere/schema.json"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_fatal_audit_comes_with_the_error(tmp_path: Path) -> None:
 def test_plain_prompts_for_a_chat_model_are_a_warning(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{n}\n", "completion": "a"} for n in range(3)]
     (problem,) = audit(tmp_path, rows)["problems"]
-    assert "without the chat template" in problem["what"] and "instruction: prompt" in problem["change"]
+    assert "without the chat template" in problem["what"] and "`instruction`" in problem["change"]
     assert audit(tmp_path, rows, plain_tokenizer(), frozenset({0}))["problems"] == []
 
 

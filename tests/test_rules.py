@@ -83,6 +83,11 @@ CASES = [
         ["activation_checkpointing={mode: selective, every_n_layers: 2}"],
         ["~activation_checkpointing.every_n_layers"],
     ),
+    (
+        "batch-micro-division",
+        ["batch={global_batch_size: 12, micro_batch_size: 8}"],
+        ["batch.micro_batch_size=4"],
+    ),
     ("schedule-both-lengths", ["max_steps=5", "num_epochs=1"], ["schedule.num_epochs=null"]),
     ("schedule-both-warmups", ["warmup_ratio=0.1", "warmup_steps=1"], ["schedule.warmup_ratio=null"]),
     ("schedule-constant-warmup", ["schedule=constant", "warmup_steps=2"], ["schedule=constant_with_warmup"]),

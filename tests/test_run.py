@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from harness import RUN, environment, launch, losses, metrics, write_recipe
 from tiny import chat_rows, tiny_model
 
+from toolkit.folder import hash_files
 from toolkit.run import main
 
 RECIPE = """
@@ -95,9 +97,8 @@ def test_killed_run_continues_to_the_same_losses(place: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert main(["recipe=small", "output.name=killed"]) == 0
-    by_step = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
-    straight = losses(place / "runs" / "straight")
-    assert [by_step[step] for step in range(1, 13)] == pytest.approx(straight, rel=1e-7)
+    assert losses(run) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
+    assert [row["step"] for row in metrics(run)] == [0, *range(1, 13), 12]
     assert json.loads((run / "manifest.json").read_text())["resumed_from"].endswith(("checkpoint-3", "checkpoint-6"))
 
 
@@ -242,7 +243,6 @@ def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.Mon
         (None, "data.sources=[nothing.jsonl]", ["nothing.jsonl"]),
         (None, "model.path=nowhere/nothing", ["model.path", "nowhere/nothing"]),
         (None, "method.target_modules=[q_prj]", ["q_prj", "q_proj"]),
-        (None, "batch.global_batch_size=5", ["global batch of 5", "4 or 6"]),
         (None, "logging.trackers=[trackio]", ["trackio", "pip install"]),
         (None, "precision=fp16", ["fp16", "GPU"]),
         (None, "model.attention=flex", ["flex", "sdpa"]),
@@ -306,6 +306,70 @@ def test_audit_of_data_that_cannot_be_trained_on_is_saved(place: Path, capsys: p
     assert "data.over_long" in captured.err and "tokens per row" in captured.out
     audit = json.loads((place / "runs" / "small" / "audit.json").read_text())
     assert {problem["level"] for problem in audit["problems"]} == {"fatal"}
+
+
+def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop_at_step(place, 4)
+    rows = (place / "chat.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (place / "chat.jsonl").write_text("".join(rows[:-5]), encoding="utf-8")
+    assert main(["recipe=small"]) == 1
+    message = capsys.readouterr().err
+    assert "the data of runs/small changed" in message and "output.name" in message
+    (place / "chat.jsonl").write_text("".join(rows), encoding="utf-8")
+    assert main(["recipe=small", "batch.micro_batch_size=1"]) == 0  # As after running out of memory.
+
+
+def stop_at_step(place: Path, step: int) -> Path:
+    """A run of `small` that was killed after its first checkpoint."""
+    process = start(place, "recipe=small")
+    run = place / "runs" / "small"
+    wait_for(lambda: steps_done(run) >= step, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return run
+
+
+def test_second_process_is_kept_out_of_a_run_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(place, *ENDLESS)
+    wait_for(lambda: steps_done(place / "runs" / "small") >= 1, process)
+    try:
+        assert main([*ENDLESS]) == 1
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert "another process is training" in capsys.readouterr().err
+
+
+def test_checkpoint_that_does_not_fit_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "max_steps=3"]) == 0
+    checkpoint = place / "runs" / "small" / "checkpoints" / "checkpoint-3"
+    named = ["recipe=small", "output.name=other", f"checkpoint.resume={checkpoint}"]
+    for overrides, word in (
+        (["max_steps=3"], "is at step 3 already"),
+        (["~method", "max_steps=6"], "holds an adapter"),
+        (["max_steps=6"], "no optimizer.pt"),
+    ):
+        if "optimizer" in word:
+            (checkpoint / "optimizer.pt").unlink()
+        assert main([*named, *overrides]) == 1
+        assert word in capsys.readouterr().err
+
+
+def test_metrics_end_with_the_last_step_whatever_the_interval(place: Path) -> None:
+    assert main(["recipe=small", "max_steps=5", "logging.every_steps=3"]) == 0
+    assert [row["step"] for row in metrics(place / "runs" / "small") if "loss" in row] == [3, 5]
+
+
+def test_model_from_the_hubs_cache_is_hashed_by_its_files(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Path(os.environ["HF_HOME"]) / "hub" / "models--org--tiny"
+    snapshot = hub / "snapshots" / ("a" * 40)
+    shutil.rmtree(hub, ignore_errors=True)
+    shutil.copytree(place / "model", snapshot)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("a" * 40)
+    assert main(["recipe=small", "max_steps=1", "model.path=org/tiny"]) == 0
+    manifest = json.loads((place / "runs" / "small" / "manifest.json").read_text())
+    assert manifest["hashes"]["model"] == hash_files([snapshot / "config.json", snapshot / "model.safetensors"])
 
 
 @pytest.mark.slow

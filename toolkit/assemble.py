@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, Seq2SeqTrainingArguments, set_seed
@@ -26,17 +24,17 @@ from toolkit.data.audit import Audit, DataError, check_batch, render
 from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.errors import UserError
-from toolkit.evaluate import generated_metrics
-from toolkit.folder import RunFolder, check_disk, describe, write_json
+from toolkit.evaluate import generated_metrics, row_lengths
+from toolkit.folder import RunFolder, check_disk, describe, hash_files, now, write_json
 from toolkit.model import (
     add_method,
     cast_parameters,
     load_config,
     load_model,
     load_tokenizer,
-    locate,
     parameter_counts,
     stop_tokens,
+    weight_files,
 )
 from toolkit.policy import BatchLayout, Dtypes, Length, World, batch_layout, dtypes, run_length, training_arguments
 from toolkit.progress import Progress
@@ -109,8 +107,11 @@ def set_up(loaded: Loaded, world: World, folder: RunFolder | None, progress: Pro
     training.resume_from = _resume_from(recipe, folder)
     if training.leads:
         counts = parameter_counts(trainer.model)
-        check_disk(folder, recipe, counts, recipe.method.name == "full")
-        _write_manifest(training, counts)
+        check_disk(folder, recipe, counts)
+        hashes = {"data": prepared.fingerprint, "model": hash_files(weight_files(recipe))}
+        if training.resume_from and recipe.checkpoint.resume == "auto":
+            folder.check_unchanged(hashes)
+        _write_manifest(training, counts, hashes)
     _attach_callbacks(training)
     return training
 
@@ -333,18 +334,14 @@ def _step_tokens(training: Training) -> Callable[[int, int], int]:
     return StepTokens(row_lengths(training.prepared.train), order, layout.global_batch_size).between
 
 
-def row_lengths(dataset: Any) -> np.ndarray:
-    """(num_rows,) tokens of each row, read from Arrow's offsets without decoding the rows."""
-    table = dataset.with_format("arrow")[:]
-    return np.asarray(pc.list_value_length(table["input_ids"]))
-
-
-def _write_manifest(training: Training, counts: dict[str, int]) -> None:
-    where = Path(locate(training.recipe)["pretrained_model_name_or_path"])
-    weights = [file for pattern in ("*.safetensors", "*.gguf", "*.bin", "config.json") for file in where.glob(pattern)]
+def _write_manifest(training: Training, counts: dict[str, int], hashes: dict[str, str]) -> None:
     optimizer, _ = training.trainer.optimizer_cls_and_kwargs
+    started = training.folder.manifest().get("started") if training.resume_from else None
+    facts = describe(training.loaded, training.layout, hashes)
+    if started:
+        facts |= {"started": started, "continued": now()}
     training.folder.update_manifest(
-        **describe(training.loaded, training.layout, training.prepared.fingerprint, weights),
+        **facts,
         parameters=counts,
         total_steps=training.length.total_steps,
         resumed_from=str(training.resume_from) if training.resume_from else None,

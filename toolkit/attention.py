@@ -30,6 +30,7 @@ VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "f
 
 _SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
 _SINKS = frozenset({"eager", "flex", "flash_attention_3"})
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _FLASH_MODULES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
@@ -169,7 +170,7 @@ def _model_reason(name: str, config: Mapping[str, Any], compute: str) -> str:
         head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
         if head_dim > 256 or head_dim % 8:
             return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
-        if name == "torch_varlen" and text.get("attention_dropout"):
+        if name == "torch_varlen" and any(text.get(key) for key in _ATTENTION_DROPOUT):
             return "this model drops attention weights while training, which this backend does not do"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -69,8 +70,8 @@ class Meter(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step = self._first_step = state.global_step
-        earlier = _last_line(self._file)
-        self._started = time.monotonic() - earlier.get("seconds", 0.0)
+        earlier = _keep_until(self._file, state.global_step)
+        self._started = time.monotonic() - earlier
         self._total_tokens = self._tokens(0, self._step)
         self._step_time = time.monotonic()
         self._progress.start(state.max_steps, step=state.global_step)
@@ -103,6 +104,17 @@ class Meter(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._progress.close()
 
+    def seconds(self) -> float:
+        """Time since training began, that of earlier sessions included."""
+        return time.monotonic() - self._started
+
+    def first_evaluation(self) -> dict[str, float] | None:
+        """The evaluation before the first step, of an earlier session."""
+        if not self._file.is_file():
+            return None
+        rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
+        return next((row for row in rows if row["step"] == 0 and "eval_loss" in row), None)
+
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Records an evaluation; its time does not count against tokens per second."""
         self._paused += seconds
@@ -115,7 +127,7 @@ class Meter(TrainerCallback):
         head = {
             "step": step,
             "epoch": round(step / per_epoch, 4) if per_epoch else None,
-            "seconds": round(time.monotonic() - self._started, 3),
+            "seconds": round(self.seconds(), 3),
         }
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({**head, **row}) + "\n")
@@ -142,6 +154,8 @@ class Evaluator(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._at_start and state.global_step == 0:
             self.first = self._run(state.global_step)
+        elif self._meter:
+            self.first = self._meter.first_evaluation()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Ask for the step's metrics now, so that `metrics.jsonl` stays in order whatever the logging interval.
@@ -191,13 +205,13 @@ class CleanStop(TrainerCallback):
         if self._accelerator.num_processes > 1:
             flag = torch.tensor([float(asked)], device=self._accelerator.device)
             asked = bool(self._accelerator.reduce(flag, reduction="sum").item())
-        if asked and state.global_step < state.max_steps:
+        last = state.global_step >= state.max_steps
+        if asked and not last:
             self.stopped = True
             control.should_save = True
             control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.restore()
+        # Whatever the logging interval, the metrics end with the last step.
+        control.should_log = control.should_log or asked or last
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""
@@ -220,17 +234,20 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _last_line(file: Path) -> dict[str, Any]:
-    """The last complete line of a metrics file; empty if there is none."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            return row
-    return {}
+def _keep_until(file: Path, step: int) -> float:
+    """Drops the lines of steps that will be taken again, and a line that a kill cut off.
+
+    Returns:
+        Seconds of training up to there.
+    """
+    if not file.is_file():
+        return 0.0
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    kept = [row for row in rows if row["step"] <= step]
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    partial.replace(file)
+    return kept[-1]["seconds"] if kept else 0.0

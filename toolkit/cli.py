@@ -188,10 +188,6 @@ defaults:
   - _self_
 
 # Everything not written here has its default; `toolkit show recipe=mine` prints all of it.
-# For your own data remove `- data: …` above and write:
-# data:
-#   sources: [data/train.jsonl]
-#   eval_split: 0.05
 optimizer:
   learning_rate: 2e-4
 schedule:
@@ -201,6 +197,9 @@ batch:
   global_batch_size: 8
 data:
   over_long: drop
+  # For your own data remove `- data: stdlib_docstrings` above, and the # here:
+  # sources: [data/train.jsonl]
+  # eval_split: 0.05
 """
 
 
@@ -302,6 +301,8 @@ def _load(options: argparse.Namespace) -> Any:
 
 def _run_folder(text: str) -> Path:
     run = Path(text)
+    if not run.is_dir():
+        raise UserError(f"there is no folder {text}", "name a run folder such as runs/NAME")
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{text} is not a run folder: it has no recipe.yaml", "name a folder such as runs/NAME")
     return run

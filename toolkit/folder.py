@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -12,13 +13,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+from filelock import FileLock, Timeout
 
 from toolkit.errors import UserError
 from toolkit.policy import BatchLayout
@@ -41,10 +43,19 @@ _PACKAGES = [
     "safetensors",
     "flash-attn",
 ]
-_WITHOUT_EFFECT = {"description", "output", "logging", "checkpoint", "evaluation"}
-"""Sections that may change when a run is continued: they do not move the weights."""
+_WITHOUT_EFFECT = (
+    "description",
+    "output",
+    "logging",
+    "checkpoint",
+    "evaluation",
+    "activation_checkpointing",
+    "strategy",
+)
+_WITHOUT_EFFECT_KEYS = ("batch.micro_batch_size", "data.num_proc")
+"""What may change when a run is continued, because it does not move the weights: a smaller micro-batch, for one."""
 
-_CHECKPOINT_FILES = ("trainer_state.json", "scheduler.pt", "optimizer.pt")
+_CHECKPOINT_FILES = ("trainer_state.json", "scheduler.pt", "optimizer.pt", "*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -71,13 +82,43 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint with all its files; one that was cut off while saving is passed over."""
-        found = []
-        for folder in self.checkpoints.glob("checkpoint-*"):
-            step = folder.name.removeprefix("checkpoint-")
-            complete = all((folder / name).is_file() and (folder / name).stat().st_size for name in _CHECKPOINT_FILES)
-            if step.isdigit() and complete and any(folder.glob("rng_state*.pth")) and any(folder.glob("*.safetensors")):
-                found.append((int(step), folder))
-        return max(found)[1] if found else None
+        processes = self.manifest().get("world_size") or 1
+        found = [folder for folder in self.checkpoints.glob("checkpoint-*") if not missing_files(folder, processes)]
+        return max(found, key=step_of, default=None)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from training in this folder. The lock goes with the process, however it ends.
+
+        Raises:
+            UserError: If another process is training here.
+        """
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"another process is training in {self.path} right now",
+                "wait for it, or set output.name to a new name",
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def check_unchanged(self, hashes: Mapping[str, str]) -> None:
+        """Refuses to continue a run on other data or another model than it began with.
+
+        Raises:
+            UserError: Naming what has changed.
+        """
+        before = self.manifest().get("hashes", {})
+        for kind in ("data", "model"):
+            if before.get(kind) and before[kind] != hashes[kind]:
+                raise UserError(
+                    f"the {kind} of {self.path} changed since the run began ({before[kind]} then, {hashes[kind]} now)",
+                    "restore it, or start anew: output.name=NEW, or checkpoint.resume=never",
+                )
 
     def update_manifest(self, **values: Any) -> None:
         """Merges values into `manifest.json`."""
@@ -92,6 +133,28 @@ class RunFolder:
             return {}
 
 
+def missing_files(checkpoint: Path, processes: int = 0) -> list[str]:
+    """What a checkpoint lacks to continue from it, as patterns.
+
+    Args:
+        processes: How many processes saved it; each saves the state of its random numbers. 0 if not known.
+    """
+    numbers = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state*.pth"]
+    return [
+        pattern
+        for pattern in (*_CHECKPOINT_FILES, *numbers)
+        if not any(file.stat().st_size for file in checkpoint.glob(pattern))
+    ]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step at which a checkpoint was saved; -1 if it does not say."""
+    try:
+        return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError):
+        return -1
+
+
 def write_json(file: Path, content: Any) -> None:
     """Writes a JSON file so that readers see the old or the new content, never a part."""
     partial = file.with_name(f".{file.name}.partial")
@@ -99,9 +162,13 @@ def write_json(file: Path, content: Any) -> None:
     partial.replace(file)
 
 
+def _has_effect(path: str) -> bool:
+    return path.split(".")[0] not in _WITHOUT_EFFECT and path not in _WITHOUT_EFFECT_KEYS
+
+
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
-    content = recipe.model_dump(exclude=_WITHOUT_EFFECT)
+    content = {path: value for path, value in _flat(recipe.model_dump()) if _has_effect(path)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -112,6 +179,8 @@ def claim(loaded: Loaded) -> RunFolder:
         UserError: If the folder holds another run or foreign files, or cannot be written.
     """
     output, resume = loaded.recipe.output, loaded.recipe.checkpoint.resume
+    if resume not in ("auto", "never"):
+        _check_checkpoint(Path(resume), loaded.recipe)
     path = Path(output.dir) / (output.name or loaded.name.replace("/", "-"))
     if resume == "never":
         path = next(place for place in _numbered(path) if not _used(place))
@@ -137,17 +206,35 @@ def claim(loaded: Loaded) -> RunFolder:
     return folder
 
 
-def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int], trains_all: bool) -> None:
+def _check_checkpoint(checkpoint: Path, recipe: Recipe) -> None:
+    what = f"checkpoint.resume={checkpoint}"
+    if missing := missing_files(checkpoint):
+        raise UserError(f"{what} is not a whole checkpoint: no {', '.join(missing)}", "name another checkpoint")
+    adapter = (checkpoint / "adapter_model.safetensors").is_file()
+    if adapter != (recipe.method.name == "lora"):
+        kinds = ("an adapter", "a full model")
+        raise UserError(
+            f"{what} holds {kinds[not adapter]}, the recipe trains {kinds[adapter]}",
+            "set method.name as the checkpoint was trained",
+        )
+    steps = recipe.schedule.max_steps
+    if steps is not None and steps <= step_of(checkpoint):
+        raise UserError(
+            f"{what} is at step {step_of(checkpoint)} already, schedule.max_steps is {steps}",
+            "raise schedule.max_steps",
+        )
+
+
+def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int]) -> None:
     """Refuses a run whose checkpoints and final model do not fit on the disk.
 
     Args:
         counts: Parameters `total` and `trainable`.
-        trains_all: Whether whole models are saved, not adapters.
 
     Raises:
         UserError: With the bytes needed and free.
     """
-    saved = counts["total"] if trains_all else counts["trainable"]
+    saved = counts["total"] if recipe.method.name == "full" else counts["trainable"]
     # A checkpoint holds fp32 weights and two fp32 moments at most; while rotating there is one more than the limit.
     checkpoint = 4 * saved + 8 * counts["trainable"]
     saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
@@ -161,7 +248,7 @@ def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int], tra
         )
 
 
-def describe(loaded: Loaded, layout: BatchLayout, data_hash: str, weights: Iterable[Path]) -> dict[str, Any]:
+def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> dict[str, Any]:
     """The manifest's facts about how a run was started: command, versions, git commit, hashes, hardware."""
     return {
         "name": loaded.name,
@@ -173,7 +260,7 @@ def describe(loaded: Loaded, layout: BatchLayout, data_hash: str, weights: Itera
         "git": _git(),
         "hardware": _hardware(),
         "world_size": layout.world_size,
-        "hashes": {"recipe": recipe_hash(loaded.recipe), "data": data_hash, "model": hash_files(weights)},
+        "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
         "batch": {
             "global_batch_size": layout.global_batch_size,
             "micro_batch_size": layout.micro_batch_size,
@@ -227,7 +314,7 @@ def _used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", "manifest.json", "audit.json", ".manifest.json.partial"}
+    own = {"recipe.yaml", "manifest.json", "audit.json", ".manifest.json.partial", ".lock"}
     return any(file.name not in own for file in path.iterdir())
 
 
@@ -238,7 +325,7 @@ def _differences(path: Path, loaded: Loaded) -> str:
         return "its content (the folder has no readable recipe.yaml)"
     after = yaml.safe_load(loaded.to_yaml())
     old, new = dict(_flat(before)), dict(_flat(after))
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key.split(".")[0] not in _WITHOUT_EFFECT]
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and _has_effect(key)]
     return ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]) or "nothing but the code"
 
 

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from toolkit import attention, facts
 from toolkit.data.templates import load_chat_template
@@ -31,7 +32,7 @@ from toolkit.recipe import Recipe, did_you_mean
 def locate(recipe: Recipe) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where the model is: path, revision, GGUF file, remote code."""
     model = recipe.model
-    path, gguf = model.path, model.gguf_file
+    path, gguf = str(Path(model.path).expanduser()) if model.path.startswith("~") else model.path, model.gguf_file
     if path.startswith("builtin:"):
         from toolkit.builtin import builtin_model
 
@@ -77,15 +78,33 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def stop_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
     ids = {tokenizer.eos_token_id}
-    where = locate(recipe)
-    try:
-        stops = GenerationConfig.from_pretrained(
-            where["pretrained_model_name_or_path"], revision=where.get("revision", "main")
-        ).eos_token_id
-    except (OSError, ValueError):
-        stops = None
-    ids.update(stops if isinstance(stops, list) else [stops])
+    file = _repository_file(recipe, "generation_config.json")
+    if file:
+        stops = GenerationConfig.from_pretrained(file.parent).eos_token_id
+        ids.update(stops if isinstance(stops, list) else [stops])
     return frozenset(token for token in ids if token is not None)
+
+
+def weight_files(recipe: Recipe) -> list[Path]:
+    """The files on disk that the model was loaded from."""
+    where = locate(recipe)
+    folder = Path(where["pretrained_model_name_or_path"])
+    if "gguf_file" in where and folder.is_dir():
+        return [folder / where["gguf_file"]]
+    config = _repository_file(recipe, "config.json")
+    assert config, "a model that was loaded has a config"
+    return [file for pattern in ("*.safetensors", "*.bin", "config.json") for file in config.parent.glob(pattern)]
+
+
+def _repository_file(recipe: Recipe, name: str) -> Path | None:
+    """A file of the model's folder or, from the cache, of its hub repository; None if it has no such file."""
+    where = locate(recipe)
+    path, revision = where["pretrained_model_name_or_path"], where.get("revision", "main")
+    try:
+        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise UserError(f"model.path: {name} of {path} cannot be read: {error}", "try again, or download it") from error
+    return Path(file) if file else None
 
 
 def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:

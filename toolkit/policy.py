@@ -218,6 +218,7 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         "accelerator_config": {"dispatch_batches": False},
         "disable_tqdm": True,
         "push_to_hub": False,
+        "log_level": "error",
     }
     return arguments
 
@@ -236,7 +237,7 @@ def _checkpointing_kwargs(recipe: Recipe) -> dict[str, Any] | None:
     return kwargs
 
 
-def environment(recipe: Recipe) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables that libraries read at import; the runner sets those that the user has not set."""
     return {
         # The tokenizer's own threads fight with the processes that tokenise and with data loader workers.

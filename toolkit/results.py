@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from toolkit.callbacks import peak_host_bytes
 from toolkit.card import write_card
 from toolkit.evaluate import answer, as_prompt
 from toolkit.facts import BUILTIN_MODELS
-from toolkit.folder import RunFolder, now, write_json
+from toolkit.folder import now, write_json
 from toolkit.model import cast_parameters, restore_config
 from toolkit.progress import duration, prompts_before_after, summary
 from toolkit.report import write_report
@@ -77,9 +76,6 @@ def _save_final(training: Training) -> None:
     trainer.save_model(str(training.folder.final))
     if training.leads and recipe.method.name == "lora":
         _name_base(training.folder.final / "adapter_config.json", recipe.model.path)
-    if training.leads:
-        # A pickle that nothing needs, with this machine's paths and perhaps a token in it.
-        (training.folder.final / "training_args.bin").unlink(missing_ok=True)
 
 
 def _name_base(file: Path, path: str) -> None:
@@ -91,14 +87,15 @@ def _name_base(file: Path, path: str) -> None:
     write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
 
 
-def _seconds(folder: RunFolder) -> float | None:
-    started = folder.manifest().get("started")
-    if not started:
-        return None
-    return round((datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(started)).total_seconds(), 1)
+def _seconds(training: Training) -> float:
+    """Time of training so far, over all the sessions of a run that was continued."""
+    return round(training.meter.seconds(), 1) if training.meter else 0.0
 
 
 def interrupted(training: Training) -> None:
+    """Notes where the run stopped and how it goes on."""
+    if training.stop:
+        training.stop.restore()
     if not training.leads:
         return
     step = training.trainer.state.global_step
@@ -111,18 +108,21 @@ def interrupted(training: Training) -> None:
 
 
 def finish(training: Training, samples: list[dict[str, Any]]) -> None:
-    """Evaluates, answers the prompts again, saves the model, writes card and report, and says where all is."""
-    trainer, folder, recipe = training.trainer, training.folder, training.recipe
+    """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
+    trainer, folder = training.trainer, training.folder
+    _save_final(training)
+    if training.stop:
+        # From here on nothing can be lost, and Ctrl-C means what it always does.
+        training.stop.restore()
+    if training.leads:
+        folder.update_manifest(status="finished", finished=now(), train_seconds=_seconds(training))
     if training.evaluator:
         training.evaluator.finish(trainer.state.global_step)
-    _save_final(training)
     if not training.leads:
         return
     _write_samples(training, samples, "after")
-    folder.update_manifest(
-        status="finished", finished=now(), train_seconds=_seconds(folder), peak_memory_bytes=peak_host_bytes()
-    )
-    write_card(folder.final, folder.path, recipe, recipe.model.path)
+    folder.update_manifest(finished=now(), train_seconds=_seconds(training), peak_memory_bytes=peak_host_bytes())
+    write_card(folder.final, folder.path, training.recipe, training.recipe.model.path)
     report = write_report(folder.path)
     _say_results(training, samples, report)
 
@@ -142,7 +142,7 @@ def _say_results(training: Training, samples: list[dict[str, Any]], report: Path
     if training.meter and training.meter.last:
         rows.append(("training loss", f"{training.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{training.trainer.state.global_step}"))
-    rows.append(("time", duration(_seconds(folder) or 0)))
+    rows.append(("time", duration(_seconds(training))))
     rows.append(("peak memory", f"{peak_host_bytes() / 2**30:.2f} GiB (host)"))
     if torch.cuda.is_available():
         rows.append(("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB (GPU)"))

@@ -5,6 +5,7 @@ Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `p
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
@@ -28,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the recipe and the launch, then trains. Returns 0, 1 for a failed run, 2 for a wrong recipe."""
     world = World.from_environment()
     try:
-        folder, rest = _recipes_folder(list(sys.argv[1:] if arguments is None else arguments))
-        loaded = load_checked(*split_arguments(rest), folder)
+        parser = argparse.ArgumentParser(prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR]")
+        parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
+        options, rest = parser.parse_known_args(arguments)
+        loaded = load_checked(*split_arguments(rest), options.recipes)
         check_launch(loaded.recipe, world)
-        for key, value in environment(loaded.recipe).items():
+        for key, value in environment().items():
             os.environ.setdefault(key, value)
         quiet_libraries()
         # Only now: these imports take seconds and read the environment.
@@ -51,25 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f" while writing {error.filename}" if error.filename else ""
         print(
             f"error: the disk is full{where}\n  set output.dir to a larger disk, lower checkpoint.save_total_limit, "
-            "or free space; the same command continues from the last complete checkpoint",
+            "or free space; the same command goes on from the newest complete checkpoint",
             file=sys.stderr,
         )
         return 1
     except KeyboardInterrupt:
-        print("stopped at once; the same command continues from the last complete checkpoint", file=sys.stderr)
+        print("stopped at once; the same command goes on from the newest checkpoint, if one was saved", file=sys.stderr)
         return 130
     finally:
         _leave_process_group()
     return 0
-
-
-def _recipes_folder(arguments: list[str]) -> tuple[str | None, list[str]]:
-    if "--recipes" not in arguments:
-        return None, arguments
-    position = arguments.index("--recipes")
-    if position + 1 == len(arguments):
-        raise UserError("--recipes needs a folder", "write --recipes FOLDER")
-    return arguments[position + 1], arguments[:position] + arguments[position + 2 :]
 
 
 def _leave_process_group() -> None:

@@ -23,6 +23,11 @@ def train(loaded: Loaded) -> None:
     folder = claim(loaded) if world.rank == 0 else None
     if folder and folder.finished and world.world_size == 1:
         return already_finished(folder, progress)
+    with folder.held() if folder else contextlib.nullcontext():
+        _train(loaded, world, folder, progress)
+
+
+def _train(loaded: Loaded, world: World, folder: RunFolder | None, progress: Progress) -> None:
     try:
         training = set_up(loaded, world, folder, progress)
         if training is None:
@@ -43,5 +48,7 @@ def train(loaded: Loaded) -> None:
 
 def _failed(folder: RunFolder, error: BaseException) -> None:
     """Notes what ended the run. The disk may be full, and the first error must not be hidden by a second one."""
+    if folder.manifest().get("status") == "finished":
+        return  # The model is saved; only what comes after it was cut short.
     with contextlib.suppress(OSError):
         folder.update_manifest(status="failed", finished=now(), error=f"{type(error).__name__}: {error}")

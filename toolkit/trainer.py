@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,11 @@ class _ExactMixin:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        # A pickle that nothing reads, with this machine's paths and perhaps a token in it.
+        Path(output_dir or self.args.output_dir, "training_args.bin").unlink(missing_ok=True)  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written once, at the end."""

@@ -118,8 +118,8 @@ def find_problems(audit: Audit) -> list[dict[str, str]]:
         add(
             "warning",
             "prompts and completions are trained as they are, without the chat template that this model has",
-            "for answers in a chat set `data.columns: {instruction: prompt, output: completion}`; to keep plain text, "
-            "ask the trained model in plain text, too",
+            "for answers in a chat name the columns `instruction` and `output` with `data.columns`; to keep plain "
+            "text, ask the trained model in plain text, too",
         )
     if audit["duplicates"] and not audit["deduplicate"]:
         add("warning", f"{audit['duplicates']:,} rows repeat an earlier row", "set `data.deduplicate: true`")

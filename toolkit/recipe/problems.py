@@ -86,6 +86,11 @@ class RecipeError(UserError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The closest known word, or an empty string."""
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
+    initials = [
+        name for name in folded if "_" in name and "".join(part[:1] for part in name.split("_")) == word.lower()
+    ]
+    if len(initials) == 1:  # lr
+        return folded[initials[0]]
     matches = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
     return folded[matches[0]] if matches else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "max_positions": facts.max_positions(config) if config else None,
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
         "sequences_per_step": batch.sequences_per_step,
+        "nearest_micro": math.gcd(batch.sequences_per_step, batch.micro_batch_size or 1),
         "max_steps": recipe.schedule.max_steps,
         "schedule": recipe.schedule.name,
         "schedule_args": ", ".join(sorted(SCHEDULE_ARGS[recipe.schedule.name])) or "none",

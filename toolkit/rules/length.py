@@ -148,6 +148,16 @@ BATCH_RULES = (
         "a micro-batch cannot be larger than the global batch, which has {sequences_per_step} sequences",
         "set batch.micro_batch_size={sequences_per_step} or less",
     ),
+    Rule(
+        "batch-micro-division",
+        "batch.micro_batch_size",
+        lambda r, _: (
+            (r.batch.micro_batch_size or 1) <= r.batch.sequences_per_step
+            and bool(r.batch.sequences_per_step % (r.batch.micro_batch_size or 1))
+        ),
+        "the global batch of {sequences_per_step} sequences does not divide into micro-batches of this size",
+        "set batch.micro_batch_size={nearest_micro}",
+    ),
 )
 
 SCHEDULE_RULES = (
