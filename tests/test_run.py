@@ -20,6 +20,7 @@ import pytest
 from harness import RUN, environment, launch, losses, metrics, write_recipe
 from tiny import chat_rows, tiny_model
 
+from toolkit.callbacks import Evaluator
 from toolkit.folder import hash_files
 from toolkit.run import main
 
@@ -381,3 +382,14 @@ def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
     file.write_text(code, encoding="utf-8")
     done = subprocess.run([sys.executable, *ACCELERATE, str(file)], env=env, capture_output=True, text=True)
     assert f"threads {os.cpu_count()}" in done.stdout, done.stderr[-2000:]
+
+
+def test_trained_model_survives_ctrl_c_in_the_last_evaluation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Evaluator, step: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "finish", interrupted)
+    assert main(["recipe=small", "max_steps=2"]) == 130
+    run = place / "runs" / "small"
+    assert (run / "final" / "adapter_model.safetensors").is_file()
+    assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
