@@ -45,7 +45,7 @@ ROWS = [{"prompt": "naïve 😀", "completion": "日本"}, {"prompt": "b", "comp
         ("lines.json", "\n".join(json.dumps(row) for row in ROWS).encode()),
         ("a.csv", 'prompt,completion\r\n"naïve 😀",日本\r\nb,c\r\n'.encode()),
         ("bom.tsv", "\ufeffprompt\tcompletion\nnaïve 😀\t日本\nb\tc\n".encode()),
-        ("a.jsonl.gz", gzip.compress("\n".join(json.dumps(row) for row in ROWS).encode())),
+        ("a.jsonl.gz", gzip.compress("\n".join(json.dumps(row) for row in ROWS).encode(), mtime=0)),
         ("a.csv.bz2", bz2.compress("prompt,completion\nnaïve 😀,日本\nb,c\n".encode())),
     ],
 )
