@@ -197,6 +197,7 @@ batch:
   global_batch_size: 8
 data:
   over_long: drop
+  eval_max_samples: 64
   # For your own data remove `- data: stdlib_docstrings` above, and the # here:
   # sources: [data/train.jsonl]
   # eval_split: 0.05

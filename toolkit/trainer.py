@@ -13,7 +13,7 @@ from transformers import Seq2SeqTrainer
 from trl import SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
-from toolkit.evaluate import held_out_loss
+from toolkit.evaluate import NegativeLogLikelihood, held_out_loss
 
 
 class FixedOrder(Sampler[int]):
@@ -53,6 +53,7 @@ class _ExactMixin:
     """What both trainers share. Set `order` after construction."""
 
     order: FixedOrder | None = None
+    negative_log_likelihood: NegativeLogLikelihood
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         if (args.activation_checkpointing_kwargs or {}).get("selective"):
@@ -87,10 +88,6 @@ class _ExactMixin:
             self.negative_log_likelihood,
             on_batch,
         )
-
-    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss of the trained tokens of a batch, and their number."""
-        raise NotImplementedError
 
 
 class CausalTrainer(_ExactMixin, SFTTrainer):
