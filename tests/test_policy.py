@@ -81,7 +81,7 @@ def test_named_numbers_are_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("precision", "method", "dtype", "expected"),
     [
-        # load, compute, adapter masters, autocast, export
+        # load, compute, what is trained, autocast, export
         ("fp32", "full", "auto", ("float32", "float32", "float32", None, "float32")),
         ("bf16", "full", "auto", ("float32", "bfloat16", "float32", "bfloat16", "bfloat16")),
         ("fp16", "full", "auto", ("float32", "float16", "float32", "float16", "float16")),
@@ -96,7 +96,7 @@ def test_named_numbers_are_the_nearest() -> None:
 )
 def test_dtypes(precision: str, method: str, dtype: str, expected: tuple[str | None, ...]) -> None:
     found = dtypes(recipe(precision=precision, method={"name": method}, model={"path": "m", "dtype": dtype}))
-    assert (found.load, found.compute, found.adapter, found.autocast, found.export) == expected
+    assert (found.load, found.compute, found.local, found.autocast, found.export) == expected
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,6 @@ def test_training_arguments_are_accepted_by_transformers(mode: str) -> None:
 
 
 def test_environment_leaves_libraries_quiet_and_private() -> None:
-    variables = environment()
+    variables = environment(recipe(), World())
     assert variables["TOKENIZERS_PARALLELISM"] == "false"
     assert variables["HF_HUB_DISABLE_TELEMETRY"] == "1"

@@ -193,7 +193,7 @@ def _trainer(
         _check_isolation(trainer, backend)
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
-        cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.adapter)
+        cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
     if not recipe.data.streaming:
         rows = len(prepared.train)
         trainer.order = FixedOrder(

@@ -166,7 +166,7 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
     )
     adapted = get_peft_model(model, adapter)
-    cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.adapter)
+    cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.local)
     if dtypes.autocast:
         # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
         for module in adapted.modules():

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = parser.parse_known_args(arguments)
         loaded = load_checked(*split_arguments(rest), options.recipes)
         check_launch(loaded.recipe, world)
-        for key, value in environment().items():
+        for key, value in environment(loaded.recipe, world).items():
             os.environ.setdefault(key, value)
         quiet_libraries()
         # Only now: these imports take seconds and read the environment.

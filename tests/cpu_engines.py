@@ -1,0 +1,43 @@
+"""Runs the toolkit with DeepSpeed or FSDP2 on CPU processes, which accelerate itself offers on GPUs only.
+
+`torchrun … tests/cpu_engines.py recipe=NAME key=value …` is `toolkit/run.py` with two of accelerate's methods replaced:
+the process group is gloo, and the device is the CPU. Nothing else differs from a run on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def use_cpu_processes() -> None:
+    """Lets accelerate choose its distributed engines for processes on CPUs."""
+    import torch
+    from accelerate.state import DistributedType, PartialState
+
+    prepare, place = PartialState._prepare_backend, PartialState.set_device
+
+    def _prepare_backend(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        if "LOCAL_RANK" in os.environ and not cpu:
+            return "gloo", DistributedType.MULTI_GPU
+        return prepare(self, cpu, *args, **kwargs)
+
+    def set_device(self: Any) -> None:
+        if self.distributed_type == DistributedType.MULTI_GPU:
+            self.device = torch.device("cpu")
+        place(self)
+
+    PartialState._prepare_backend, PartialState.set_device = _prepare_backend, set_device
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    use_cpu_processes()
+    from toolkit.run import main
+
+    sys.exit(main())
