@@ -179,7 +179,7 @@ def test_launch_variables_that_accelerate_really_sets() -> None:
 
 def test_world_of_a_launcher() -> None:
     assert World.from_environment({}) == World(0, 0, 1)
-    assert World.from_environment({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}) == World(3, 1, 4)
+    assert World.from_environment({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}) == World(3, 1, 4, 4)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
