@@ -8,18 +8,20 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from accelerate.utils import broadcast_object_list
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import PrinterCallback, Seq2SeqTrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 from toolkit import attention, optimization
-from toolkit.callbacks import CleanStop, Evaluator, Meter, StepTokens
+from toolkit.callbacks import AtStart, CleanStop, Evaluator, Meter, StepTokens
 from toolkit.data.audit import Audit, DataError, check_batch, render
 from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
 from toolkit.data.prepare import Prepared, prepare
@@ -36,7 +38,19 @@ from toolkit.model import (
     stop_tokens,
     weight_files,
 )
-from toolkit.policy import BatchLayout, Dtypes, Length, World, batch_layout, dtypes, run_length, training_arguments
+from toolkit.policy import (
+    BatchLayout,
+    Dtypes,
+    Length,
+    World,
+    batch_layout,
+    checkpoints_in_fsdp,
+    dtypes,
+    fsdp_dtypes,
+    fsdp_mesh,
+    run_length,
+    training_arguments,
+)
 from toolkit.progress import Progress
 from toolkit.recipe import Loaded, Recipe
 from toolkit.trainer import CausalTrainer, EncoderDecoderTrainer, FixedOrder
@@ -61,6 +75,7 @@ class Training:
     trainer: Any
     progress: Progress
     resume_from: Path | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
     meter: Meter | None = None
     evaluator: Evaluator | None = None
     stop: CleanStop | None = None
@@ -75,12 +90,29 @@ class Training:
         """Whether this process talks to the user and writes the run folder."""
         return bool(self.trainer.is_world_process_zero())
 
+    @property
+    def all_compute(self) -> bool:
+        """Whether a forward pass, evaluation and generation too, needs all processes, because each holds a part."""
+        return self.recipe.strategy.shards_parameters
 
-def set_up(loaded: Loaded, world: World, folder: RunFolder | None, progress: Progress) -> Training | None:
+    @property
+    def module(self) -> Any:
+        """The Transformers or PEFT model itself, without the engine around it."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
+
+
+def set_up(
+    loaded: Loaded,
+    world: World,
+    folder: RunFolder | None,
+    progress: Progress,
+    at_start: Callable[[Training], None],
+) -> Training | None:
     """Everything before the first step. None when this run has been finished before.
 
     Args:
         folder: The claimed run folder on the first process, None on the others.
+        at_start: Called on every process when the engine holds model and optimizer, before the first step.
     """
     recipe = loaded.recipe
     layout = batch_layout(recipe, world.world_size)
@@ -92,7 +124,7 @@ def set_up(loaded: Loaded, world: World, folder: RunFolder | None, progress: Pro
     stops = stop_tokens(recipe, tokenizer)
     prepared = _prepare_data(recipe, tokenizer, stops, layout, folder, progress)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
-    arguments = _arguments(recipe, layout, length, folder)
+    arguments = _arguments(recipe, layout, length, folder, world)
     optimization.check_arguments(recipe, arguments, length)
     folder = _shared(folder)
     arguments.output_dir = str(folder.checkpoints)
@@ -112,7 +144,7 @@ def set_up(loaded: Loaded, world: World, folder: RunFolder | None, progress: Pro
         if training.resume_from and recipe.checkpoint.resume == "auto":
             folder.check_unchanged(hashes)
         _write_manifest(training, counts, hashes)
-    _attach_callbacks(training)
+    _attach_callbacks(training, at_start)
     return training
 
 
@@ -189,8 +221,6 @@ def _trainer(
         data_collator=_collator(recipe, backend, tokenizer),
         processing_class=tokenizer,
     )
-    if recipe.data.packing:
-        _check_isolation(trainer, backend)
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
@@ -204,8 +234,15 @@ def _trainer(
     return trainer
 
 
-def _attach_callbacks(training: Training) -> None:
+def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) -> None:
     trainer, progress = training.trainer, training.progress
+
+    def start() -> None:
+        if training.recipe.data.packing:
+            _check_isolation(training)
+        at_start(training)
+
+    trainer.add_callback(AtStart(start))
     if training.leads:
         training.meter = Meter(training.folder, training.length, progress, _step_tokens(training))
     training.stop = CleanStop(trainer.accelerator, progress.message if training.leads else lambda text: None)
@@ -228,7 +265,7 @@ def _evaluate(training: Training) -> dict[str, float]:
     )
     if settings.generation_metrics:
         metrics |= generated_metrics(
-            trainer.accelerator.unwrap_model(trainer.model_wrapped),
+            training.module,
             training.prepared.eval,
             training.tokenizer,
             batch_size,
@@ -242,14 +279,18 @@ def _evaluate(training: Training) -> dict[str, float]:
     return metrics
 
 
-def _arguments(recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None) -> Any:
-    """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded."""
+def _arguments(recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World) -> Any:
+    """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded.
+
+    Raises:
+        UserError: If accelerate does not see all the processes that were launched.
+    """
     kwargs = training_arguments(recipe, layout, length)
     cuda = torch.cuda.is_available()
     kwargs |= {
         "output_dir": str(folder.checkpoints) if folder else "unset",
         "dataloader_pin_memory": cuda,
-        "use_cpu": not cuda,
+        "use_cpu": not cuda and recipe.strategy.name in ("single", "ddp"),
     }
     if cuda:
         kwargs["tf32"] = recipe.tf32
@@ -257,9 +298,35 @@ def _arguments(recipe: Recipe, layout: BatchLayout, length: Length, folder: RunF
         kwargs["run_name"] = folder.path.name
         if "tensorboard" in recipe.logging.trackers:
             os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
+    if mesh := fsdp_mesh(recipe, world):
+        kwargs["parallelism_config"] = ParallelismConfig(**mesh)
+    arguments: Any
     if recipe.objective == "seq2seq":
-        return Seq2SeqTrainingArguments(**kwargs)
-    return SFTConfig(**kwargs, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
+        arguments = Seq2SeqTrainingArguments(**kwargs)
+    else:
+        arguments = SFTConfig(**kwargs, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
+    if arguments.world_size != world.world_size:
+        raise UserError(
+            f"strategy.name={recipe.strategy.name}: {world.world_size} processes were launched, and accelerate sees "
+            f"{arguments.world_size} on {arguments.device}: its engines run on GPUs only",
+            "set strategy.name=ddp",
+        )
+    if recipe.strategy.name == "fsdp":
+        arguments.fsdp_plugin_args |= _fsdp_plugin(recipe)
+    return arguments
+
+
+def _fsdp_plugin(recipe: Recipe) -> dict[str, Any]:
+    """What accelerate's FSDP plugin takes and TrainingArguments do not pass on."""
+    types = {key: getattr(torch, name) if name else None for key, name in fsdp_dtypes(recipe).items()}
+    plugin: dict[str, Any] = {
+        "mixed_precision_policy": MixedPrecisionPolicy(**types),  # type: ignore[arg-type]
+        "activation_checkpointing_offload": recipe.activation_checkpointing.mode == "offload"
+        and checkpoints_in_fsdp(recipe),
+    }
+    if recipe.strategy.offload_param == "cpu":
+        plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=recipe.strategy.pin_memory)
+    return plugin
 
 
 def _shared(folder: RunFolder | None) -> RunFolder:
@@ -299,14 +366,15 @@ def _check_devices(recipe: Recipe, world: World) -> None:
             )
 
 
-def _check_isolation(trainer: Any, backend: str) -> None:
-    """Asks the model itself, on its device and in its precision, and before an engine shards it."""
-    with trainer.accelerator.autocast():
-        isolated = isolates(trainer.model, "flat" if backend in attention.VARLEN else "packed")
+def _check_isolation(training: Training) -> None:
+    """Asks the model itself, on its device and in its precision."""
+    accelerator, backend = training.trainer.accelerator, training.attention
+    with accelerator.autocast():
+        isolated = isolates(training.module, "flat" if backend in attention.VARLEN else "packed", accelerator.device)
     if not isolated:
-        name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         raise UserError(
-            f"data.packing: {name} with attention {backend} lets packed documents see each other",
+            f"data.packing: {type(training.module).__name__} with attention {backend} lets packed documents see each "
+            "other",
             "set data.packing=false",
         )
 

@@ -22,6 +22,16 @@ from toolkit.progress import Progress
 from toolkit.trainer import FixedOrder
 
 
+class AtStart(TrainerCallback):
+    """Calls a function on every process when the engine holds model and optimizer, before anything is trained."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._call()
+
+
 class StepTokens:
     """Tokens in every optimizer step, padding not counted, known from the order of rows without touching a device.
 

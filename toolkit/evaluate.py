@@ -106,6 +106,7 @@ def answer(
     autocast: str | None = None,
     sample: dict[str, Any] | None = None,
     num_beams: int = 1,
+    device: torch.device | None = None,
 ) -> list[str]:
     """Generates one answer per prompt, greedily unless `sample` says otherwise.
 
@@ -114,6 +115,7 @@ def answer(
         prompts: Token ids as the model reads them, chat template applied and special tokens added.
         autocast: Name of the dtype the model was trained to compute in, or None.
         sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
+        device: Where the model computes, if that is not where its parameters are.
     """
     if not prompts:
         return []
@@ -126,9 +128,9 @@ def answer(
         real, padding = [1] * len(prompt), [0] * len(pads)
         ids.append([*prompt, *pads] if encoder_decoder else [*pads, *prompt])
         mask.append([*real, *padding] if encoder_decoder else [*padding, *real])
-    batch = {"input_ids": torch.tensor(ids).to(model.device), "attention_mask": torch.tensor(mask).to(model.device)}
-    device = model.device.type
-    context = torch.autocast(device, getattr(torch, autocast)) if autocast else nullcontext()
+    device = device or model.device
+    batch = {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
+    context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     kwargs = {"do_sample": True, **sample} if sample else greedy
     with evaluating(model), torch.no_grad(), context, _padding_aware_attention(model):
@@ -185,14 +187,20 @@ def generated_metrics(
     """
     import sacrebleu
 
-    rows = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
+    world = accelerator.num_processes
+    rows = list(range(accelerator.process_index, len(dataset), world))
     pairs: list[tuple[str, str]] = []
-    for start in range(0, len(rows), batch_size):
-        examples = [dataset[row] for row in rows[start : start + batch_size]]
+    # Sharded engines need every process in each call: those that have no rows left repeat the first one for nothing.
+    for start in range(0, math.ceil(len(dataset) / world), batch_size):
+        mine = rows[start : start + batch_size]
+        examples = [dataset[row] for row in mine or [0]]
         sources = [example["input_ids"] for example in examples]
         answers = answer(
-            model, tokenizer, sources, max_new_tokens, stop_token_ids, autocast, num_beams=num_beams
+            model, tokenizer, sources, max_new_tokens, stop_token_ids, autocast,
+            num_beams=num_beams, device=accelerator.device,
         )  # fmt: skip
+        if not mine:
+            continue
         references = tokenizer.batch_decode([example["labels"] for example in examples], skip_special_tokens=True)
         pairs += [(given, wanted.strip()) for given, wanted in zip(answers, references, strict=True)]
     pairs = gather_object(pairs)

@@ -194,7 +194,7 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Number of parameters in all and trainable. 4-bit weights count as the parameters they stand for."""
     total = trainable = 0
     for parameter in model.parameters():
-        count = parameter.numel()
+        count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves empty tensors behind
         state = getattr(parameter, "quant_state", None)
         if state is not None and parameter.dtype == torch.uint8:
             count = state.shape.numel()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
 from toolkit.assemble import Training
 from toolkit.callbacks import peak_host_bytes
@@ -14,24 +15,29 @@ from toolkit.card import write_card
 from toolkit.evaluate import answer, as_prompt
 from toolkit.facts import BUILTIN_MODELS
 from toolkit.folder import now, write_json
-from toolkit.model import cast_parameters, restore_config
+from toolkit.model import restore_config
 from toolkit.progress import duration, prompts_before_after, summary
+from toolkit.publish import publish
 from toolkit.report import write_report
 
 
-def samples_before(training: Training) -> list[dict[str, Any]]:
-    """The prompts with the untrained model's answers; read back when a run is continued."""
-    if not training.leads:
-        return []
-    file = training.folder.path / "samples.json"
-    if training.resume_from and file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
-    settings = training.recipe.evaluation
-    samples = [dict(sample) for sample in _prompts(training)][: settings.num_prompts]
-    if samples:
-        training.progress.message(f"Answering {len(samples)} prompts before training")
-    _write_samples(training, samples, "before")
-    return samples
+def answer_before(training: Training) -> None:
+    """Answers the prompts with the untrained model; the answers of a continued run are read back."""
+    box: list[Any] = [None]
+    if training.leads:
+        file = training.folder.path / "samples.json"
+        if training.resume_from and file.is_file():
+            training.samples = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            box = [[dict(sample) for sample in _prompts(training)][: training.recipe.evaluation.num_prompts]]
+    if training.all_compute:
+        broadcast_object_list(box)
+    if not box[0]:
+        return
+    training.samples = box[0]
+    if training.leads:
+        training.progress.message(f"Answering {len(training.samples)} prompts before training")
+    _answer_samples(training, "before")
 
 
 def _prompts(training: Training) -> list[dict[str, Any]]:
@@ -45,22 +51,24 @@ def _prompts(training: Training) -> list[dict[str, Any]]:
     ]
 
 
-def _write_samples(training: Training, samples: list[dict[str, Any]], when: str) -> None:
-    if not samples:
+def _answer_samples(training: Training, when: str) -> None:
+    """The leading process answers; where parameters are sharded all must help it, and give the same answers."""
+    if not training.samples or not (training.leads or training.all_compute):
         return
-    model = training.trainer.accelerator.unwrap_model(training.trainer.model)
     answers = answer(
-        model,
+        training.module,
         training.tokenizer,
-        [sample["input_ids"] for sample in samples],
+        [sample["input_ids"] for sample in training.samples],
         training.recipe.evaluation.max_new_tokens,
         training.stop_token_ids,
         training.dtypes.autocast,
+        device=training.trainer.args.device,
     )
-    for sample, text in zip(samples, answers, strict=True):
+    for sample, text in zip(training.samples, answers, strict=True):
         sample[when] = text
-    shown = [{key: value for key, value in sample.items() if key != "input_text"} for sample in samples]
-    write_json(training.folder.path / "samples.json", shown)
+    if training.leads:
+        shown = [{key: value for key, value in sample.items() if key != "input_text"} for sample in training.samples]
+        write_json(training.folder.path / "samples.json", shown)
 
 
 def _save_final(training: Training) -> None:
@@ -69,11 +77,8 @@ def _save_final(training: Training) -> None:
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
     if recipe.method.name == "full":
-        # The masters have done their work; the model is published in the precision it computes in.
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        cast_parameters(model.parameters(), training.dtypes.export)
-        restore_config(model, recipe)
-    trainer.save_model(str(training.folder.final))
+        restore_config(training.module, recipe)
+    publish(trainer, training.folder.final, training.dtypes)
     if training.leads and recipe.method.name == "lora":
         _name_base(training.folder.final / "adapter_config.json", recipe.model.path)
 
@@ -107,7 +112,7 @@ def interrupted(training: Training) -> None:
     )
 
 
-def finish(training: Training, samples: list[dict[str, Any]]) -> None:
+def finish(training: Training) -> None:
     """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
     trainer, folder = training.trainer, training.folder
     _save_final(training)
@@ -118,19 +123,19 @@ def finish(training: Training, samples: list[dict[str, Any]]) -> None:
         folder.update_manifest(status="finished", finished=now(), train_seconds=_seconds(training))
     if training.evaluator:
         training.evaluator.finish(trainer.state.global_step)
+    _answer_samples(training, "after")
     if not training.leads:
         return
-    _write_samples(training, samples, "after")
     folder.update_manifest(finished=now(), train_seconds=_seconds(training), peak_memory_bytes=peak_host_bytes())
     write_card(folder.final, folder.path, training.recipe, training.recipe.model.path)
     report = write_report(folder.path)
-    _say_results(training, samples, report)
+    _say_results(training, report)
 
 
-def _say_results(training: Training, samples: list[dict[str, Any]], report: Path) -> None:
+def _say_results(training: Training, report: Path) -> None:
     folder, evaluator = training.folder, training.evaluator
-    if samples:
-        print("\n" + prompts_before_after(samples))
+    if training.samples:
+        print("\n" + prompts_before_after(training.samples))
     rows: list[tuple[str, str]] = []
     if evaluator and evaluator.last:
         last = evaluator.last["eval_loss"]

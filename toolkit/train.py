@@ -9,7 +9,7 @@ from toolkit.folder import RunFolder, claim, now
 from toolkit.policy import World
 from toolkit.progress import Progress
 from toolkit.recipe import Loaded
-from toolkit.results import finish, interrupted, samples_before
+from toolkit.results import answer_before, finish, interrupted
 
 
 def train(loaded: Loaded) -> None:
@@ -29,15 +29,14 @@ def train(loaded: Loaded) -> None:
 
 def _train(loaded: Loaded, world: World, folder: RunFolder | None, progress: Progress) -> None:
     try:
-        training = set_up(loaded, world, folder, progress)
+        training = set_up(loaded, world, folder, progress, at_start=answer_before)
         if training is None:
             return
-        samples = samples_before(training)
         training.trainer.train(resume_from_checkpoint=str(training.resume_from) if training.resume_from else None)
         if training.stop and training.stop.stopped:
             interrupted(training)
         else:
-            finish(training, samples)
+            finish(training)
     except BaseException as error:
         if folder:
             _failed(folder, error)

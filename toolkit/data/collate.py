@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Layout = Literal["padded", "packed", "flat"]
 
 
-def isolates(model: PreTrainedModel | PeftModel, layout: Layout) -> bool:
+def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.device | None = None) -> bool:
     """Whether documents packed into one sequence cannot see each other, measured on the model itself.
 
     Many models take `position_ids` and still look across documents (OPT, Falcon, models with recurrent layers), so
@@ -27,9 +27,10 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout) -> bool:
     Call it under the autocast that training uses: FlashAttention's kernels take half precision only.
 
     Args:
-        model: a causal language model with its attention backend set, on the device it is trained on, its parameters
-            materialised (not yet sharded).
+        model: a causal language model with its attention backend set. If an engine has sharded it, every process must
+            call this.
         layout: how packed rows reach the model: `packed` for backends that mask, `flat` for those that take lengths.
+        device: where the model computes, if that is not where its embeddings are.
     """
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
@@ -39,7 +40,7 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout) -> bool:
     row = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
     batch = Collator(0, layout)([row])
     del batch["labels"]
-    device = embeddings.weight.device
+    device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     seen: list[torch.Tensor] = []
 

@@ -216,7 +216,7 @@ class Strategy(Section):
     nvme_path: str | None = None
     """Folder on a local NVMe drive for what is offloaded there; each process makes a folder of its own in it."""
     pin_memory: bool = True
-    """ZeRO: page-locked host memory for what is offloaded: faster copies, memory that nothing else can use."""
+    """Page-locked host memory for what is offloaded: faster copies, memory that nothing else can use."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """ZeRO and FSDP: in what gradients are summed over processes and micro-batches. `auto`: fp32 (bf16 under
     `pure_bf16`)."""
