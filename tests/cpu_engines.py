@@ -1,7 +1,8 @@
 """Runs the toolkit with DeepSpeed or FSDP2 on CPU processes, which accelerate itself offers on GPUs only.
 
 `torchrun … tests/cpu_engines.py recipe=NAME key=value …` is `toolkit/run.py` with two of accelerate's methods replaced:
-the process group is gloo, and the device is the CPU. Nothing else differs from a run on GPUs.
+the process group is gloo, and the device is the CPU. 16-bit types pass as supported, which torch computes with slowly.
+Nothing else differs from a run on GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def use_cpu_processes() -> None:
     """Lets accelerate choose its distributed engines for processes on CPUs."""
     import torch
+    import transformers.training_args
     from accelerate.state import DistributedType, PartialState
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     prepare, place = PartialState._prepare_backend, PartialState.set_device
 
@@ -33,6 +36,9 @@ def use_cpu_processes() -> None:
         place(self)
 
     PartialState._prepare_backend, PartialState.set_device = _prepare_backend, set_device
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    CPU_Accelerator.supported_dtypes = lambda self: [torch.float32, torch.float16, torch.bfloat16]
 
 
 if __name__ == "__main__":

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib.util
-import os
-import sys
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import ParallelismConfig
 from accelerate.utils import broadcast_object_list
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from transformers import PrinterCallback, Seq2SeqTrainingArguments, set_seed
-from transformers.utils.logging import disable_progress_bar
-from trl import SFTConfig
+from transformers import PrinterCallback, set_seed
 
-from toolkit import attention, optimization
-from toolkit.callbacks import AtStart, CleanStop, Evaluator, Meter, StepTokens
+from toolkit import attention, checkpoint, optimization
+from toolkit.callbacks import AtStart, CleanStop, Evaluator, Meter, Seal, StepTokens
 from toolkit.data.audit import Audit, DataError, check_batch, render
 from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
 from toolkit.data.prepare import Prepared, prepare
+from toolkit.effective import EffectiveCheck
 from toolkit.errors import UserError
 from toolkit.evaluate import generated_metrics, row_lengths
 from toolkit.folder import RunFolder, check_disk, describe, hash_files, now, write_json
@@ -44,19 +37,14 @@ from toolkit.policy import (
     Length,
     World,
     batch_layout,
-    checkpoints_in_fsdp,
     dtypes,
-    fsdp_dtypes,
-    fsdp_mesh,
+    expected_state,
     run_length,
-    training_arguments,
 )
+from toolkit.process import build_arguments, check_devices, prepare_process
 from toolkit.progress import Progress
 from toolkit.recipe import Loaded, Recipe
 from toolkit.trainer import CausalTrainer, EncoderDecoderTrainer, FixedOrder
-
-# malloc.h: from which size on blocks are mapped one by one, and how much free memory is kept.
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
 @dataclass
@@ -116,15 +104,15 @@ def set_up(
     """
     recipe = loaded.recipe
     layout = batch_layout(recipe, world.world_size)
-    _prepare_process()
-    _check_devices(recipe, world)
+    prepare_process()
+    check_devices(recipe, world)
     types = dtypes(recipe)
     backend = attention.resolve(recipe.model.attention, load_config(recipe).to_dict(), types.compute)
     tokenizer = load_tokenizer(recipe)
     stops = stop_tokens(recipe, tokenizer)
     prepared = _prepare_data(recipe, tokenizer, stops, layout, folder, progress)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
-    arguments = _arguments(recipe, layout, length, folder, world)
+    arguments = build_arguments(recipe, layout, length, folder, world)
     optimization.check_arguments(recipe, arguments, length)
     folder = _shared(folder)
     arguments.output_dir = str(folder.checkpoints)
@@ -136,7 +124,7 @@ def set_up(
     training = Training(
         loaded, folder, layout, length, types, backend, prepared, tokenizer, stops, trainer, progress
     )  # fmt: skip
-    training.resume_from = _resume_from(recipe, folder)
+    training.resume_from = folder.resume_from
     if training.leads:
         counts = parameter_counts(trainer.model)
         check_disk(folder, recipe, counts)
@@ -146,30 +134,6 @@ def set_up(
         _write_manifest(training, counts, hashes)
     _attach_callbacks(training, at_start)
     return training
-
-
-def _prepare_process() -> None:
-    """Settings of libraries that must be made before they start working."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        _use_whole_cpu()
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-
-
-def _use_whole_cpu() -> None:
-    """Threads and memory for training on a CPU.
-
-    `accelerate launch` and torchrun set OMP_NUM_THREADS=1, whatever the machine has. And glibc hands large blocks back
-    to the kernel after every operation, which then clears each page anew: 12 demo steps took 31 s instead of 23.
-    """
-    if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(torch.get_num_threads(), (os.cpu_count() or 1) // processes))
-    with contextlib.suppress(AttributeError, OSError):  # Not every C library has it.
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**26)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def _prepare_data(
@@ -237,11 +201,16 @@ def _trainer(
 def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) -> None:
     trainer, progress = training.trainer, training.progress
 
+    def record(found: dict[str, Any]) -> None:
+        if training.leads:
+            training.folder.update_manifest(effective=found)
+
     def start() -> None:
         if training.recipe.data.packing:
             _check_isolation(training)
         at_start(training)
 
+    trainer.add_callback(EffectiveCheck(trainer, _wanted_state(training), record))
     trainer.add_callback(AtStart(start))
     if training.leads:
         training.meter = Meter(training.folder, training.length, progress, _step_tokens(training))
@@ -251,9 +220,22 @@ def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) 
         training.evaluator = Evaluator(
             lambda: _evaluate(training), settings.at_start, settings.every_steps, training.meter
         )
+    seal = functools.partial(checkpoint.seal, recipe=training.recipe, world_size=training.layout.world_size)
+    trainer.add_callback(Seal(trainer.accelerator, seal, training.recipe.checkpoint.save_total_limit))
     for callback in (training.meter, training.evaluator, training.stop):
         if callback is not None:
             trainer.add_callback(callback)
+
+
+def _wanted_state(training: Training) -> dict[str, Any]:
+    kind, _ = training.trainer.optimizer_cls_and_kwargs
+    wanted = expected_state(
+        training.recipe, training.layout, kind.__name__, attention.IMPLEMENTATIONS[training.attention]
+    )
+    if training.recipe.optimizer.name.endswith("layerwise"):
+        # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
+        del wanted["optimizer"]
+    return wanted
 
 
 def _evaluate(training: Training) -> dict[str, float]:
@@ -279,56 +261,6 @@ def _evaluate(training: Training) -> dict[str, float]:
     return metrics
 
 
-def _arguments(recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World) -> Any:
-    """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded.
-
-    Raises:
-        UserError: If accelerate does not see all the processes that were launched.
-    """
-    kwargs = training_arguments(recipe, layout, length)
-    cuda = torch.cuda.is_available()
-    kwargs |= {
-        "output_dir": str(folder.checkpoints) if folder else "unset",
-        "dataloader_pin_memory": cuda,
-        "use_cpu": not cuda and recipe.strategy.name in ("single", "ddp"),
-    }
-    if cuda:
-        kwargs["tf32"] = recipe.tf32
-    if folder:
-        kwargs["run_name"] = folder.path.name
-        if "tensorboard" in recipe.logging.trackers:
-            os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
-    if mesh := fsdp_mesh(recipe, world):
-        kwargs["parallelism_config"] = ParallelismConfig(**mesh)
-    arguments: Any
-    if recipe.objective == "seq2seq":
-        arguments = Seq2SeqTrainingArguments(**kwargs)
-    else:
-        arguments = SFTConfig(**kwargs, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
-    if arguments.world_size != world.world_size:
-        raise UserError(
-            f"strategy.name={recipe.strategy.name}: {world.world_size} processes were launched, and accelerate sees "
-            f"{arguments.world_size} on {arguments.device}: its engines run on GPUs only",
-            "set strategy.name=ddp",
-        )
-    if recipe.strategy.name == "fsdp":
-        arguments.fsdp_plugin_args |= _fsdp_plugin(recipe)
-    return arguments
-
-
-def _fsdp_plugin(recipe: Recipe) -> dict[str, Any]:
-    """What accelerate's FSDP plugin takes and TrainingArguments do not pass on."""
-    types = {key: getattr(torch, name) if name else None for key, name in fsdp_dtypes(recipe).items()}
-    plugin: dict[str, Any] = {
-        "mixed_precision_policy": MixedPrecisionPolicy(**types),  # type: ignore[arg-type]
-        "activation_checkpointing_offload": recipe.activation_checkpointing.mode == "offload"
-        and checkpoints_in_fsdp(recipe),
-    }
-    if recipe.strategy.offload_param == "cpu":
-        plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=recipe.strategy.pin_memory)
-    return plugin
-
-
 def _shared(folder: RunFolder | None) -> RunFolder:
     """The first process's run folder, on every process."""
     box = [folder]
@@ -336,34 +268,6 @@ def _shared(folder: RunFolder | None) -> RunFolder:
         broadcast_object_list(box)
     assert box[0] is not None
     return box[0]
-
-
-def _check_devices(recipe: Recipe, world: World) -> None:
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and world.world_size == 1:
-        command = f"accelerate launch --multi_gpu --num_processes {gpus} toolkit/run.py …"
-        raise UserError(
-            f"this machine has {gpus} GPUs and one process was started",
-            f"launch all of them with `{command}`, or make one visible with CUDA_VISIBLE_DEVICES=0",
-        )
-    if recipe.precision == "fp16" and not gpus:
-        raise UserError(
-            "precision=fp16 needs a GPU: its loss scaling does not run on a CPU", "set precision=bf16 or fp32"
-        )
-    if recipe.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"{torch.cuda.get_device_name()} has no bf16", "set precision=fp16 or fp32")
-    if recipe.activation_checkpointing.mode == "offload" and not gpus:
-        raise UserError(
-            "activation_checkpointing.mode=offload moves activations from a GPU to host memory; there is no GPU here",
-            "set activation_checkpointing.mode=full",
-        )
-    optimization.check_available(recipe)
-    for tracker in recipe.logging.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            raise UserError(
-                f"logging.trackers: {tracker} is not installed",
-                f"run `pip install {tracker}`, or remove it from the list",
-            )
 
 
 def _check_isolation(training: Training) -> None:
@@ -387,13 +291,6 @@ def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[di
     return Collator(tokenizer.pad_token_id, "packed" if recipe.data.packing else "padded")
 
 
-def _resume_from(recipe: Recipe, folder: RunFolder) -> Path | None:
-    wanted = recipe.checkpoint.resume
-    if wanted == "never":
-        return None
-    return folder.newest_checkpoint() if wanted == "auto" else Path(wanted)
-
-
 def _step_tokens(training: Training) -> Callable[[int, int], int]:
     order, layout = training.trainer.order, training.layout
     if order is None:
@@ -403,7 +300,6 @@ def _step_tokens(training: Training) -> Callable[[int, int], int]:
 
 
 def _write_manifest(training: Training, counts: dict[str, int], hashes: dict[str, str]) -> None:
-    optimizer, _ = training.trainer.optimizer_cls_and_kwargs
     started = training.folder.manifest().get("started") if training.resume_from else None
     facts = describe(training.loaded, training.layout, hashes)
     if started:
@@ -413,13 +309,6 @@ def _write_manifest(training: Training, counts: dict[str, int], hashes: dict[str
         parameters=counts,
         total_steps=training.length.total_steps,
         resumed_from=str(training.resume_from) if training.resume_from else None,
-        effective={
-            "attention": training.attention,
-            "weights": training.dtypes.load,
-            "compute": training.dtypes.compute,
-            "optimizer": getattr(optimizer, "__name__", str(optimizer)),
-            "device": str(training.trainer.args.device),
-        },
     )
 
 

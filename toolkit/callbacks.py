@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.folder import RunFolder
 from toolkit.policy import Length
@@ -191,6 +192,25 @@ class Evaluator(TrainerCallback):
         if self._meter:
             self._meter.evaluated(step, self.last, time.monotonic() - started)
         return self.last
+
+
+class Seal(TrainerCallback):
+    """Makes a checkpoint count once all processes have written their part of it, and only then drops the oldest.
+
+    Args:
+        accelerator: What the processes wait with.
+        seal: Records on the first process that a checkpoint, saved at a step, is whole.
+        limit: How many checkpoints are kept.
+    """
+
+    def __init__(self, accelerator: Any, seal: Callable[[Path, int], None], limit: int) -> None:
+        self._accelerator, self._seal, self._limit = accelerator, seal, limit
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._accelerator.wait_for_everyone()
+        if state.is_world_process_zero:
+            self._seal(Path(args.output_dir, f"checkpoint-{state.global_step}"), state.global_step)
+            rotate_checkpoints(args.output_dir, self._limit, use_mtime=True)
 
 
 class CleanStop(TrainerCallback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ examples:
   toolkit init                                        start a recipe folder here
   toolkit cp recipe=qwen3_0_6b_lora mine seq_len=1024  a recipe of your own, as a diff
   toolkit validate recipe=mine                        every problem at once
-  accelerate launch -m toolkit.run recipe=mine        train it
+  toolkit launch recipe=mine                          train it on all GPUs of this machine
 """
 
 
@@ -90,6 +91,24 @@ def _parser() -> argparse.ArgumentParser:
         add("cp", _cp, "write a recipe of your own as a diff: toolkit cp recipe=PARENT NEW key=value", recipe=True)
     )
     add("doctor", _doctor, "versions, devices and kernels that really work, to paste into a bug report")
+    launch = with_folder(add("launch", _launch, "train a recipe on the GPUs of one machine or many", recipe=True))
+    launch.add_argument("--gpus", type=_count, metavar="N", help="GPUs of each machine, a process each (default: all)")
+    launch.add_argument("--nodes", type=_positive, default=1, metavar="N", help="number of machines (1)")
+    launch.add_argument("--rank", type=_count, metavar="R", help="this machine's number; the one with 0 is the head")
+    launch.add_argument("--head", metavar="HOST", help="name or address of the head, the same on every machine")
+    launch.add_argument("--port", type=_positive, metavar="P", help="port at which the processes meet")
+    launch.add_argument("--print", action="store_true", help="only print what would be started")
+    launch.add_argument("--slurm", action="store_true", help="write an sbatch file instead; the options below are its")
+    for option, text in (
+        ("output", "where it is written (RECIPE.sbatch)"),
+        ("time", "time limit, such as 4:00:00; the run is queued again until it is finished"),
+        ("partition", "Slurm partition"),
+        ("account", "Slurm account"),
+    ):
+        launch.add_argument(f"--{option}", metavar=option.upper(), help=text)
+    launch.add_argument("--cores", type=_positive, metavar="N", help="CPU cores of each machine (8 per process)")
+    render = with_folder(add("render", _render, "write accelerate_configs/ and deepspeed_configs/, one per strategy"))
+    render.add_argument("--check", action="store_true", help="write nothing; fail if a file is not as it would be")
     data = with_folder(add("data", _data, "prepare and audit the data of a recipe", recipe=True))
     data.add_argument("--show", type=_positive, default=0, metavar="N", help="print N rows, trained tokens coloured")
     report = add("report", _report, "write a run's report.html again")
@@ -111,6 +130,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
     return number
 
 
@@ -243,6 +269,43 @@ def _doctor(options: argparse.Namespace) -> int:
     from toolkit.doctor import collect, render
 
     print(render(collect()))
+    return 0
+
+
+def _launch(options: argparse.Namespace) -> int:
+    loaded = _load(options)
+    from toolkit import launch
+
+    recipe, arguments = loaded.recipe, list(options.arguments)
+    if options.recipes:
+        arguments += ["--recipes", options.recipes]
+    cluster = launch.cluster(recipe, options.gpus, options.nodes, options.head, options.port, options.slurm)
+    launch.check(recipe, cluster)
+    if options.slurm:
+        name = re.sub(r"[^\w.-]+", "-", recipe.output.name or loaded.name)
+        job = launch.Job(name, options.time, options.partition, options.account, options.cores)
+        text = launch.sbatch(recipe, cluster, job, arguments)
+        print(text if options.print else launch.save(text, Path(options.output or f"{name}.sbatch")))
+    elif options.print:
+        ranks = range(cluster.nodes) if options.rank is None else [options.rank]
+        print("\n".join(launch.shell_line(cluster, rank, arguments) for rank in ranks))
+    else:
+        launch.run(cluster, options.rank, arguments)
+    return 0
+
+
+def _render(options: argparse.Namespace) -> int:
+    from toolkit.policy.render import render, stale, write
+    from toolkit.recipe import recipe_folders
+
+    files = render(recipe_folders(options.recipes))
+    if not options.check:
+        write(files, Path())
+    wrong = stale(files, Path())
+    if wrong:
+        left = "remove those whose strategy is gone" + "; `toolkit render` writes the others" * options.check
+        raise UserError(f"not as recipes/strategy/ says: {', '.join(wrong)}", left)
+    print(f"{len(files)} files of {len(files)} are current" if options.check else "\n".join(files))
     return 0
 
 

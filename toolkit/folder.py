@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import psutil
 import yaml
 from filelock import FileLock, Timeout
 
+from toolkit import checkpoint
 from toolkit.errors import UserError
 from toolkit.policy import BatchLayout
 from toolkit.recipe import Loaded, Recipe
@@ -55,7 +56,8 @@ _WITHOUT_EFFECT = (
 _WITHOUT_EFFECT_KEYS = ("batch.micro_batch_size", "data.num_proc")
 """What may change when a run is continued, because it does not move the weights: a smaller micro-batch, for one."""
 
-_CHECKPOINT_FILES = ("trainer_state.json", "scheduler.pt", "optimizer.pt", "*.safetensors")
+_SMALL_FILES = 2**25
+"""Bytes of a checkpoint's tokenizer, random states and logs: seen up to 20 MB."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,14 @@ class RunFolder:
     Args:
         path: The folder.
         finished: Whether this very run has already been completed there.
+        resume_from: The checkpoint from which training continues.
+        cut_off: Checkpoints that were passed over, because they are not whole.
     """
 
     path: Path
     finished: bool = False
+    resume_from: Path | None = None
+    cut_off: Sequence[Path] = ()
 
     @property
     def final(self) -> Path:
@@ -79,12 +85,6 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
-
-    def newest_checkpoint(self) -> Path | None:
-        """The newest checkpoint with all its files; one that was cut off while saving is passed over."""
-        processes = self.manifest().get("world_size") or 1
-        found = [folder for folder in self.checkpoints.glob("checkpoint-*") if not missing_files(folder, processes)]
-        return max(found, key=step_of, default=None)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -133,28 +133,6 @@ class RunFolder:
             return {}
 
 
-def missing_files(checkpoint: Path, processes: int = 0) -> list[str]:
-    """What a checkpoint lacks to continue from it, as patterns.
-
-    Args:
-        processes: How many processes saved it; each saves the state of its random numbers. 0 if not known.
-    """
-    numbers = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state*.pth"]
-    return [
-        pattern
-        for pattern in (*_CHECKPOINT_FILES, *numbers)
-        if not any(file.stat().st_size for file in checkpoint.glob(pattern))
-    ]
-
-
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step at which a checkpoint was saved; -1 if it does not say."""
-    try:
-        return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError):
-        return -1
-
-
 def write_json(file: Path, content: Any) -> None:
     """Writes a JSON file so that readers see the old or the new content, never a part."""
     partial = file.with_name(f".{file.name}.partial")
@@ -172,15 +150,17 @@ def recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def claim(loaded: Loaded) -> RunFolder:
+def claim(loaded: Loaded, world_size: int) -> RunFolder:
     """Finds or makes the folder of this run. Nothing of another run is ever overwritten.
 
     Raises:
-        UserError: If the folder holds another run or foreign files, or cannot be written.
+        UserError: If the folder holds another run or foreign files, or cannot be written; or if training cannot
+            continue from its newest checkpoint, or from the one that is named.
     """
     output, resume = loaded.recipe.output, loaded.recipe.checkpoint.resume
-    if resume not in ("auto", "never"):
-        _check_checkpoint(Path(resume), loaded.recipe)
+    named = Path(resume) if resume not in ("auto", "never") else None
+    if named:
+        checkpoint.check_named(named, loaded.recipe)
     path = Path(output.dir) / (output.name or loaded.name.replace("/", "-"))
     if resume == "never":
         path = next(place for place in _numbered(path) if not _used(place))
@@ -198,47 +178,31 @@ def claim(loaded: Loaded) -> RunFolder:
             )
         if manifest.get("status") == "finished":
             return RunFolder(path, finished=True)
+    found, cut_off = checkpoint.newest(folder.checkpoints)
+    if start := named or found:
+        checkpoint.check_readable(start, loaded.recipe, world_size)
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
-    return folder
-
-
-def _check_checkpoint(checkpoint: Path, recipe: Recipe) -> None:
-    what = f"checkpoint.resume={checkpoint}"
-    if missing := missing_files(checkpoint):
-        raise UserError(f"{what} is not a whole checkpoint: no {', '.join(missing)}", "name another checkpoint")
-    adapter = (checkpoint / "adapter_model.safetensors").is_file()
-    if adapter != (recipe.method.name == "lora"):
-        kinds = ("an adapter", "a full model")
-        raise UserError(
-            f"{what} holds {kinds[not adapter]}, the recipe trains {kinds[adapter]}",
-            "set method.name as the checkpoint was trained",
-        )
-    steps = recipe.schedule.max_steps
-    if steps is not None and steps <= step_of(checkpoint):
-        raise UserError(
-            f"{what} is at step {step_of(checkpoint)} already, schedule.max_steps is {steps}",
-            "raise schedule.max_steps",
-        )
+    return RunFolder(path, resume_from=start, cut_off=[] if named else cut_off)
 
 
 def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int]) -> None:
     """Refuses a run whose checkpoints and final model do not fit on the disk.
 
     Args:
-        counts: Parameters `total` and `trainable`.
+        counts: See `model.parameter_counts`.
 
     Raises:
         UserError: With the bytes needed and free.
     """
-    saved = counts["total"] if recipe.method.name == "full" else counts["trainable"]
-    # A checkpoint holds fp32 weights and two fp32 moments at most; while rotating there is one more than the limit.
-    checkpoint = 4 * saved + 8 * counts["trainable"]
+    final = 4 * counts["total" if recipe.method.name == "full" else "trainable"]
     saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
-    need = 4 * saved + checkpoint * ((recipe.checkpoint.save_total_limit + 1) if saves else 1)
+    # While rotating there is one more than the limit; an interrupted run saves one in any case.
+    checkpoints = recipe.checkpoint.save_total_limit + 1 if saves else 1
+    need = final + checkpoints * (checkpoint.size(recipe, counts) + _SMALL_FILES)
     free = shutil.disk_usage(folder.path).free
     if free < need:
         raise UserError(
@@ -259,7 +223,7 @@ def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> 
         "versions": {"python": platform.python_version(), **versions()},
         "git": _git(),
         "hardware": _hardware(),
-        "world_size": layout.world_size,
+        "saved_by": checkpoint.writer(loaded.recipe, layout.world_size),
         "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
         "batch": {
             "global_batch_size": layout.global_batch_size,

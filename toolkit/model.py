@@ -191,16 +191,24 @@ def restore_config(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
-    """Number of parameters in all and trainable. 4-bit weights count as the parameters they stand for."""
-    total = trainable = 0
-    for parameter in model.parameters():
+    """Number of parameters in `total`, `trainable`, and `tied`: those that a second name stands for.
+
+    4-bit weights count as the parameters they stand for.
+    """
+    total = trainable = tied = 0
+    seen = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
         count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves empty tensors behind
         state = getattr(parameter, "quant_state", None)
         if state is not None and parameter.dtype == torch.uint8:
             count = state.shape.numel()
+        if parameter in seen:
+            tied += count
+            continue
+        seen.add(parameter)
         total += count
         trainable += count if parameter.requires_grad else 0
-    return {"total": total, "trainable": trainable}
+    return {"total": total, "trainable": trainable, "tied": tied}
 
 
 def _quantization(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:

@@ -27,15 +27,19 @@ from toolkit.terminal import ahead_of_launcher, quiet_libraries  # noqa: E402
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the recipe and the launch, then trains. Returns 0, 1 for a failed run, 2 for a wrong recipe."""
-    world = World.from_environment()
+    world = World()
     try:
+        world = World.from_environment()
         parser = argparse.ArgumentParser(prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR]")
         parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
         options, rest = parser.parse_known_args(arguments)
         loaded = load_checked(*split_arguments(rest), options.recipes)
         check_launch(loaded.recipe, world)
         for key, value in environment(loaded.recipe, world).items():
-            os.environ.setdefault(key, value)
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
         quiet_libraries()
         # Only now: these imports take seconds and read the environment.
         from toolkit.train import train

@@ -20,9 +20,11 @@ def train(loaded: Loaded) -> None:
     """
     world = World.from_environment()
     progress = Progress()
-    folder = claim(loaded) if world.rank == 0 else None
+    folder = claim(loaded, world.world_size) if world.rank == 0 else None
     if folder and folder.finished and world.world_size == 1:
         return already_finished(folder, progress)
+    for cut_off in folder.cut_off if folder else ():
+        progress.message(f"{cut_off} was cut off while saving and is passed over")
     with folder.held() if folder else contextlib.nullcontext():
         _train(loaded, world, folder, progress)
 

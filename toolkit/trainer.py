@@ -66,6 +66,12 @@ class _ExactMixin:
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered
+        in the memory of one process, would be read by nobody; the trained model is gathered at the end."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # type: ignore[attr-defined]
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         # A pickle that nothing reads, with this machine's paths and perhaps a token in it.

@@ -5,9 +5,11 @@ Pure: no torch, so that what will run can be shown, checked and planned at once.
 
 from toolkit.policy.arguments import training_arguments
 from toolkit.policy.engines import checkpoints_in_fsdp, deepspeed_config, fsdp_config, fsdp_dtypes, fsdp_mesh
-from toolkit.policy.launcher import check_launch, environment
+from toolkit.policy.expected import expected_state
+from toolkit.policy.launcher import check_launch
 from toolkit.policy.layout import BatchLayout, Length, World, batch_layout, run_length
 from toolkit.policy.precision import Dtypes, dtypes
+from toolkit.policy.variables import environment
 
 __all__ = [
     "BatchLayout",
@@ -20,6 +22,7 @@ __all__ = [
     "deepspeed_config",
     "dtypes",
     "environment",
+    "expected_state",
     "fsdp_config",
     "fsdp_dtypes",
     "fsdp_mesh",

@@ -43,7 +43,6 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         "eval_strategy": "no",
         "save_strategy": "steps" if length.save_steps else "no",
         "save_steps": length.save_steps or 0,
-        "save_total_limit": recipe.checkpoint.save_total_limit,
         "logging_strategy": "steps",
         "logging_steps": recipe.logging.every_steps,
         # A NaN loss must be seen, not averaged away.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,12 +18,19 @@ MICRO_BATCH_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, as the launcher describes them in the environment."""
+    """The processes of a run, as the launcher describes them in the environment.
+
+    Args:
+        master_addr: Host and port at which the processes meet, where they do not stand in the environment already.
+        master_port: See `master_addr`.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -30,27 +39,88 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which torchrun and accelerate set.
+        """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which torchrun and accelerate set, or those of srun.
 
         Raises:
-            UserError: If they are no numbers or contradict each other.
+            UserError: If they are incomplete, no numbers, or contradict each other.
         """
+        keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        given = {key: environment[key] for key in keys if key in environment}
+        if not given and _is_slurm_task(environment):
+            return cls._from_slurm(environment)
+        missing = [key for key in keys if key not in given]
+        # Cluster platforms announce a single process by RANK and WORLD_SIZE alone, which misleads nobody.
+        if given and missing and not (missing == ["LOCAL_RANK"] and given["WORLD_SIZE"] == "1"):
+            raise UserError(
+                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set without {' and '.join(missing)}",
+                f"`unset {' '.join(given)}` if left over from another launch, or start with toolkit launch, "
+                "accelerate launch, torchrun or srun",
+            )
+        numbers = {key: environment.get(key, "1" if key == "WORLD_SIZE" else "0") for key in keys}
+        numbers["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
+        return cls._checked(numbers)
+
+    @classmethod
+    def _from_slurm(cls, environment: Mapping[str, str]) -> World:
+        size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+        per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+        counts = _expand_counts(per_node or environment.get("SLURM_NTASKS_PER_NODE", size))
+        if len(set(counts)) > 1:
+            raise UserError(
+                f"Slurm started unequal numbers of processes per node: {', '.join(counts)}",
+                "give srun --ntasks-per-node, the same for every node",
+            )
+        world = cls._checked(
+            {
+                "SLURM_PROCID": environment.get("SLURM_PROCID", "0"),
+                "SLURM_LOCALID": environment.get("SLURM_LOCALID", "0"),
+                "SLURM_NTASKS": size,
+                "SLURM_TASKS_PER_NODE": counts[0],
+            }
+        )
+        hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+        # Jobs on one machine must not meet at the same port; Linux hands out ports from 32768 on by itself.
+        job = int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
+        return dataclasses.replace(world, master_addr=_first_host(hosts), master_port=20_000 + job % 10_000)
+
+    @classmethod
+    def _checked(cls, texts: Mapping[str, str]) -> World:
+        """From the variables of rank, rank in the node, processes and processes per node, in this order."""
         try:
-            rank, local_rank = (int(environment.get(key, "0")) for key in ("RANK", "LOCAL_RANK"))
-            world_size = int(environment.get("WORLD_SIZE", "1"))
-            local_world_size = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+            rank, local_rank, world_size, local_world_size = map(int, texts.values())
         except ValueError as error:
             raise UserError(
                 f"the launcher's environment cannot be read: {error}",
-                "unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, or start with accelerate launch or torchrun",
+                f"unset {', '.join(texts)}, or start with toolkit launch, accelerate launch, torchrun or srun",
             ) from None
         if not (0 <= rank < world_size and 0 <= local_rank < local_world_size) or world_size % local_world_size:
             raise UserError(
-                f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} and "
-                f"LOCAL_WORLD_SIZE={local_world_size} contradict each other",
-                "unset those left over from another launch, or start with accelerate launch or torchrun",
+                f"{', '.join(f'{key}={text}' for key, text in texts.items())} contradict each other",
+                "unset those left over from another launch, or start with toolkit launch or accelerate launch",
             )
         return cls(rank, local_rank, world_size, local_world_size)
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process. A shell inside an allocation sees the job, but is no task of it."""
+    step = environment.get("SLURM_STEP_ID", "")
+    # Slurm numbers the steps of batch scripts and interactive shells downwards from 2**32.
+    return step.isdigit() and int(step) < 2**32 - 256 and "SLURM_PROCID" in environment
+
+
+def _expand_counts(text: str) -> list[str]:
+    """Slurm's counts per node: `4(x2),3` to `["4", "4", "3"]`."""
+    counts: list[str] = []
+    for part in text.split(","):
+        count, _, times = part.removesuffix(")").partition("(x")
+        counts += [count] * int(times or "1")
+    return counts
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `node[03-05,9],other` to `node03`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
 @dataclass(frozen=True)
