@@ -1,6 +1,6 @@
 # Two commands do all their own set-up: `make demo` and `make test`. Everything lives in .venv of this checkout.
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test test-fast lint format clean
+.PHONY: venv demo test test-fast matrix lint format clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -34,13 +34,18 @@ test: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not matrix"
+
+# Every engine in every combination, on all GPUs of this machine or on two CPU processes; prints the figures.
+matrix: venv
+	$(BIN)/python -m pytest tests/test_matrix.py -m "matrix or not matrix"
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/toolkit render --check
 
 format: venv
 	$(BIN)/ruff check --fix .

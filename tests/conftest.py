@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from figures import pytest_terminal_summary  # noqa: F401
+
 # Kept between sessions and shared by parallel workers: the built-in model is converted once.
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
 

@@ -52,7 +52,7 @@ def set_up(*overrides: str) -> Any:
     from toolkit.rules import load_checked
 
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
-    training = train.set_up(loaded, World(), claim(loaded), Progress())
+    training = train.set_up(loaded, World(), claim(loaded, 1), Progress(), at_start=lambda training: None)
     assert training is not None
     return training
 

@@ -1,4 +1,4 @@
-"""The run folder: whose it is, what is complete in it, whether the disk will hold it."""
+"""The run folder: whose it is, whether the disk will hold it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from harness import write_recipe
 
 from toolkit.errors import UserError
-from toolkit.folder import RunFolder, check_disk, claim, hash_files, recipe_hash
+from toolkit.folder import check_disk, claim, hash_files, recipe_hash
 from toolkit.recipe import Loaded, load
 
 
@@ -33,15 +33,15 @@ def test_identity_is_what_moves_the_weights() -> None:
 
 
 def test_attempt_without_results_can_be_repeated_with_another_recipe(place: Path) -> None:
-    claim(small()).update_manifest(hashes={"recipe": recipe_hash(small().recipe)}, status="failed")
-    assert claim(small("seed=1")).path == Path("runs/small")
+    claim(small(), 1).update_manifest(hashes={"recipe": recipe_hash(small().recipe)}, status="failed")
+    assert claim(small("seed=1"), 1).path == Path("runs/small")
 
 
 def test_foreign_folder_is_refused(place: Path) -> None:
     (place / "runs" / "small").mkdir(parents=True)
     (place / "runs" / "small" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"output\.name"):
-        claim(small())
+        claim(small(), 1)
     assert [file.name for file in (place / "runs" / "small").iterdir()] == ["thesis.tex"]
 
 
@@ -49,30 +49,14 @@ def test_file_in_place_of_the_folder_is_refused(place: Path) -> None:
     (place / "runs").mkdir()
     (place / "runs" / "small").write_text("a file")
     with pytest.raises(UserError, match="is a file"):
-        claim(small())
-    assert claim(small("checkpoint.resume=never")).path == Path("runs/small-2")
-
-
-def test_newest_complete_checkpoint_is_found_by_number(place: Path) -> None:
-    claim(small()).update_manifest(world_size=2)
-    for step in (9, 10, 100):
-        folder = place / "runs" / "small" / "checkpoints" / f"checkpoint-{step}"
-        folder.mkdir(parents=True)
-        for name in ("scheduler.pt", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "model.safetensors"):
-            (folder / name).write_text("x")
-        (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-    run = RunFolder(place / "runs" / "small")
-    assert run.newest_checkpoint() == run.checkpoints / "checkpoint-100"
-    (run.checkpoints / "checkpoint-100" / "optimizer.pt").write_text("")
-    assert run.newest_checkpoint() == run.checkpoints / "checkpoint-10"
-    (run.checkpoints / "checkpoint-10" / "rng_state_1.pth").unlink()  # One of the two processes was killed before.
-    assert run.newest_checkpoint() == run.checkpoints / "checkpoint-9"
+        claim(small(), 1)
+    assert claim(small("checkpoint.resume=never"), 1).path == Path("runs/small-2")
 
 
 def test_disk_too_small_is_refused_before_training(place: Path) -> None:
-    folder = claim(small())
-    check_disk(folder, small().recipe, {"total": 1000, "trainable": 1000})
-    huge = {"total": 10**15, "trainable": 10**6}
+    folder = claim(small(), 1)
+    check_disk(folder, small().recipe, {"total": 1000, "trainable": 1000, "tied": 0})
+    huge = {"total": 10**15, "trainable": 10**6, "tied": 0}
     with pytest.raises(UserError, match=r"output\.dir"):
         check_disk(folder, small().recipe, huge)
     check_disk(folder, small("method=lora").recipe, huge)

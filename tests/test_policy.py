@@ -204,7 +204,7 @@ def test_training_arguments_say_what_the_recipe_says() -> None:
         schedule={"name": "linear", "max_steps": 20, "warmup_ratio": 0.1},
         batch={"global_batch_size": 8, "micro_batch_size": 2},
         activation_checkpointing={"mode": "offload", "every_n_layers": 2},
-        checkpoint={"save_steps": 5, "save_total_limit": 3},
+        checkpoint={"save_steps": 5},
         logging={"every_steps": 4, "trackers": ["tensorboard"]},
         seed=7,
     )
@@ -223,7 +223,6 @@ def test_training_arguments_say_what_the_recipe_says() -> None:
         "fp16": True,
         "bf16": False,
         "save_steps": 5,
-        "save_total_limit": 3,
         "logging_steps": 4,
         "report_to": ["tensorboard"],
         "seed": 7,

@@ -94,12 +94,14 @@ def set_up(
     world: World,
     folder: RunFolder | None,
     progress: Progress,
+    swap: Path | None,
     at_start: Callable[[Training], None],
 ) -> Training | None:
     """Everything before the first step. None when this run has been finished before.
 
     Args:
         folder: The claimed run folder on the first process, None on the others.
+        swap: Folder for what is offloaded to NVMe.
         at_start: Called on every process when the engine holds model and optimizer, before the first step.
     """
     recipe = loaded.recipe
@@ -112,7 +114,7 @@ def set_up(
     stops = stop_tokens(recipe, tokenizer)
     prepared = _prepare_data(recipe, tokenizer, stops, layout, folder, progress)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
-    arguments = build_arguments(recipe, layout, length, folder, world)
+    arguments = build_arguments(recipe, layout, length, folder, world, swap)
     optimization.check_arguments(recipe, arguments, length)
     folder = _shared(folder)
     arguments.output_dir = str(folder.checkpoints)

@@ -134,8 +134,8 @@ def _form(facts: Mapping[str, Any]) -> tuple[Any, ...]:
     if strategy == "fsdp":
         return strategy, facts["state_dict_type"]
     if strategy.startswith("zero"):
-        # Every process reads back the part it wrote.
-        return strategy, facts["offload_optimizer"] == "nvme", facts["world_size"]
+        # Every process reads back the part it wrote. Stages 1 and 2 divide the optimizer's state in the same way.
+        return strategy == "zero3", facts["offload_optimizer"] == "nvme", facts["world_size"]
     return ("whole",)
 
 

@@ -140,10 +140,12 @@ def _fsdp(model: Any) -> dict[str, Any]:
     groups = [
         group for module in model.modules() if isinstance(module, FSDPModule) for group in _parameter_groups(module)
     ]
+    outermost = _parameter_groups(model)
     policies = {_name(group.mp_policy.reduce_dtype) for group in groups if group.mp_policy.reduce_dtype}
     return {
         "reduce_dtype": "+".join(sorted(policies)),
-        "reshard_after_forward": any(group._reshard_after_forward for group in groups),
+        # Of all but the outermost unit, which FSDP itself keeps gathered from the first forward pass on.
+        "reshard_after_forward": any(group._reshard_after_forward for group in groups if group not in outermost),
         "offload_param": "cpu" if any(_offloads(group) for group in groups) else "none",
         "fsdp_units": len(groups),
     }

@@ -55,7 +55,7 @@ def meet(world: World) -> Iterator[Meeting]:
         yield met
     except Exception as error:
         if met.joining and isinstance(error, RuntimeError):
-            met.tell(told := UserError(f"the processes cannot exchange data: {_first_line(error)}", met.network_hint))
+            met.tell(told := met.failed_to_join(_first_line(error)))
             raise told from error
         met.tell(error)
         raise
@@ -135,6 +135,27 @@ class Meeting:
     def joined(self) -> None:
         """This process has started its group and comes to the first collective operation."""
         self._put(f"joined/{self.world.rank}", True)
+
+    def failed_to_join(self, why: str) -> UserError:
+        """Who has gone; else who did not come; else that they do not reach each other."""
+        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
+
+        def beats(store: Store) -> list[int]:
+            return [store.add(f"beat/{rank}", 0) for rank in others]
+
+        try:
+            first = self._ask(beats)
+            time.sleep(5 * _BEAT_SECONDS)
+            second = self._ask(beats)
+            absent = self._ask(lambda store: [rank for rank in others if not store.check([f"joined/{rank}"])])
+            arrived = self._ask(lambda store: store.check([f"joined/{self.world.rank}"]))
+        except UserError as error:
+            return error
+        if silent := [rank for rank, old, new in zip(others, first, second, strict=True) if old == new]:
+            return self._gone(silent, "stopped answering while the process group started")
+        if arrived and absent:
+            return Agreed(f"{self.name(*absent)} did not come to the first all-reduce: {why}", self.network_hint)
+        return Agreed(f"the processes are all there, but cannot exchange data: {why}", self.network_hint)
 
     def close(self) -> None:
         """Leaves the meeting. The first process, at whose side the store may be, leaves last."""
@@ -257,19 +278,10 @@ class Meeting:
                     self._exit(Agreed(*json.loads(store.get("end"))[:2]))
                 # The first process says who is missing; should it hang itself, the others end all the same.
                 elif time.monotonic() > self._deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
-                    self._exit(self._stuck(store))
+                    self._exit(self.failed_to_join(f"nothing for {TIMEOUT_SECONDS:g} s"))
         except DistError as error:
             if self._deadline is not None:
                 self._exit(Agreed(f"{self.name(0)} stopped answering: {_first_line(error)}", self.network_hint))
-
-    def _stuck(self, store: Store) -> UserError:
-        ranks = range(self.world.world_size)
-        absent = [rank for rank in ranks if not store.check([f"joined/{rank}"])]
-        if absent and len(absent) < len(ranks):
-            what = f"{self.name(*absent)} did not come to the first all-reduce within {TIMEOUT_SECONDS:g} s"
-        else:
-            what = f"all processes are there, but they could not exchange data within {TIMEOUT_SECONDS:g} s"
-        return Agreed(what, self.network_hint)
 
     def _exit(self, error: UserError) -> None:
         """Ends a process whose main thread hangs where nothing can interrupt it."""

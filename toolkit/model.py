@@ -175,6 +175,14 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
     return adapted
 
 
+def count_parameters(recipe: Recipe) -> int:
+    """Parameters of the model, from its config: no weights are read."""
+    kind = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(load_config(recipe), trust_remote_code=recipe.model.trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> None:
     """Converts parameters only: `Module.to` would also round the frequencies of rotary embeddings."""
     for parameter in parameters:

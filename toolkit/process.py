@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,8 +94,13 @@ def _deepspeed_takes_fp16() -> bool:
     return bool(get_accelerator().is_fp16_supported())
 
 
-def build_arguments(recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World) -> Any:
+def build_arguments(
+    recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World, swap: Path | None
+) -> Any:
     """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded.
+
+    Args:
+        swap: What stands in for `strategy.nvme_path`, see `nvme.swap_folder`.
 
     Raises:
         UserError: If accelerate does not see all the processes that were launched.
@@ -112,6 +118,10 @@ def build_arguments(recipe: Recipe, layout: BatchLayout, length: Length, folder:
         kwargs["run_name"] = folder.path.name
         if "tensorboard" in recipe.logging.trackers:
             os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
+    if swap:
+        for part in kwargs["deepspeed"]["zero_optimization"].values():
+            if isinstance(part, dict) and "nvme_path" in part:
+                part["nvme_path"] = str(swap)
     if mesh := fsdp_mesh(recipe, world):
         kwargs["parallelism_config"] = ParallelismConfig(**mesh)
     no_engine = UserError(

@@ -27,6 +27,10 @@ def publish(trainer: Any, folder: Path, dtypes: Dtypes) -> None:
         state = {name: _cast(value, dtypes.export) for name, value in state.items()}
     if trainer.accelerator.is_main_process:
         model.save_pretrained(folder, state_dict=state)
+        if not adapter:
+            # It names the type of the parameters in memory, which are the masters under FSDP.
+            model.config.dtype = getattr(torch, dtypes.export)
+            model.config.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
     trainer.accelerator.wait_for_everyone()
 
@@ -56,7 +60,7 @@ def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     return {
         name: safe_get_full_fp32_param(parameter).detach().cpu()
-        for name, parameter in model.named_parameters()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
 

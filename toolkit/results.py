@@ -23,18 +23,18 @@ from toolkit.report import write_report
 
 def answer_before(training: Training) -> None:
     """Answers the prompts with the untrained model; the answers of a continued run are read back."""
-    box: list[Any] = [None]
     if training.leads:
         file = training.folder.path / "samples.json"
         if training.resume_from and file.is_file():
             training.samples = json.loads(file.read_text(encoding="utf-8"))
         else:
-            box = [[dict(sample) for sample in _prompts(training)][: training.recipe.evaluation.num_prompts]]
+            training.samples = [dict(sample) for sample in _prompts(training)][: training.recipe.evaluation.num_prompts]
     if training.all_compute:
+        box = [training.samples]
         broadcast_object_list(box)
-    if not box[0]:
+        training.samples = box[0]
+    if all("before" in sample for sample in training.samples):
         return
-    training.samples = box[0]
     if training.leads:
         training.progress.message(f"Answering {len(training.samples)} prompts before training")
     _answer_samples(training, "before")

@@ -6,6 +6,8 @@ import contextlib
 
 from toolkit.assemble import already_finished, set_up
 from toolkit.folder import RunFolder, claim, now
+from toolkit.model import count_parameters
+from toolkit.nvme import swap_folder
 from toolkit.policy import World
 from toolkit.progress import Progress
 from toolkit.recipe import Loaded
@@ -31,14 +33,15 @@ def train(loaded: Loaded) -> None:
 
 def _train(loaded: Loaded, world: World, folder: RunFolder | None, progress: Progress) -> None:
     try:
-        training = set_up(loaded, world, folder, progress, at_start=answer_before)
-        if training is None:
-            return
-        training.trainer.train(resume_from_checkpoint=str(training.resume_from) if training.resume_from else None)
-        if training.stop and training.stop.stopped:
-            interrupted(training)
-        else:
-            finish(training)
+        with swap_folder(loaded.recipe, world, lambda: count_parameters(loaded.recipe), progress.message) as swap:
+            training = set_up(loaded, world, folder, progress, swap, at_start=answer_before)
+            if training is None:
+                return
+            training.trainer.train(resume_from_checkpoint=str(training.resume_from) if training.resume_from else None)
+            if training.stop and training.stop.stopped:
+                interrupted(training)
+            else:
+                finish(training)
     except BaseException as error:
         if folder:
             _failed(folder, error)

@@ -47,11 +47,6 @@ class _Difference:
         return f"the recipe says {self.recipe}, the launcher says {self.launcher}"
 
 
-def launched_by_accelerate(environment: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` started this process: every launcher of its sets this variable."""
-    return "ACCELERATE_MIXED_PRECISION" in environment
-
-
 def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = os.environ) -> None:
     """Compares what the launcher put into the environment with the recipe.
 
@@ -79,7 +74,8 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = 
 def _remedy(differences: list[_Difference], environment: Mapping[str, str]) -> str:
     follow = " ".join(dict.fromkeys(difference.follow for difference in differences if difference.follow))
     agree = f"set {follow}, or " if follow else ""
-    if not launched_by_accelerate(environment):
+    # Every launcher of accelerate sets this one.
+    if "ACCELERATE_MIXED_PRECISION" not in environment:
         names = " ".join(sorted({difference.variable for difference in differences}))
         return f"{agree}remove what another launch left behind: `unset {names}`"
     places = "the flags and --config_file of accelerate launch"
@@ -182,8 +178,12 @@ def _deepspeed_file(recipe: Recipe, layout: BatchLayout, file: str) -> Iterator[
                 yield _Difference(f"{section}={own}", f"DeepSpeed's own {top} {value} ({file})", variable)
             continue
         nothing = key not in means and value in (None, False, "none", 0)
-        agrees = value == "auto" or key in _NO_MATTER or nothing or means.get(key) == "auto"
-        if agrees or any(_same(value, meant) for meant in _meanings(recipe, key, means)):
+        # What a file says about a 16-bit type that is not used matters as little.
+        unused = top in ("fp16", "bf16") and key != f"{top}.enabled" and not means.get(f"{top}.enabled")
+        unsaid = "auto" in (value, means.get(key))
+        if unsaid or nothing or unused or key in _NO_MATTER:
+            continue
+        if any(_same(value, meant) for meant in _meanings(recipe, key, means)):
             continue
         own_key = _recipe_key(key)
         if own_key == "strategy.name":

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 
 from toolkit.policy.engines import fsdp_config
-from toolkit.policy.launcher import launched_by_accelerate
 from toolkit.policy.layout import World
 from toolkit.recipe import Recipe
 
@@ -123,7 +122,8 @@ def _threads(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[s
     launcher's or a user's value every process would take all cores.
     """
     given = current.get("OMP_NUM_THREADS")
-    launched = launched_by_accelerate(current) or "TORCHELASTIC_RUN_ID" in current
+    # Of torchrun, which leads several processes under accelerate too, and of accelerate's launcher for a single one.
+    launched = "TORCHELASTIC_RUN_ID" in current or "ACCELERATE_USE_CPU" in current
     unsaid = given is None and world.local_world_size > 1
     if not (unsaid or (given == "1" and launched and _computes_on_host(recipe, current))):
         return {}

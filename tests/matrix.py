@@ -1,0 +1,179 @@
+"""One recipe on every engine: how it is started, what it left behind, and how far that is from the single process's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from harness import RUN, environment, metrics
+from ranks import Ranks
+from safetensors.torch import load_file
+
+PROCESSES = torch.cuda.device_count() or 2
+"""All GPUs of this machine, or two processes on a CPU."""
+STEPS, SEQUENCES = 10, 4
+"""Steps of a run, and sequences per process and step; micro-batch x accumulation divides them up."""
+
+RECIPE = f"""
+description: The same training on every engine
+model: {{path: llama}}
+data: {{sources: [chat.jsonl], eval_split: 0.1}}
+precision: fp32
+tf32: false
+optimizer: {{learning_rate: 1.0e-3, weight_decay: 0.1, beta2: 0.95, max_grad_norm: 0.5}}
+schedule: {{name: linear, max_steps: {STEPS}, warmup_ratio: 0.2}}
+batch: {{seq_len: 128, global_batch_size: {SEQUENCES * PROCESSES}}}
+evaluation: {{num_prompts: 2, max_new_tokens: 8, batch_size: 2}}
+checkpoint: {{resume: never}}
+"""
+
+# Buckets and thresholds of the defaults would hold these tiny models whole: nothing would be sharded or split.
+_ZERO = ["strategy.reduce_bucket_size=20000", "strategy.overlap_comm=true"]
+_ZERO12 = [*_ZERO, "strategy.allgather_bucket_size=20000"]
+_ZERO3 = [*_ZERO, "strategy.prefetch_bucket_size=20000", "strategy.param_persistence_threshold=0"]
+_PAGEABLE = [] if torch.cuda.is_available() else ["strategy.pin_memory=false"]
+_OFFLOAD = ["strategy.offload_optimizer=cpu", *_PAGEABLE]
+ENGINES = {
+    "single": ["strategy.name=single"],
+    "ddp": ["strategy.name=ddp"],
+    "zero1": ["strategy.name=zero1", *_ZERO12],
+    "zero2": ["strategy.name=zero2", *_ZERO12],
+    "zero3": ["strategy.name=zero3", *_ZERO3],
+    "zero2_offload": ["strategy.name=zero2", *_ZERO12, *_OFFLOAD],
+    "zero3_offload": ["strategy.name=zero3", *_ZERO3, *_OFFLOAD, "strategy.offload_param=cpu"],
+    "fsdp": ["strategy.name=fsdp"],
+    "fsdp_grad_op": ["strategy.name=fsdp", "strategy.sharding=shard_grad_op"],
+    "fsdp_offload": ["strategy.name=fsdp", "strategy.offload_param=cpu", *_PAGEABLE],
+    "fsdp_hybrid": ["strategy.name=fsdp", "strategy.sharding=hybrid_shard"],
+}
+METHODS = {
+    "full": [],
+    "lora": ["method.name=lora", "method.r=8"],
+    "freeze": ["method.freeze=[model.embed_tokens.*,*layernorm*]"],
+    "lora_embeddings": ["method.name=lora", "method.r=8", "method.modules_to_save=[embed_tokens,lm_head]"],
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    held_out: list[dict[str, float]]
+    answers: list[tuple[str, str]]
+    weights: dict[str, torch.Tensor] = field(repr=False)
+
+    @classmethod
+    def read(cls, run: Path) -> Result:
+        """Reads a run folder."""
+        rows = metrics(run)
+        weights = {}
+        for file in sorted((run / "final").glob("*.safetensors")):
+            weights |= load_file(file)
+        samples = run / "samples.json"
+        answers = json.loads(samples.read_text(encoding="utf-8")) if samples.is_file() else []
+        return cls(
+            losses=[row["loss"] for row in rows if "loss" in row],
+            grad_norms=[row["grad_norm"] for row in rows if "loss" in row],
+            held_out=[{k: v for k, v in row.items() if k.startswith("eval_")} for row in rows if "eval_loss" in row],
+            answers=[(sample["before"], sample["after"]) for sample in answers],
+            weights=weights,
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest differences of a run from another one, each relative to the other's figure."""
+
+    loss: float
+    grad_norm: float
+    held_out: float
+    weights: float
+    """Of the tensor that differs most: the norm of the difference, relative to the tensor's own."""
+
+    @classmethod
+    def between(cls, run: Result, reference: Result) -> Difference:
+        """Compares runs that have the same steps, evaluations and weights.
+
+        Raises:
+            AssertionError: If they have not.
+        """
+        assert len(run.losses) == len(reference.losses) > 0
+        assert len(run.held_out) == len(reference.held_out)
+        assert run.weights.keys() == reference.weights.keys()
+        for name, tensor in reference.weights.items():
+            assert (run.weights[name].shape, run.weights[name].dtype) == (tensor.shape, tensor.dtype), name
+        evaluations = [[each["eval_loss"] for each in result.held_out] for result in (run, reference)]
+        return cls(
+            loss=_largest(run.losses, reference.losses),
+            grad_norm=_largest(run.grad_norms, reference.grad_norms),
+            held_out=_largest(*evaluations),
+            weights=max(_distance(run.weights[name], tensor) for name, tensor in reference.weights.items()),
+        )
+
+    def figures(self) -> dict[str, str]:
+        """Column to text."""
+        return {name: f"{value:.1e}" for name, value in vars(self).items()}
+
+
+def _largest(figures: list[float], reference: list[float]) -> float:
+    return max((abs(one - other) / abs(other) for one, other in zip(figures, reference, strict=True)), default=0.0)
+
+
+def _distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((tensor.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+class Launcher:
+    """Runs the recipe `matrix` of a folder: on the GPUs of this machine, or on forked CPU processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._results: dict[str, Result] = {}
+        self._ranks = None if torch.cuda.is_available() else Ranks(folder / "log.txt")
+
+    def result(self, name: str, engine: str, *overrides: str) -> Result:
+        """What the run of this name left behind; it is started when it is asked for the first time."""
+        if name not in self._results:
+            arguments = ["recipe=matrix", *ENGINES[engine], *overrides, f"output.name={name}"]
+            codes, said = self._run(engine, arguments)
+            assert not any(codes), f"{name}: exit codes {codes}\n{said[-3000:]}"
+            self._results[name] = Result.read(self.folder / "runs" / name)
+        return self._results[name]
+
+    def close(self) -> None:
+        """Ends what was started."""
+        if self._ranks:
+            self._ranks.close()
+
+    def _run(self, engine: str, arguments: list[str]) -> tuple[list[int], str]:
+        processes = 1 if engine == "single" else PROCESSES
+        if not self._ranks:
+            return _torchrun(self.folder, processes, arguments)
+        nodes = 1
+        if engine == "fsdp_hybrid":
+            processes, nodes = 4, 2
+        return self._ranks.run(self.folder, *arguments, processes=processes, nodes=nodes), self._ranks.said()
+
+
+def _torchrun(folder: Path, processes: int, arguments: list[str]) -> tuple[list[int], str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [*launcher, str(RUN), *arguments],
+        cwd=folder,
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:processes])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    return [done.returncode], done.stdout

@@ -1,0 +1,153 @@
+"""Trainings over two nodes with their own addresses, started as a user starts them on each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import ROOT, RUN, launch, losses
+from nodes import Node, two_nodes
+from small import populate
+from transformers import AutoModelForCausalLM
+
+OVERRIDES = ["recipe=small", "schedule.max_steps=3", "batch.micro_batch_size=1", "checkpoint.save_steps=2"]
+PORT = "29500"
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    with two_nodes() as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder, as both nodes see it, and the same training by one process."""
+    folder = tmp_path_factory.mktemp("place")
+    populate(folder, "llama")
+    alone = launch(folder, *OVERRIDES, "output.name=alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    return folder
+
+
+def accelerate(node: int, nodes: tuple[Node, Node], processes: int, script: Path) -> list[str]:
+    """The documented command for this node."""
+    return [
+        *f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_machines 2".split(),
+        *f"--num_processes {processes} --machine_rank {node} --main_process_ip {nodes[0].address}".split(),
+        *f"--main_process_port {PORT} --mixed_precision no --dynamo_backend no {script}".split(),
+    ]
+
+
+def without_launcher(node: int, nodes: tuple[Node, Node]) -> dict[str, str]:
+    """What srun or a script of the user's own puts into the environment."""
+    world = {"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return world | {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": PORT}
+
+
+def wait(started: list[subprocess.Popen[str]], seconds: float = 240) -> list[str]:
+    """What each printed. Both are read at once, so that neither waits for room in its pipe."""
+    printed = [""] * len(started)
+
+    def read(index: int) -> None:
+        printed[index] = started[index].communicate(timeout=seconds)[0]
+
+    readers = [threading.Thread(target=read, args=(index,)) for index in range(len(started))]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [(["zero2"], 2), (["fsdp"], 2), (["fsdp", "strategy.sharding=hybrid_shard"], 4)],
+    ids=["zero2", "fsdp", "hybrid_shard"],
+)
+def test_two_nodes_train_as_one_process_does(
+    nodes: tuple[Node, Node], place: Path, strategy: list[str], processes: int
+) -> None:
+    name = strategy[-1].replace("strategy.sharding=", "")
+    arguments = [*OVERRIDES, f"output.name={name}", f"strategy.name={strategy[0]}", *strategy[1:]]
+    script = ROOT / "tests" / "cpu_engines.py"
+    started = [
+        node.start(place, accelerate(index, nodes, processes, script) + arguments) for index, node in enumerate(nodes)
+    ]
+    printed = wait(started)
+    assert [process.returncode for process in started] == [0, 0], "\n".join(each[-3000:] for each in printed)
+    run = place / "runs" / name
+    assert losses(run) == pytest.approx(losses(place / "runs" / "alone"), rel=1e-6)
+    alone, together = (
+        AutoModelForCausalLM.from_pretrained(place / "runs" / each / "final").state_dict() for each in ("alone", name)
+    )
+    assert alone.keys() == together.keys()
+    for key, weights in alone.items():
+        assert together[key].allclose(weights, rtol=1e-5, atol=1e-6), key
+    print(f"{name}: losses {losses(run)}, one process {losses(place / 'runs' / 'alone')}")
+
+
+@pytest.mark.slow
+def test_a_node_with_another_recipe_and_other_packages_stops_both(
+    nodes: tuple[Node, Node], place: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "peft-9.9.9.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 9.9.9\n", encoding="utf-8")
+    command = [sys.executable, str(RUN), *OVERRIDES, "strategy.name=ddp", "output.name=differing"]
+    own = [without_launcher(0, nodes), without_launcher(1, nodes) | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}]
+    started = [
+        nodes[0].start(place, command, own[0]),
+        nodes[1].start(place, [*command, "optimizer.learning_rate=0.5"], own[1]),
+    ]
+    printed = wait(started)
+    first, second = (f"rank {index} ({node.host} {node.address})" for index, node in enumerate(nodes))
+    for process, text in zip(started, printed, strict=True):
+        assert process.returncode == 1, text[-3000:]
+        assert f"optimizer.learning_rate is 0.01 on {first} but 0.5 on {second}" in text
+        assert f"but 9.9.9 on {second}" in text
+        assert "Traceback" not in text
+
+
+MEET = """
+import sys
+from toolkit import meeting
+from toolkit.policy import World
+meeting.TIMEOUT_SECONDS = 6.0
+try:
+    with meeting.meet(World.from_environment()) as met:
+        print("met", flush=True)
+        sys.stdin.readline()
+        met.exchange("later", None, lambda said: {})
+except meeting.UserError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+def test_a_node_that_never_starts_is_named(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    first = nodes[0].start(tmp_path, [sys.executable, "-c", MEET], without_launcher(0, nodes))
+    [printed] = wait([first], 60)
+    assert first.returncode == 1
+    assert "error: rank 1 (host unknown) did not answer within 6 s" in printed
+
+
+def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    started = [
+        node.start(tmp_path, [sys.executable, "-c", MEET], without_launcher(index, nodes))
+        for index, node in enumerate(nodes)
+    ]
+    for process in started:
+        assert process.stdout and process.stdout.readline() == "met\n"
+    nodes[1].cut_off()
+    for process in started:
+        assert process.stdin
+        print(file=process.stdin, flush=True)
+    printed = wait(started, 60)
+    assert [process.returncode for process in started] == [1, 1]
+    assert f"error: rank 1 ({nodes[1].host} {nodes[1].address}) stopped answering" in printed[0]
+    assert f"error: rank 0 ({nodes[0].host} {nodes[0].address}) stopped answering" in printed[1]
