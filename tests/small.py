@@ -47,12 +47,15 @@ def set_up(*overrides: str) -> Any:
     """A training of the recipe `small` in the current folder, ready for its first step."""
     from toolkit import train
     from toolkit.folder import claim
+    from toolkit.meeting import Meeting
     from toolkit.policy import World
     from toolkit.progress import Progress
     from toolkit.rules import load_checked
 
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
-    training = train.set_up(loaded, World(), claim(loaded, 1), Progress(), at_start=lambda training: None)
+    training = train.set_up(
+        loaded, Meeting(World()), claim(loaded, 1), Progress(), None, at_start=lambda training: None
+    )
     assert training is not None
     return training
 

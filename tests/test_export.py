@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from small import INT8, LORA, NF4, SEQ2SEQ, populate, set_up
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from toolkit import train
+from toolkit import results
 from toolkit.cli import main as cli
 from toolkit.data.prepare import prepare
 from toolkit.errors import UserError
@@ -140,7 +140,7 @@ def test_final_model_is_what_was_trained(model: str, precision: str) -> None:
         *kind, f"precision={precision}", "activation_checkpointing.mode=full", f"output.name={model}-{precision}"
     )
     training.trainer.train()
-    train.finish(training, [])
+    results.finish(training)
     final = training.folder.final
     auto = AutoModelForSeq2SeqLM if model == "blenderbot" else AutoModelForCausalLM
     loaded, info = auto.from_pretrained(final, output_loading_info=True)

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,14 @@ class Outcome:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
-    """Runs a body on every rank of a meeting; ranks in `absent` are never started."""
+    """Runs a body on every rank of a meeting; those in `absent` are never started, others may give a false number."""
 
     def one(world: World, body: Body, port: int, report: Path) -> None:
         sys.stderr = report.with_suffix(".err").open("w", encoding="utf-8")
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
-        meeting.TIMEOUT_SECONDS, meeting._BEAT_SECONDS = TIMEOUT, 0.2
+        meeting.TIMEOUT_SECONDS = meeting.JOIN_SECONDS = TIMEOUT
+        meeting._BEAT_SECONDS = 0.2
         result, error = None, ""
         try:
             with meet(world) as met:
@@ -59,7 +60,11 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
         os._exit(0)
 
     def run(
-        body: Body, processes: int = 2, per_node: int | None = None, absent: tuple[int, ...] = ()
+        body: Body,
+        processes: int = 2,
+        per_node: int | None = None,
+        absent: tuple[int, ...] = (),
+        call_themselves: Mapping[int, int] | None = None,
     ) -> dict[int, Outcome]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -68,7 +73,8 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
         started = {}
         for rank in range(processes):
             if rank not in absent:
-                world = World(rank, rank % width, processes, width)
+                number = (call_themselves or {}).get(rank, rank)
+                world = World(number, number % width, processes, width)
                 report = tmp_path / f"rank{rank}.json"
                 process = multiprocessing.get_context("fork").Process(target=one, args=(world, body, port, report))
                 process.start()
@@ -153,6 +159,16 @@ def test_a_missing_process_is_named(ranks: Callable[..., dict[int, Outcome]]) ->
     # Whoever shares a node with it knows where it should have been.
     outcomes = ranks(lambda met, rank: None, processes=4, per_node=2, absent=(3,))
     assert f"rank 3 ({socket.gethostname()} 127.0.0.1) did not answer" in outcomes[1].error
+
+
+def test_two_nodes_with_one_rank_are_told_apart_from_a_missing_one(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(met: Meeting, rank: int) -> None:
+        raise AssertionError("the meeting is not complete")
+
+    outcomes = ranks(body, processes=3, call_themselves={2: 1})
+    assert {each.error.splitlines()[0] for each in outcomes.values()} == {
+        f"two processes say that they are rank 1, one of them on {socket.gethostname()} 127.0.0.1"
+    }
 
 
 def test_a_missing_first_process_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.recipe import RecipeError
+from toolkit.recipe.schema import OPTIMIZERS
 from toolkit.rules import RULES, load_checked
 from toolkit.rules.length import SCHEDULE_ARGS
 
@@ -17,6 +18,11 @@ BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _se
 LORA = "method.name=lora"
 STREAM = ["data.streaming=true", "schedule.max_steps=10", "data.eval_split=validation"]
 SEQ2SEQ = ["model=blenderbot_400m", "objective=seq2seq", "batch.seq_len=128"]
+ZERO2, ZERO3, FSDP = (["strategy.name=" + name] for name in ("zero2", "zero3", "fsdp"))
+ZERO2_OFFLOAD = [*ZERO2, "strategy.offload_optimizer=cpu"]
+PURE = ["precision=pure_bf16"]
+NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
+SELECTIVE = ["activation_checkpointing.mode=selective"]
 
 # Rule, what breaks it, and the mend: what its message says to change, as overrides that replace those of the same key.
 CASES = [
@@ -126,6 +132,78 @@ CASES = [
     ("prompts-left-out", ["prompts=[a,b,c,d]"], ["evaluation.num_prompts=4"]),
     ("output-name", ["output.name=../elsewhere"], ["output={dir: ../elsewhere, name: run}"]),
     ("output-name", ["output.name=/tmp/run"], ["output.name=run"]),
+    ("strategy-keys", ["strategy.reduce_bucket_size=5"], ["~strategy.reduce_bucket_size"]),
+    ("strategy-keys", ["strategy.offload_optimizer=cpu"], ["strategy.name=zero2"]),
+    ("strategy-keys", ["strategy.name=single", "strategy.offload_param=cpu"], ["strategy.name=fsdp"]),
+    ("strategy-keys", ["strategy.name=zero3", "strategy.sharding=shard_grad_op"], ["strategy.name=fsdp"]),
+    ("strategy-keys", ["strategy.name=zero3", "strategy.allgather_bucket_size=5"], ["strategy.name=zero1"]),
+    ("strategy-keys", ["strategy.name=zero2", "strategy.offload_param=cpu"], ["strategy.name=zero3"]),
+    (
+        "strategy-keys",
+        ["strategy={name: zero2, wrap_classes: [LlamaDecoderLayer], prefetch_bucket_size: 5}"],
+        ["~strategy.wrap_classes", "~strategy.prefetch_bucket_size"],
+    ),
+    ("fsdp-offload-optimizer", [*FSDP, "strategy.offload_optimizer=cpu"], ["strategy.name=zero2"]),
+    (
+        "fsdp-offload-optimizer",
+        [*FSDP, "strategy.offload_optimizer=cpu"],
+        ["~strategy.offload_optimizer", "strategy.offload_param=cpu"],
+    ),
+    ("fsdp-offload-nvme", [*FSDP, "strategy.offload_param=nvme"], ["strategy.offload_param=cpu"]),
+    (
+        "nvme-needs-zero3",
+        ["strategy={name: zero2, offload_optimizer: nvme}"],
+        ["strategy.offload_optimizer=cpu"],
+    ),
+    (
+        "nvme-needs-zero3",
+        ["strategy={name: zero1, offload_optimizer: nvme}"],
+        ["strategy.name=zero3", "strategy.nvme_path=/scratch"],
+    ),
+    ("nvme-needs-path", [*ZERO3, "strategy.offload_param=nvme"], ["strategy.nvme_path=/scratch"]),
+    ("nvme-path-unused", [*ZERO3, "strategy.nvme_path=/scratch"], ["strategy.offload_optimizer=nvme"]),
+    ("nvme-path-unused", [*ZERO3, "strategy.nvme_path=/scratch"], ["~strategy.nvme_path"]),
+    ("pin-memory-unused", [*FSDP, "strategy.pin_memory=false"], ["strategy.offload_param=cpu"]),
+    ("pin-memory-unused", [*ZERO2, "strategy.pin_memory=false"], ["~strategy.pin_memory"]),
+    ("reshard-contradicts", [*FSDP, "strategy.reshard_after_forward=false"], ["strategy.sharding=shard_grad_op"]),
+    (
+        "reshard-contradicts",
+        [*FSDP, "strategy.sharding=shard_grad_op", "strategy.reshard_after_forward=true"],
+        ["strategy.sharding=full_shard"],
+    ),
+    ("reduce-overflows", [*ZERO2, "strategy.reduce_dtype=fp16"], ["strategy.reduce_dtype=bf16"]),
+    ("reduce-overflows", [*FSDP, "strategy.reduce_dtype=fp16"], ["~strategy.reduce_dtype"]),
+    ("zero-pure-bf16-reduce", [*ZERO2, *PURE, "strategy.reduce_dtype=fp32"], ["~strategy.reduce_dtype"]),
+    ("zero-pure-bf16-reduce", [*ZERO3, *PURE, "strategy.reduce_dtype=fp32"], ["precision=bf16"]),
+    ("zero-pure-bf16-offload", [*ZERO2, *PURE, "strategy.offload_optimizer=cpu"], ["precision=bf16"]),
+    (
+        "zero-pure-bf16-offload",
+        [*ZERO2, *PURE, "strategy.offload_optimizer=cpu"],
+        ["strategy.offload_optimizer=none"],
+    ),
+    ("zero-stored-dtype", [*ZERO2, "model.dtype=fp32"], ["~model.dtype"]),
+    ("zero-stored-dtype", [*ZERO3, LORA, "precision=fp16", "model.dtype=fp32"], ["precision=fp32"]),
+    ("int8-sharded", [*ZERO3, "method=lora_int8", "model=a/b"], ["method.quantization=nf4"]),
+    ("int8-sharded", [*FSDP, "method=lora_int8", "model=a/b"], ["strategy.name=zero2"]),
+    ("zero3-nf4-dora", [*ZERO3, *NF4_DORA], ["strategy.name=fsdp"]),
+    ("zero3-nf4-dora", [*ZERO3, *NF4_DORA], ["method.use_dora=false"]),
+    (
+        "fsdp-tied-embeddings",
+        [*FSDP, LORA, "method.modules_to_save=[embed_tokens,lm_head]"],
+        ["strategy.cpu_ram_efficient_loading=false"],
+    ),
+    ("zero3-lora-selective", [*ZERO3, LORA, *SELECTIVE], ["activation_checkpointing.mode=full"]),
+    ("zero3-lora-selective", [*ZERO3, LORA, *SELECTIVE], ["strategy.name=fsdp"]),
+    ("zero-optimizer", [*ZERO2, "optimizer=adafactor"], ["optimizer.name=adamw_8bit"]),
+    ("zero-optimizer", [*ZERO3, "optimizer=adagrad"], ["optimizer.name=rmsprop"]),
+    ("zero-optimizer", [*ZERO3, "optimizer=schedule_free_sgd", "schedule=constant"], ["optimizer.name=sgd"]),
+    ("zero-optimizer", [*ZERO2, "optimizer=grokadamw"], ["optimizer.name=adamw"]),
+    ("zero-offload-paged", [*ZERO2_OFFLOAD, "optimizer=paged_adamw_8bit"], ["optimizer.name=adamw_8bit"]),
+    ("zero-offload-paged", [*ZERO2_OFFLOAD, "optimizer=paged_adamw_32bit"], ["optimizer.name=adamw"]),
+    ("fsdp-optimizer", [*FSDP, "optimizer=paged_adamw_8bit"], ["optimizer.name=adamw_torch_8bit"]),
+    ("fsdp-optimizer", [*FSDP, "optimizer=lion"], ["optimizer.name=adamw"]),
+    ("fsdp-optimizer", [*FSDP, "optimizer=rmsprop_bnb_32bit"], ["optimizer.name=rmsprop"]),
+    ("fsdp-optimizer", [*FSDP, "optimizer=adafactor"], ["optimizer.name=adamw_torch_8bit"]),
 ]
 
 
@@ -167,6 +245,19 @@ def test_every_rule_has_a_case_and_ids_are_unique() -> None:
     ids = [rule.id for rule in RULES]
     assert len(ids) == len(set(ids))
     assert set(ids) == {rule for rule, _, _ in CASES}
+
+
+def test_every_refused_optimizer_names_an_allowed_one() -> None:
+    refused = 0
+    for strategy in ("zero1", "zero2", "zero3", "fsdp"):
+        for name in OPTIMIZERS:
+            schedule = ["schedule.name=constant"] if name.startswith("schedule_free") else []
+            given = [f"strategy.name={strategy}", f"optimizer.name={name}", "optimizer.max_grad_norm=0", *schedule]
+            for problem in broken_by(tuple(given)):
+                refused += 1
+                (nearest,) = re.findall(r"optimizer\.name=(\w+)", problem)
+                assert broken_by((*given, f"optimizer.name={nearest}")) == (), (strategy, name, nearest)
+    assert refused > 50
 
 
 def test_broken_rule_names_the_line_of_the_file() -> None:

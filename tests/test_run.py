@@ -377,11 +377,19 @@ def test_model_from_the_hubs_cache_is_hashed_by_its_files(place: Path, monkeypat
 def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
     """`accelerate launch` sets OMP_NUM_THREADS=1 whatever the machine has."""
     env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
-    code = "import torch, toolkit.assemble as a; a._use_whole_cpu(); print('threads', torch.get_num_threads())"
+    code = (
+        "import os\n"
+        "from toolkit.policy import World, environment\n"
+        "from toolkit.rules import load_checked\n"
+        "changes = environment(load_checked('small').recipe, World.from_environment())\n"
+        "os.environ.update({key: value for key, value in changes.items() if value is not None})\n"
+        "import torch\n"
+        "print('threads', torch.get_num_threads())\n"
+    )
     file = place / "threads.py"
     file.write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, *ACCELERATE, str(file)], env=env, capture_output=True, text=True)
-    assert f"threads {os.cpu_count()}" in done.stdout, done.stderr[-2000:]
+    done = subprocess.run([sys.executable, *ACCELERATE, str(file)], cwd=place, env=env, capture_output=True, text=True)
+    assert f"threads {len(os.sched_getaffinity(0))}" in done.stdout, done.stderr[-2000:]
 
 
 def test_trained_model_survives_ctrl_c_in_the_last_evaluation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
-from toolkit import attention, checkpoint, optimization
+from toolkit import attention, checkpoint, optimization, preflight
 from toolkit.callbacks import AtStart, CleanStop, Evaluator, Meter, Seal, StepTokens
 from toolkit.data.audit import Audit, DataError, check_batch, render
 from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
@@ -21,6 +21,7 @@ from toolkit.effective import EffectiveCheck
 from toolkit.errors import UserError
 from toolkit.evaluate import generated_metrics, row_lengths
 from toolkit.folder import RunFolder, check_disk, describe, hash_files, now, write_json
+from toolkit.meeting import Meeting
 from toolkit.model import (
     add_method,
     cast_parameters,
@@ -35,7 +36,6 @@ from toolkit.policy import (
     BatchLayout,
     Dtypes,
     Length,
-    World,
     batch_layout,
     dtypes,
     expected_state,
@@ -91,7 +91,7 @@ class Training:
 
 def set_up(
     loaded: Loaded,
-    world: World,
+    meeting: Meeting,
     folder: RunFolder | None,
     progress: Progress,
     swap: Path | None,
@@ -100,21 +100,27 @@ def set_up(
     """Everything before the first step. None when this run has been finished before.
 
     Args:
+        meeting: All processes of the launch, before they have a process group.
         folder: The claimed run folder on the first process, None on the others.
         swap: Folder for what is offloaded to NVMe.
         at_start: Called on every process when the engine holds model and optimizer, before the first step.
     """
-    recipe = loaded.recipe
+    recipe, world = loaded.recipe, meeting.world
     layout = batch_layout(recipe, world.world_size)
     prepare_process()
     check_devices(recipe, world)
+    for warning in preflight.check(meeting, recipe, folder.path if folder else None):
+        if world.rank == 0:
+            progress.message(f"warning: {warning}")
     types = dtypes(recipe)
     backend = attention.resolve(recipe.model.attention, load_config(recipe).to_dict(), types.compute)
     tokenizer = load_tokenizer(recipe)
     stops = stop_tokens(recipe, tokenizer)
     prepared = _prepare_data(recipe, tokenizer, stops, layout, folder, progress)
+    preflight.agree(meeting, recipe, prepared.fingerprint)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
     arguments = build_arguments(recipe, layout, length, folder, world, swap)
+    preflight.all_reduce(meeting, arguments.device)
     optimization.check_arguments(recipe, arguments, length)
     folder = _shared(folder)
     arguments.output_dir = str(folder.checkpoints)

@@ -26,11 +26,13 @@ from toolkit.errors import UserError
 from toolkit.policy import World
 
 TIMEOUT_SECONDS = 120.0
-"""How long a process may stay silent, and how long starting the process group may take.
+"""How long a process may stay silent.
 
 A constant, because a recipe knows nothing of clusters: launchers start all processes at about the same time, importing
 the libraries from a cold network disk takes less than this, and whatever takes longer sends heartbeats meanwhile.
 """
+JOIN_SECONDS = 300.0
+"""How long starting the process group may take, with DeepSpeed's compilation of an operation when it is used first."""
 _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 5.0
 
@@ -54,7 +56,8 @@ def meet(world: World) -> Iterator[Meeting]:
         met.introduce()
         yield met
     except Exception as error:
-        if met.joining and isinstance(error, RuntimeError):
+        # Gloo has no class of errors of its own.
+        if met.joining and (isinstance(error, DistError) or "gloo" in str(error).lower()):
             met.tell(told := met.failed_to_join(_first_line(error)))
             raise told from error
         met.tell(error)
@@ -104,7 +107,12 @@ class Meeting:
     def introduce(self) -> None:
         """Waits until all processes are there, and learns where they are."""
         if self._store is not None:
-            label = self._labels[self.world.rank]
+            rank, label = self.world.rank, self._labels[self.world.rank]
+            if self._ask(lambda store: store.add(f"seat/{rank}", 1)) > 1:
+                raise Agreed(
+                    f"two processes say that they are rank {rank}, one of them on {label}",
+                    "give every node its own --machine_rank (or RANK), from 0",
+                )
             answer = self.exchange("label", label, lambda said: {str(rank): label for rank, label in said.items()})
             self._labels = {int(rank): label for rank, label in answer.items()}
 
@@ -130,7 +138,7 @@ class Meeting:
 
     def begin_joining(self) -> None:
         """From here to `close` this process may hang in a library; then it reports and ends by itself."""
-        self._deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._deadline = time.monotonic() + JOIN_SECONDS
 
     def joined(self) -> None:
         """This process has started its group and comes to the first collective operation."""
@@ -278,7 +286,7 @@ class Meeting:
                     self._exit(Agreed(*json.loads(store.get("end"))[:2]))
                 # The first process says who is missing; should it hang itself, the others end all the same.
                 elif time.monotonic() > self._deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
-                    self._exit(self.failed_to_join(f"nothing for {TIMEOUT_SECONDS:g} s"))
+                    self._exit(self.failed_to_join(f"nothing for {JOIN_SECONDS:g} s"))
         except DistError as error:
             if self._deadline is not None:
                 self._exit(Agreed(f"{self.name(0)} stopped answering: {_first_line(error)}", self.network_hint))

@@ -19,8 +19,8 @@ from toolkit.recipe import Recipe
 
 _OPTIMIZER_BYTES = 16
 """Per trained parameter: fp32 master, two moments, and the gradient while it waits (Rajbhandari et al. 2021)."""
-_STALE_SECONDS = 30 * 60
-"""No op takes this long to compile: a lock so old was left behind by a process that was killed."""
+_STALE_SECONDS = 10 * 60
+"""Compiling writes a file every minute or so: where none was written for this long, the process was killed."""
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _load_op(tell: Callable[[str], None]) -> None:
     with FileLock(build.parent / "toolkit.lock"):
         lock = build / "lock"
         if lock.is_file():
-            if time.time() - lock.stat().st_mtime > _STALE_SECONDS:
+            if time.time() - max(file.stat().st_mtime for file in build.iterdir()) > _STALE_SECONDS:
                 lock.unlink()
             else:
                 tell(f"Waiting for the process that compiles async_io; if none does, delete {lock}")

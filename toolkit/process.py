@@ -40,20 +40,17 @@ def prepare_process() -> None:
     """Settings of libraries that must be made before they start working."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        _use_whole_cpu()
+        _keep_memory()
     if not sys.stderr.isatty():
         disable_progress_bar()
 
 
-def _use_whole_cpu() -> None:
-    """Threads and memory for training on a CPU.
+def _keep_memory() -> None:
+    """Lets glibc keep what is freed.
 
-    `accelerate launch` and torchrun set OMP_NUM_THREADS=1, whatever the machine has. And glibc hands large blocks back
-    to the kernel after every operation, which then clears each page anew: 12 demo steps took 31 s instead of 23.
+    It hands large blocks back to the kernel after every operation, which then clears each page anew: 12 demo steps took
+    31 s instead of 23.
     """
-    if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(torch.get_num_threads(), (os.cpu_count() or 1) // processes))
     with contextlib.suppress(AttributeError, OSError):  # Not every C library has it.
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**26)
@@ -61,12 +58,17 @@ def _use_whole_cpu() -> None:
 
 
 def check_devices(recipe: Recipe, world: World) -> None:
+    """Refuses what this machine cannot run, before anything is loaded.
+
+    Raises:
+        UserError: Naming the setting to change, or what to install.
+    """
     gpus = torch.cuda.device_count()
     if gpus > 1 and world.world_size == 1:
-        command = f"accelerate launch --multi_gpu --num_processes {gpus} toolkit/run.py …"
         raise UserError(
             f"this machine has {gpus} GPUs and one process was started",
-            f"launch all of them with `{command}`, or make one visible with CUDA_VISIBLE_DEVICES=0",
+            f"start all of them with `toolkit launch recipe=… --gpus {gpus}`, or make one visible with "
+            "CUDA_VISIBLE_DEVICES=0",
         )
     if recipe.precision == "fp16" and not gpus and not (recipe.strategy.zero_stage and _deepspeed_takes_fp16()):
         raise UserError(

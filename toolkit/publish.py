@@ -19,11 +19,11 @@ def publish(trainer: Any, folder: Path, dtypes: Dtypes) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     adapter = hasattr(model, "peft_config")
     state = _gathered(trainer, model, adapter)
-    if state is None:
-        if not adapter:
+    if not adapter:
+        if state is None:
             # The masters have done their work. In place, so that what is evaluated is what was saved.
             cast_parameters(model.parameters(), dtypes.export)
-    elif not adapter:
+            state = model.state_dict()
         state = {name: _cast(value, dtypes.export) for name, value in state.items()}
     if trainer.accelerator.is_main_process:
         model.save_pretrained(folder, state_dict=state)

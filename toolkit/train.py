@@ -6,6 +6,7 @@ import contextlib
 
 from toolkit.assemble import already_finished, set_up
 from toolkit.folder import RunFolder, claim, now
+from toolkit.meeting import Meeting, meet
 from toolkit.model import count_parameters
 from toolkit.nvme import swap_folder
 from toolkit.policy import World
@@ -22,19 +23,22 @@ def train(loaded: Loaded) -> None:
     """
     world = World.from_environment()
     progress = Progress()
-    folder = claim(loaded, world.world_size) if world.rank == 0 else None
-    if folder and folder.finished and world.world_size == 1:
-        return already_finished(folder, progress)
-    for cut_off in folder.cut_off if folder else ():
-        progress.message(f"{cut_off} was cut off while saving and is passed over")
-    with folder.held() if folder else contextlib.nullcontext():
-        _train(loaded, world, folder, progress)
+    # Whatever ends one process early is told to the others, which would wait for it.
+    with meet(world) as meeting:
+        folder = claim(loaded, world.world_size) if world.rank == 0 else None
+        if folder and folder.finished and world.world_size == 1:
+            return already_finished(folder, progress)
+        for cut_off in folder.cut_off if folder else ():
+            progress.message(f"{cut_off} was cut off while saving and is passed over")
+        with folder.held() if folder else contextlib.nullcontext():
+            _train(loaded, meeting, folder, progress)
 
 
-def _train(loaded: Loaded, world: World, folder: RunFolder | None, progress: Progress) -> None:
+def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress: Progress) -> None:
+    recipe, world = loaded.recipe, meeting.world
     try:
-        with swap_folder(loaded.recipe, world, lambda: count_parameters(loaded.recipe), progress.message) as swap:
-            training = set_up(loaded, world, folder, progress, swap, at_start=answer_before)
+        with swap_folder(recipe, world, lambda: count_parameters(recipe), progress.message) as swap:
+            training = set_up(loaded, meeting, folder, progress, swap, at_start=answer_before)
             if training is None:
                 return
             training.trainer.train(resume_from_checkpoint=str(training.resume_from) if training.resume_from else None)

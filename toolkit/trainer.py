@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 from transformers import Seq2SeqTrainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
@@ -99,9 +100,25 @@ class _ExactMixin:
 class CausalTrainer(_ExactMixin, SFTTrainer):
     """Decoder-only models: TRL's trainer, whose output head never builds all logits at once."""
 
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
+        if is_deepspeed_zero3_enabled():
+            _gather_head_with_model(self.model)
+
     def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
         return -outputs.log_probs.sum(), outputs.label_mask.sum()
+
+
+def _gather_head_with_model(model: Any) -> None:
+    """ZeRO-3 gathers a weight while its own module is called. TRL's loss reads the head's weight without calling the
+    head, and what it gathers for that itself is gone when a second micro-batch adds to the weight's gradient."""
+    import deepspeed
+
+    head = model.get_output_embeddings()
+    for parameter in (head.weight, head.bias):
+        if parameter is not None:
+            deepspeed.zero.register_external_parameter(model, parameter)
 
 
 class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):

@@ -119,9 +119,11 @@ def reshards_after_forward(recipe: Recipe) -> bool:
 
 
 def loads_on_first_process(recipe: Recipe) -> bool:
-    """Quantized weights cannot travel through the meta device, so every process reads them."""
+    """Quantized weights cannot travel through the meta device, and accelerate cannot hand out the buffers that most
+    encoder-decoders save with their weights (`final_logits_bias`): every process reads those."""
     strategy = recipe.strategy
-    return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and recipe.method.quantization == "none"
+    travels = recipe.method.quantization == "none" and recipe.objective != "seq2seq"
+    return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and travels
 
 
 def checkpoints_in_fsdp(recipe: Recipe) -> bool:

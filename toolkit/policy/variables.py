@@ -39,6 +39,8 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str] = os.en
         # Grows segments in place: less fragmentation where sequence lengths vary.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        # A peer that ends is reported by us; torch's C++ side adds pages of its own stack.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         # On a CPU every new sequence length adds compiled kernels for every layer; oneDNN's default of 1,024 let the
         # demo grow by a GiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",

@@ -20,6 +20,7 @@ from toolkit.rules.length import (
 )
 from toolkit.rules.model import METHOD_RULES, MODEL_RULES, OPTIMIZER_RULES, PRECISION_RULES, adapter_keys
 from toolkit.rules.rule import Rule
+from toolkit.rules.strategy import STRATEGY_RULES, strategy_figures
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
@@ -30,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *SCHEDULE_RULES,
     *BATCH_RULES,
     *LOOKING_RULES,
+    *STRATEGY_RULES,
 )
 
 
@@ -84,6 +86,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_prompts": len(recipe.evaluation.prompts),
         "adapter_keys": ", ".join(adapter_keys(recipe)),
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
+        **strategy_figures(recipe),
     }
 
 

@@ -22,6 +22,7 @@ class Rule:
         broken: Whether a recipe breaks the rule.
         why: What would happen. May name figures in braces, see `toolkit.rules.check`.
         change: The nearest allowed change.
+        reference: Where to read about a failure that a test cannot show without the hardware.
     """
 
     id: str
@@ -29,3 +30,4 @@ class Rule:
     broken: Callable[[Recipe, Config], bool]
     why: str
     change: str
+    reference: str = ""
