@@ -18,7 +18,7 @@ BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _se
 LORA = "method.name=lora"
 STREAM = ["data.streaming=true", "schedule.max_steps=10", "data.eval_split=validation"]
 SEQ2SEQ = ["model=blenderbot_400m", "objective=seq2seq", "batch.seq_len=128"]
-ZERO2, ZERO3, FSDP = (["strategy.name=" + name] for name in ("zero2", "zero3", "fsdp"))
+ZERO1, ZERO2, ZERO3, FSDP = (["strategy.name=" + name] for name in ("zero1", "zero2", "zero3", "fsdp"))
 ZERO2_OFFLOAD = [*ZERO2, "strategy.offload_optimizer=cpu"]
 PURE = ["precision=pure_bf16"]
 NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
@@ -173,8 +173,8 @@ CASES = [
     ),
     ("reduce-overflows", [*ZERO2, "strategy.reduce_dtype=fp16"], ["strategy.reduce_dtype=bf16"]),
     ("reduce-overflows", [*FSDP, "strategy.reduce_dtype=fp16"], ["~strategy.reduce_dtype"]),
-    ("zero-pure-bf16-reduce", [*ZERO2, *PURE, "strategy.reduce_dtype=fp32"], ["~strategy.reduce_dtype"]),
-    ("zero-pure-bf16-reduce", [*ZERO3, *PURE, "strategy.reduce_dtype=fp32"], ["precision=bf16"]),
+    ("zero1-pure-bf16-reduce", [*ZERO1, *PURE, "strategy.reduce_dtype=fp32"], ["~strategy.reduce_dtype"]),
+    ("zero1-pure-bf16-reduce", [*ZERO1, *PURE, "strategy.reduce_dtype=fp32"], ["strategy.name=zero2"]),
     ("zero-pure-bf16-offload", [*ZERO2, *PURE, "strategy.offload_optimizer=cpu"], ["precision=bf16"]),
     (
         "zero-pure-bf16-offload",
@@ -185,6 +185,11 @@ CASES = [
     ("zero-stored-dtype", [*ZERO3, LORA, "precision=fp16", "model.dtype=fp32"], ["precision=fp32"]),
     ("int8-sharded", [*ZERO3, "method=lora_int8", "model=a/b"], ["method.quantization=nf4"]),
     ("int8-sharded", [*FSDP, "method=lora_int8", "model=a/b"], ["strategy.name=zero2"]),
+    (
+        "nf4-param-nvme",
+        [*ZERO3, "method=qlora", "model=a/b", "strategy.nvme_path=/scratch", "strategy.offload_param=nvme"],
+        ["strategy.offload_param=cpu", "~strategy.nvme_path"],
+    ),
     ("zero3-nf4-dora", [*ZERO3, *NF4_DORA], ["strategy.name=fsdp"]),
     ("zero3-nf4-dora", [*ZERO3, *NF4_DORA], ["method.use_dora=false"]),
     (

@@ -203,11 +203,11 @@ STRATEGY_RULES = (
         "set strategy.reduce_dtype=bf16, or remove it",
     ),
     Rule(
-        "zero-pure-bf16-reduce",
+        "zero1-pure-bf16-reduce",
         "strategy.reduce_dtype",
-        lambda r, _: _zero(r) and r.precision == "pure_bf16" and r.strategy.reduce_dtype == "fp32",
-        "with pure_bf16 ZeRO keeps gradients in bf16 whatever it is told",
-        "remove strategy.reduce_dtype, or set precision=bf16",
+        lambda r, _: r.strategy.name == "zero1" and r.precision == "pure_bf16" and r.strategy.reduce_dtype == "fp32",
+        "ZeRO-1 that sums bf16 gradients in fp32 holds fp32 masters too, which pure_bf16 does not want",
+        "remove strategy.reduce_dtype, or set strategy.name=zero2",
     ),
     Rule(
         "zero-pure-bf16-offload",
@@ -229,6 +229,13 @@ STRATEGY_RULES = (
         lambda r, _: r.strategy.shards_parameters and r.method.quantization == "int8",
         "8-bit layers cannot be sharded: FSDP breaks them, and under ZeRO-3 every device keeps them whole",
         "set method.quantization=nf4, or strategy.name=zero2",
+    ),
+    Rule(
+        "nf4-param-nvme",
+        "strategy.offload_param",
+        lambda r, _: _zero3(r) and r.method.quantization == "nf4" and r.strategy.offload_param == "nvme",
+        "DeepSpeed's buffers for NVMe hold floating-point numbers, not packed 4-bit weights",
+        "set strategy.offload_param=cpu",
     ),
     Rule(
         "zero3-nf4-dora",
