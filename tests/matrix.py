@@ -19,6 +19,8 @@ PROCESSES = torch.cuda.device_count() or 2
 STEPS, SEQUENCES = 10, 4
 """Steps of a run, and sequences per process and step; micro-batch x accumulation divides them up."""
 
+LEARNING_RATE = 1e-3
+
 # Adam divides by the size of the gradient. Where that is zero but for rounding (biases of attention keys), a smaller
 # `eps` than this would make updates out of the rounding.
 RECIPE = f"""
@@ -27,7 +29,7 @@ model: {{path: llama}}
 data: {{sources: [chat.jsonl], eval_split: 0.1}}
 precision: fp32
 tf32: false
-optimizer: {{learning_rate: 1.0e-3, weight_decay: 0.1, beta2: 0.95, eps: 1.0e-6, max_grad_norm: 0.5}}
+optimizer: {{learning_rate: {LEARNING_RATE}, weight_decay: 0.1, beta2: 0.95, eps: 1.0e-6, max_grad_norm: 0.5}}
 schedule: {{name: linear, max_steps: {STEPS}, warmup_ratio: 0.2}}
 batch: {{seq_len: 128, global_batch_size: {SEQUENCES * PROCESSES}}}
 evaluation: {{num_prompts: 2, max_new_tokens: 8, batch_size: 2}}
@@ -97,7 +99,8 @@ class Difference:
     grad_norm: float
     held_out: float
     weights: float
-    """Of the tensor that differs most: the norm of the difference, relative to the tensor's own."""
+    """Of the tensor that differs most: the norm of the difference, relative to the tensor's own or, where that is
+    smaller, to one step of the optimizer (the biases of attention keys stay at zero but for rounding)."""
 
     @classmethod
     def between(cls, run: Result, reference: Result) -> Difference:
@@ -129,8 +132,8 @@ def _largest(figures: list[float], reference: list[float]) -> float:
 
 
 def _distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:
-    difference, norm = (tensor.double() - reference.double()).norm().item(), reference.double().norm().item()
-    return difference / (norm or 1.0)
+    step = LEARNING_RATE * reference.numel() ** 0.5
+    return ((tensor.double() - reference.double()).norm() / max(reference.double().norm().item(), step)).item()
 
 
 class Launcher:

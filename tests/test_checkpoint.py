@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -216,16 +215,18 @@ def test_run_continues_on_other_processes_or_another_strategy(
         pytest.param("ddp", "full", marks=pytest.mark.slow),
     ],
 )
-def test_size_is_a_close_upper_bound(ranks: Ranks, home: Path, engine: str, method: str) -> None:
+def test_size_is_a_close_upper_bound(
+    ranks: Ranks, home: Path, engine: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     overrides = LORA if method == "lora" else []
     folder = run(ranks, home, f"{engine}-{method}", engine, *overrides)
     counts = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parameters"]
     names = ("*.pt", "*.distcp", "*.safetensors")
     saved = sum(file.stat().st_size for name in names for file in folder.glob(f"checkpoints/checkpoint-6/**/{name}"))
-    os.chdir(home)
+    monkeypatch.chdir(home)
     size = checkpoint.size(recipe_of(*ALL[engine], *overrides).recipe, counts)
-    # Beside the tensors, files hold their names and shapes.
-    assert 0.95 * size < saved < size + 200_000
+    # Beside the tensors, files hold their names and shapes: up to 1.5 kB for each shard of each tensor.
+    assert 0.95 * size < saved < size + 300_000
 
 
 @pytest.mark.slow

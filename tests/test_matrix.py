@@ -31,9 +31,15 @@ ARCHITECTURES = {
     "gpt2": "openai-community/gpt2-xl",
     "blenderbot": "facebook/blenderbot-400M-distill",
 }
+# A norm of float32 numbers is itself rounded: torch's own, on a CPU, is 1e-6 off for a hundred thousand numbers, while
+# DeepSpeed sums in float64.
+# In bf16 a number is rounded by up to 2**-9 = 2e-3. Micro-batches of another size are rounded in another order, and
+# replicated parameters are cast at each use (norms and residuals stay fp32), those of ZeRO and FSDP before (all is
+# bf16). With equal micro-batches and replicated parameters nothing differs more than in fp32. Published weights are
+# bf16 too.
 LIMITS = {
-    "fp32": Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6),
-    "bf16": Difference(loss=1e-3, grad_norm=1e-2, held_out=1e-3, weights=1e-2),
+    "fp32": Difference(loss=1e-6, grad_norm=2e-6, held_out=1e-6, weights=1e-6),
+    "bf16": Difference(loss=1e-3, grad_norm=2e-2, held_out=5e-4, weights=1e-2),
 }
 
 
@@ -60,6 +66,12 @@ class Cell:
     def overrides(self) -> list[str]:
         """What makes the run, but its batch and its engine."""
         return [*METHODS[self.method], f"precision={self.precision}", f"data.packing={str(self.packing).lower()}"]
+
+    @property
+    def engine_overrides(self) -> list[str]:
+        """What must be said to this engine for this method."""
+        tied = self.method == "lora_embeddings" and self.engine.startswith("fsdp")
+        return ["strategy.cpu_ram_efficient_loading=false"] if tied else []
 
 
 DISTRIBUTED = [name for name in ENGINES if name not in ("single", "fsdp_hybrid")]
@@ -111,7 +123,7 @@ def test_an_engine_equals_one_process(
         pytest.skip("several nodes are simulated on a CPU only")
     micro_batch = f"batch.micro_batch_size={SEQUENCES // cell.accumulation}"
     reference = launcher.result(cell.reference, "single", *cell.overrides, "batch.micro_batch_size=2")
-    run = launcher.result(str(cell), cell.engine, *cell.overrides, micro_batch)
+    run = launcher.result(str(cell), cell.engine, *cell.overrides, *cell.engine_overrides, micro_batch)
     difference = Difference.between(run, reference)
     record(record_property, "Largest difference from one process", run=str(cell), **difference.figures())
     limits = LIMITS[cell.precision]
@@ -126,12 +138,15 @@ SEQ2SEQ = ["objective=seq2seq", "data.sources=[pairs.jsonl]", "evaluation.genera
 
 def architectures() -> list:
     """Every architecture on the engines that split parameters or gradients. The core has those that are made unlike."""
-    core = [("gpt2", "full", "zero3"), ("qwen3_moe", "full", "zero3"), ("blenderbot", "full", "fsdp")]
-    others = [name for name in ARCHITECTURES if name != "llama"]
+    core = [("gpt2", "full", "fsdp"), ("qwen3_moe", "full", "zero3"), ("blenderbot", "full", "zero3")]
+    core += [("mistral", "lora_embeddings", "fsdp")]
+    decoders = [name for name in ARCHITECTURES if name not in ("llama", "blenderbot")]
     combinations = [
-        *itertools.product(others, ("full",), ("zero2", "zero3", "fsdp")),
-        *itertools.product(("gpt2", "qwen3_moe", "blenderbot"), ("lora",), ("zero2", "zero3", "fsdp")),
+        *itertools.product(decoders, ("full",), ("zero2", "zero3", "fsdp")),
+        *itertools.product(("gpt2", "qwen3_moe"), ("lora",), ("zero2", "zero3", "fsdp")),
         *itertools.product(("mistral",), ("lora_embeddings",), ("zero2", "zero3", "fsdp")),
+        # FSDP2 refuses the embedding that encoder, decoder and output head share.
+        *itertools.product(("blenderbot",), ("full", "lora"), ("zero2", "zero3")),
     ]
     return [
         pytest.param(*each, id="-".join(each), marks=[] if each in core else [pytest.mark.matrix])

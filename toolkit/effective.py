@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
@@ -159,7 +160,7 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 def _offloads(group: Any) -> bool:
-    return type(group.offload_policy).__name__ == "CPUOffloadPolicy"
+    return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def _inner_optimizer(optimizer: Any) -> Any:
@@ -217,7 +218,7 @@ def _checkpointing(model: Any) -> str:
     """Who recomputes activations: the `model`'s own layers, the `engine`'s wrappers around them, both, or none."""
     found = set()
     for module in model.modules():
-        if type(module).__name__ == "CheckpointWrapper":
+        if isinstance(module, CheckpointWrapper):
             found.add("engine")
         elif getattr(module, "gradient_checkpointing", False):
             found.add("model")

@@ -129,7 +129,8 @@ def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
             )
         arguments["quantization_config"] = quantization
         arguments["dtype"] = getattr(torch, dtypes.compute)
-        arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+        if recipe.strategy.name != "zero3":  # Which puts it on the same device, and wants to be asked for nothing.
+            arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     model = _load(kind, recipe, {**where, **arguments})
     for module in model.modules():
         # bitsandbytes 0.50 repacks 4-bit weights for AVX512 at the first forward pass in evaluation mode; the packed
@@ -208,7 +209,7 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves empty tensors behind
         state = getattr(parameter, "quant_state", None)
-        if state is not None and parameter.dtype == torch.uint8:
+        if state is not None:
             count = state.shape.numel()
         if parameter in seen:
             tied += count
@@ -226,6 +227,8 @@ def _quantization(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=recipe.method.double_quantization,
             bnb_4bit_compute_dtype=getattr(torch, dtypes.compute),
+            # FSDP shards numbers of the type it computes in; bytes it would leave whole, others it would convert.
+            bnb_4bit_quant_storage=getattr(torch, dtypes.compute) if recipe.strategy.name == "fsdp" else torch.uint8,
         )
     if recipe.method.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)

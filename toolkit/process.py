@@ -25,7 +25,6 @@ from toolkit.policy import (
     BatchLayout,
     Length,
     World,
-    checkpoints_in_fsdp,
     fsdp_dtypes,
     fsdp_mesh,
     training_arguments,
@@ -160,8 +159,6 @@ def _fsdp_plugin(recipe: Recipe) -> dict[str, Any]:
     types = {key: getattr(torch, name) if name else None for key, name in fsdp_dtypes(recipe).items()}
     plugin: dict[str, Any] = {
         "mixed_precision_policy": MixedPrecisionPolicy(**types),  # type: ignore[arg-type]
-        "activation_checkpointing_offload": recipe.activation_checkpointing.mode == "offload"
-        and checkpoints_in_fsdp(recipe),
     }
     if recipe.strategy.offload_param == "cpu":
         plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=recipe.strategy.pin_memory)

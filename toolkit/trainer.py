@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -100,10 +101,14 @@ class _ExactMixin:
 class CausalTrainer(_ExactMixin, SFTTrainer):
     """Decoder-only models: TRL's trainer, whose output head never builds all logits at once."""
 
+    model: Any
+
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         super().__init__(model, args, **kwargs)
         if is_deepspeed_zero3_enabled():
             _gather_head_with_model(self.model)
+        elif self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
+            self.model.register_forward_pre_hook(_unshard_trained_head)
 
     def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
@@ -119,6 +124,15 @@ def _gather_head_with_model(model: Any) -> None:
     for parameter in (head.weight, head.bias):
         if parameter is not None:
             deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def _unshard_trained_head(model: Any, inputs: Any) -> None:
+    """FSDP gathers the weights of a unit when one of its modules is called. Beside adapters the head is a unit by
+    itself, which TRL's loss reads without calling it: it would gather the weight, but not sum its gradient over the
+    processes."""
+    head = model.get_output_embeddings()
+    if head.weight.requires_grad and isinstance(head, FSDPModule):
+        head.unshard()
 
 
 class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):

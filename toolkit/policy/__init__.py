@@ -4,7 +4,7 @@ Pure: no torch, so that what will run can be shown, checked and planned at once.
 """
 
 from toolkit.policy.arguments import training_arguments
-from toolkit.policy.engines import checkpoints_in_fsdp, deepspeed_config, fsdp_config, fsdp_dtypes, fsdp_mesh
+from toolkit.policy.engines import deepspeed_config, fsdp_config, fsdp_dtypes, fsdp_mesh
 from toolkit.policy.expected import expected_state
 from toolkit.policy.launcher import check_launch
 from toolkit.policy.layout import BatchLayout, Length, World, batch_layout, run_length
@@ -18,7 +18,6 @@ __all__ = [
     "World",
     "batch_layout",
     "check_launch",
-    "checkpoints_in_fsdp",
     "deepspeed_config",
     "dtypes",
     "environment",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.policy.engines import checkpoints_in_fsdp, deepspeed_config, fsdp_config
+from toolkit.policy.engines import deepspeed_config, fsdp_config
 from toolkit.policy.layout import BatchLayout, Length
 from toolkit.recipe import Recipe
 
@@ -18,7 +18,7 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
     """
     optimizer, schedule = recipe.optimizer, recipe.schedule
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
-    in_model = checkpointing.mode != "none" and not checkpoints_in_fsdp(recipe)
+    recomputes = checkpointing.mode != "none"
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
@@ -36,8 +36,8 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         # DeepSpeed has no other way to hold parameters in bf16.
         "bf16": recipe.precision == "bf16" or (recipe.precision == "pure_bf16" and strategy.zero_stage > 0),
         "fp16": recipe.precision == "fp16",
-        "activation_checkpointing": in_model,
-        "activation_checkpointing_kwargs": _checkpointing_kwargs(recipe) if in_model else None,
+        "activation_checkpointing": recomputes,
+        "activation_checkpointing_kwargs": _checkpointing_kwargs(recipe) if recomputes else None,
         "average_tokens_across_devices": True,
         "ddp_find_unused_parameters": False,
         "eval_strategy": "no",

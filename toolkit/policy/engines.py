@@ -84,7 +84,9 @@ def fsdp_config(recipe: Recipe) -> dict[str, Any]:
         "cpu_offload": strategy.offload_param == "cpu",
         "state_dict_type": f"{strategy.state_dict_type.upper()}_STATE_DICT",
         "cpu_ram_efficient_loading": loads_on_first_process(recipe),
-        "activation_checkpointing": checkpoints_in_fsdp(recipe),
+        # The model recomputes its layers itself, on every engine. FSDP2 gathers no parameter more often for it, while
+        # its own wrappers rename modules, under which PEFT finds no adapters to save.
+        "activation_checkpointing": False,
     }
     if strategy.wrap_classes:
         config["transformer_layer_cls_to_wrap"] = list(strategy.wrap_classes)
@@ -119,15 +121,6 @@ def reshards_after_forward(recipe: Recipe) -> bool:
 
 
 def loads_on_first_process(recipe: Recipe) -> bool:
-    """Quantized weights cannot travel through the meta device, and accelerate cannot hand out the buffers that most
-    encoder-decoders save with their weights (`final_logits_bias`): every process reads those."""
+    """Quantized weights cannot travel through the meta device, so every process reads them."""
     strategy = recipe.strategy
-    travels = recipe.method.quantization == "none" and recipe.objective != "seq2seq"
-    return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and travels
-
-
-def checkpoints_in_fsdp(recipe: Recipe) -> bool:
-    """Whether FSDP itself checkpoints activations. It knows whole layers only; the model does the finer modes."""
-    checkpointing = recipe.activation_checkpointing
-    whole = checkpointing.mode in ("full", "offload") and checkpointing.every_n_layers == 1
-    return recipe.strategy.name == "fsdp" and whole
+    return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and recipe.method.quantization == "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.policy.engines import checkpoints_in_fsdp, reshards_after_forward
+from toolkit.policy.engines import reshards_after_forward
 from toolkit.policy.layout import BatchLayout
 from toolkit.policy.precision import dtypes
 from toolkit.recipe import Recipe
@@ -29,7 +29,6 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     def spread(from_stage: int) -> str:
         return "sharded" if several and stage >= from_stage else "whole"
 
-    checkpointing = recipe.activation_checkpointing.mode != "none"
     state: dict[str, Any] = {
         "engine": _engine(recipe, several),
         "world_size": layout.world_size,
@@ -38,7 +37,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "max_grad_norm": recipe.optimizer.max_grad_norm,
         "optimizer": optimizer,
         "attention": attention,
-        "activation_checkpointing": ("engine" if checkpoints_in_fsdp(recipe) else "model") if checkpointing else "none",
+        "activation_checkpointing": "none" if recipe.activation_checkpointing.mode == "none" else "model",
         "parameters": spread(3),
         "gradients": spread(2),
         "optimizer_state": spread(1),

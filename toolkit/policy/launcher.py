@@ -16,7 +16,6 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.policy.engines import (
-    checkpoints_in_fsdp,
     deepspeed_config,
     fsdp_config,
     fsdp_mesh,
@@ -243,7 +242,7 @@ def _fsdp(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[_Differenc
         return
     config = fsdp_config(recipe)
     checkpointing = recipe.activation_checkpointing
-    in_fsdp = checkpoints_in_fsdp(recipe)
+    recomputes = checkpointing.mode != "none"
     classes = ",".join(strategy.wrap_classes)
     # Name, the values that agree, the recipe's side, and the override that follows the launcher.
     rows: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
@@ -263,10 +262,10 @@ def _fsdp(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[_Differenc
             "strategy.cpu_ram_efficient_loading",
         ),
         # Off is what accelerate says where the user says nothing.
-        ("ACTIVATION_CHECKPOINTING", (in_fsdp, False), f"activation_checkpointing.mode={checkpointing.mode}", ""),
+        ("ACTIVATION_CHECKPOINTING", (recomputes, False), f"activation_checkpointing.mode={checkpointing.mode}", ""),
         (
             "ACTIVATION_CHECKPOINTING_OFFLOAD",
-            (in_fsdp and checkpointing.mode == "offload", False),
+            (checkpointing.mode == "offload", False),
             f"activation_checkpointing.mode={checkpointing.mode}",
             "",
         ),

@@ -158,7 +158,7 @@ STRATEGY_RULES = (
         lambda r, _: _fsdp(r) and r.strategy.offload_param == "nvme",
         "FSDP offloads to host memory only",
         "set strategy.offload_param=cpu, or strategy.name=zero3",
-        reference="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html (CPUOffloadPolicy alone)",
+        reference="(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html knows CPUOffloadPolicy alone)",
     ),
     Rule(
         "nvme-needs-zero3",
@@ -276,7 +276,7 @@ STRATEGY_RULES = (
         lambda r, _: _zero(r) and r.strategy.offload_optimizer != "none" and r.optimizer.name.startswith("paged"),
         "optimizer state is in host memory already; paging would bring it back to the GPU",
         "set optimizer.name={unpaged_optimizer}",
-        reference="bitsandbytes' paged optimizers allocate CUDA managed memory, whose pages move to the GPU when used",
+        reference="(https://huggingface.co/docs/bitsandbytes/main/en/explanations/optimizers#paged-optimizers)",
     ),
     Rule(
         "fsdp-optimizer",
