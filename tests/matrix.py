@@ -29,7 +29,7 @@ model: {{path: llama}}
 data: {{sources: [chat.jsonl], eval_split: 0.1}}
 precision: fp32
 tf32: false
-optimizer: {{learning_rate: {LEARNING_RATE}, weight_decay: 0.1, beta2: 0.95, eps: 1.0e-6, max_grad_norm: 0.5}}
+optimizer: {{learning_rate: {LEARNING_RATE}, weight_decay: 0.1, beta2: 0.95, eps: 1.0e-5, max_grad_norm: 0.5}}
 schedule: {{name: linear, max_steps: {STEPS}, warmup_ratio: 0.2}}
 batch: {{seq_len: 128, global_batch_size: {SEQUENCES * PROCESSES}}}
 evaluation: {{num_prompts: 2, max_new_tokens: 8, batch_size: 2}}
