@@ -21,7 +21,6 @@ def use_cpu_processes() -> None:
     import torch
     import transformers.training_args
     from accelerate.state import DistributedType, PartialState
-    from transformers import training_args
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     prepare, place = PartialState._prepare_backend, PartialState.set_device
@@ -37,7 +36,6 @@ def use_cpu_processes() -> None:
         place(self)
 
     PartialState._prepare_backend, PartialState.set_device = _prepare_backend, set_device
-    training_args.is_torch_bf16_gpu_available = lambda: True
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     CPU_Accelerator.is_fp16_supported = lambda self: True
     CPU_Accelerator.supported_dtypes = lambda self: [torch.float32, torch.float16, torch.bfloat16]

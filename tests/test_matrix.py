@@ -31,15 +31,14 @@ ARCHITECTURES = {
     "gpt2": "openai-community/gpt2-xl",
     "blenderbot": "facebook/blenderbot-400M-distill",
 }
-# A norm of float32 numbers is itself rounded: torch's own, on a CPU, is 1e-6 off for a hundred thousand numbers, while
-# DeepSpeed sums in float64.
-# In bf16 a number is rounded by up to 2**-9 = 2e-3. Micro-batches of another size are rounded in another order, and
-# replicated parameters are cast at each use (norms and residuals stay fp32), those of ZeRO and FSDP before (all is
-# bf16). With equal micro-batches and replicated parameters nothing differs more than in fp32. Published weights are
-# bf16 too.
+# fp32: a norm of float32 numbers is itself rounded. torch's own, on a CPU, is 1e-6 off for a hundred thousand numbers,
+# while DeepSpeed sums in float64.
+# bf16: a number is rounded by up to 2**-9 = 2e-3, in another order when micro-batches have another size. Replicated
+# parameters are cast where they are used (norms and residuals stay fp32), those of ZeRO and FSDP before (all is bf16),
+# and full models are published in bf16. The limits are about twice the largest that was measured.
 LIMITS = {
     "fp32": Difference(loss=1e-6, grad_norm=2e-6, held_out=1e-6, weights=1e-6),
-    "bf16": Difference(loss=1e-3, grad_norm=2e-2, held_out=5e-4, weights=1e-2),
+    "bf16": Difference(loss=6e-4, grad_norm=2e-2, held_out=5e-4, weights=1.5e-2),
 }
 
 

@@ -83,6 +83,11 @@ def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:
             f"optimizer.name={recipe.optimizer.name} cannot accumulate gradients",
             f"set batch.micro_batch_size={arguments.train_batch_size * arguments.gradient_accumulation_steps}",
         )
+    if recipe.optimizer.name.endswith(_IN_BACKWARD) and arguments.world_size > 1 and recipe.strategy.name == "ddp":
+        raise UserError(
+            f"optimizer.name={recipe.optimizer.name} updates before the processes have averaged their gradients",
+            "set optimizer.name=adamw, or launch one process",
+        )
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     key = "optimizer"
     try:

@@ -117,7 +117,7 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
 
 def _gather_head_with_model(model: Any) -> None:
     """ZeRO-3 gathers a weight while its own module is called. TRL's loss reads the head's weight without calling the
-    head, and what it gathers for that itself is gone when a second micro-batch adds to the weight's gradient."""
+    head, and although it gathers it for that, training a head that is not tied fails in the backward pass."""
     import deepspeed
 
     head = model.get_output_embeddings()

@@ -83,8 +83,8 @@ Before training, the run checks that the folder can be written, that the drive h
 ## What goes with what
 
 Everything below is made from the rules that `toolkit validate` applies, by trying each combination. A cell that does
-not say yes names the rules that refuse it. Each rule has a test that runs what it refuses and shows the failure, or, for
-what needs other hardware, a reference.
+not say yes names the rules that refuse it. Each rule has a test that runs what it refuses and shows the failure, or a
+reference where that needs other hardware.
 """
 _NUMERICS = """\
 ## What is held in which type

@@ -158,7 +158,7 @@ STRATEGY_RULES = (
         lambda r, _: _fsdp(r) and r.strategy.offload_param == "nvme",
         "FSDP offloads to host memory only",
         "set strategy.offload_param=cpu, or strategy.name=zero3",
-        reference="(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html knows CPUOffloadPolicy alone)",
+        reference="(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)",
     ),
     Rule(
         "nvme-needs-zero3",
