@@ -44,6 +44,6 @@ def use_cpu_processes() -> None:
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
     use_cpu_processes()
-    from toolkit.run import main
+    from toolkit.run import leave, main
 
-    sys.exit(main())
+    leave(main())

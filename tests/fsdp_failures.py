@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,6 +84,32 @@ def fsdp_quantized(kind: str, storage: torch.dtype | None, compute: torch.dtype)
     return [difference(adapter_losses(module, step), wanted), module.get_parameter(name).to_local().numel() / whole]
 
 
+def fsdp_encoder_decoder() -> str:
+    """Accelerate's own wrapping of a model whose encoder, decoder and head share one embedding."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from transformers import BlenderbotConfig, BlenderbotForConditionalGeneration
+
+    size = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64}
+    module = BlenderbotForConditionalGeneration(BlenderbotConfig(**size, **heads))
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["BlenderbotEncoderLayer", "BlenderbotDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no",
+        is_main_process=True,
+        device=torch.device("cpu"),
+    )
+    module = fsdp2_prepare_model(accelerator, module)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    return str(module(input_ids=ids, labels=ids).loss)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     f"optimizer {name}": lambda name=name: fsdp_optimizer(name)  # type: ignore[misc]
     for name in OPTIMIZERS
@@ -92,6 +119,7 @@ CASES: dict[str, Callable[[], Any]] = {
 CASES |= {
     "reduce fp16": fsdp_reduce_fp16,
     "fp16 overflow": fsdp_fp16_skips_everywhere,
+    "encoder-decoder": fsdp_encoder_decoder,
     "int8": lambda: fsdp_quantized("int8", None, torch.float32),
     "nf4 stored as computed": lambda: fsdp_quantized("nf4", torch.float32, torch.float32),
     "nf4 stored otherwise": lambda: fsdp_quantized("nf4", torch.bfloat16, torch.float32),

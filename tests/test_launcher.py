@@ -73,7 +73,7 @@ def refused(made: Recipe, variables: dict[str, str], world: World | None = None)
 def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all rendered files."""
     monkeypatch.chdir(tmp_path)
-    for path, text in render([shipped_recipes()]).items():
+    for path, text in render([shipped_recipes()], ROOT).items():
         file = tmp_path / path
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)

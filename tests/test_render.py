@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_committed_files_are_current() -> None:
-    assert stale(render([shipped_recipes()]), ROOT) == []
+    assert stale(render([shipped_recipes()], ROOT), ROOT) == []
 
 
 @pytest.mark.parametrize("name", ZERO)

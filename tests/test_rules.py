@@ -198,6 +198,7 @@ CASES = [
         [*FSDP, LORA, "method.modules_to_save=[embed_tokens,lm_head]"],
         ["strategy.cpu_ram_efficient_loading=false"],
     ),
+    ("fsdp-encoder-decoder", [*SEQ2SEQ, *FSDP], ["strategy.name=zero2"]),
     ("zero3-lora-selective", [*ZERO3, LORA, *SELECTIVE], ["activation_checkpointing.mode=full"]),
     ("zero3-lora-selective", [*ZERO3, LORA, *SELECTIVE], ["strategy.name=fsdp"]),
     ("zero-optimizer", [*ZERO2, "optimizer=adafactor"], ["optimizer.name=adamw_8bit"]),

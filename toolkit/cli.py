@@ -298,7 +298,7 @@ def _render(options: argparse.Namespace) -> int:
     from toolkit.policy.render import render, stale, write
     from toolkit.recipe import recipe_folders
 
-    files = render(recipe_folders(options.recipes))
+    files = render(recipe_folders(options.recipes), Path())
     if not options.check:
         write(files, Path())
     wrong = stale(files, Path())

@@ -252,6 +252,13 @@ STRATEGY_RULES = (
         "set strategy.cpu_ram_efficient_loading=false",
     ),
     Rule(
+        "fsdp-encoder-decoder",
+        "strategy.name",
+        lambda r, _: _fsdp(r) and r.objective == "seq2seq",
+        "torch does not shard an embedding that encoder, decoder and output head share",
+        "set strategy.name=zero2 or zero3",
+    ),
+    Rule(
         "zero3-lora-selective",
         "activation_checkpointing.mode",
         lambda r, _: (
