@@ -100,7 +100,13 @@ def test_gpus_of_this_machine(
         (["--gpus", "1", "--nodes", "2"], 1, "--head"),
         (["--gpus", "1", "--nodes", "2", "--head", "a"], 1, "--rank"),
         (["--gpus", "1", "--nodes", "2", "--head", "a", "--rank", "2"], 1, "--rank 2"),
+        (["--gpus", "1", "--nodes", "2", "--head", "a", "--rank", "2", "--print"], 1, "--rank 2"),
+        # A forgotten --nodes would start a run of its own on every machine.
+        (["--gpus", "2", "--rank", "1"], 1, "--nodes"),
+        (["--gpus", "2", "--head", "a"], 1, "--nodes"),
+        (["--gpus", "2", "--time", "4:00:00", "--cores", "2"], 1, "--time and --cores would be ignored"),
         (["--slurm"], 1, "--gpus"),
+        (["--slurm", "--gpus", "1", "--nodes", "2", "--head", "a"], 1, "leave out --head"),
         (["--slurm", "--gpus", "1", "checkpoint.resume=never"], 1, "checkpoint.resume=auto"),
     ],
 )
@@ -114,6 +120,27 @@ def test_nothing_is_started_that_cannot_work(
 ) -> None:
     monkeypatch.setattr(os, "execvpe", lambda *args: pytest.fail("started"))
     assert main(["launch", "recipe=small", *arguments]) == status
+    assert words in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "execvpe", lambda *args: pytest.fail("started"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(["launch", "recipe=small", "--gpus", "4"]) == 1
+    assert "set --gpus 2" in capsys.readouterr().err
+    # A line for another machine may be printed here.
+    assert printed(capsys, "--gpus", "4")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [(["--gpus", "two"], "two is not a whole number from 0"), (["--port", "70000"], "from 1 to 65535")],
+)
+def test_numbers_say_their_range(option: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "recipe=small", *option])
     assert words in capsys.readouterr().err
 
 

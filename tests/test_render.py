@@ -78,11 +78,32 @@ def test_new_strategy_is_one_file(folder: Path, capsys: pytest.CaptureFixture[st
     assert (folder / "deepspeed_configs" / "big_buckets.json").exists()
 
 
-def test_slip_in_a_strategy_file_names_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strategy_may_extend_another(folder: Path) -> None:
     (folder / "recipes" / "strategy").mkdir()
-    (folder / "recipes" / "strategy" / "mine.yaml").write_text("name: zero2\nbucket: 5\n")
-    assert main(["render"]) == 1
-    assert "recipes/strategy/mine.yaml: strategy.bucket" in capsys.readouterr().err
+    (folder / "recipes" / "strategy" / "mine.yaml").write_text("defaults: [zero3_nvme]\npin_memory: false\n")
+    assert main(["render"]) == 0
+    zero = json.loads((folder / "deepspeed_configs" / "mine.json").read_text())["zero_optimization"]
+    offloaded = {"device": "nvme", "nvme_path": NVME_PLACEHOLDER, "pin_memory": False}
+    assert (zero["stage"], zero["offload_param"]) == (3, offloaded)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: zero2\nbucket: 5\n", "strategy.bucket: unknown key  (recipes/strategy/mine.yaml:2)"),
+        ("name: [zero2\n", "recipes/strategy/mine.yaml:2"),
+        ("zero2\n", "must be a mapping of keys  (recipes/strategy/mine.yaml:1)"),
+        ("name: zero2\noffload_optimizer: nvme\n", "set strategy.offload_optimizer=cpu"),
+    ],
+)
+def test_slip_in_a_strategy_file_names_the_file(
+    text: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "recipes" / "strategy").mkdir()
+    (folder / "recipes" / "strategy" / "mine.yaml").write_text(text)
+    assert main(["render"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (folder / "accelerate_configs").exists()
 
 
 @pytest.mark.parametrize(

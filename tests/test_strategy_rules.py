@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.policy import World, batch_layout, environment, fsdp_dtypes, run_length, training_arguments
 from toolkit.policy.document import strategies_markdown
 from toolkit.recipe import Recipe
-from toolkit.recipe.schema import STRATEGIES, Strategy
+from toolkit.recipe.strategy import STRATEGIES, Strategy
 from toolkit.rules.strategy import FSDP_OPTIMIZERS, KEYS, STRATEGY_RULES, ZERO_OPTIMIZERS
 
 HERE = Path(__file__).resolve().parent

@@ -28,6 +28,16 @@ examples:
 """
 
 
+_SLURM = {
+    "output": "where it is written (RECIPE.sbatch)",
+    "time": "time limit, such as 4:00:00; the run is queued again until it is finished",
+    "partition": "Slurm partition",
+    "account": "Slurm account",
+    "cores": "CPU cores of each machine (8 per process)",
+}
+"""Options of `launch` that only a batch script has."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for a failure, 2 for a wrong recipe or usage."""
     parser = _parser()
@@ -96,17 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--nodes", type=_positive, default=1, metavar="N", help="number of machines (1)")
     launch.add_argument("--rank", type=_count, metavar="R", help="this machine's number; the one with 0 is the head")
     launch.add_argument("--head", metavar="HOST", help="name or address of the head, the same on every machine")
-    launch.add_argument("--port", type=_positive, metavar="P", help="port at which the processes meet")
+    launch.add_argument("--port", type=_port, metavar="P", help="port at which the processes meet")
     launch.add_argument("--print", action="store_true", help="only print what would be started")
     launch.add_argument("--slurm", action="store_true", help="write an sbatch file instead; the options below are its")
-    for option, text in (
-        ("output", "where it is written (RECIPE.sbatch)"),
-        ("time", "time limit, such as 4:00:00; the run is queued again until it is finished"),
-        ("partition", "Slurm partition"),
-        ("account", "Slurm account"),
-    ):
-        launch.add_argument(f"--{option}", metavar=option.upper(), help=text)
-    launch.add_argument("--cores", type=_positive, metavar="N", help="CPU cores of each machine (8 per process)")
+    for option, text in _SLURM.items():
+        kind = {"type": _positive, "metavar": "N"} if option == "cores" else {"metavar": option.upper()}
+        launch.add_argument(f"--{option}", help=text, **kind)
     render = with_folder(add("render", _render, "write accelerate_configs/ and deepspeed_configs/, one per strategy"))
     render.add_argument("--check", action="store_true", help="write nothing; fail if a file is not as it would be")
     data = with_folder(add("data", _data, "prepare and audit the data of a recipe", recipe=True))
@@ -126,18 +131,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        up_to = "" if most == sys.maxsize else f" to {most}"
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least}{up_to}")
+    return int(text)
+
+
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    return _count(text, 1)
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return number
+def _port(text: str) -> int:
+    return _count(text, 1, 65535)
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -279,7 +285,10 @@ def _launch(options: argparse.Namespace) -> int:
     recipe, arguments = loaded.recipe, list(options.arguments)
     if options.recipes:
         arguments += ["--recipes", options.recipes]
-    cluster = launch.cluster(recipe, options.gpus, options.nodes, options.head, options.port, options.slurm)
+    if not options.slurm and (unread := [key for key in _SLURM if getattr(options, key) is not None]):
+        raise UserError(f"--{' and --'.join(unread)} would be ignored without --slurm", "add --slurm, or leave them out")
+    where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
+    cluster = launch.cluster(recipe, *where)
     launch.check(recipe, cluster)
     if options.slurm:
         name = re.sub(r"[^\w.-]+", "-", recipe.output.name or loaded.name)
@@ -303,7 +312,8 @@ def _render(options: argparse.Namespace) -> int:
         write(files, Path())
     wrong = stale(files, Path())
     if wrong:
-        left = "remove those whose strategy is gone" + "; `toolkit render` writes the others" * options.check
+        left = "remove those whose strategy is gone, and keep files of your own in other folders"
+        left += "; `toolkit render` writes the others" * options.check
         raise UserError(f"not as recipes/strategy/ says: {', '.join(wrong)}", left)
     print(f"{len(files)} files of {len(files)} are current" if options.check else "\n".join(files))
     return 0

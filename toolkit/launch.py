@@ -48,16 +48,25 @@ class Cluster:
         return self.nodes * self.per_node
 
 
-def cluster(recipe: Recipe, gpus: int | None, nodes: int, head: str | None, port: int | None, slurm: bool) -> Cluster:
+def cluster(
+    recipe: Recipe, gpus: int | None, nodes: int, head: str | None, port: int | None, rank: int | None, slurm: bool
+) -> Cluster:
     """The machines as the command line describes them.
 
     Raises:
-        UserError: If something is missing that cannot be known here.
+        UserError: If something is missing that cannot be known here, or is said that would be ignored.
     """
     if slurm and gpus is None:
         raise UserError("the GPUs of Slurm's nodes are not known here", "say how many each has with --gpus")
+    if slurm and (head, rank) != (None, None):
+        raise UserError("Slurm numbers the machines and names the head itself", "leave out --head and --rank")
     if not slurm and nodes > 1 and head is None:
         raise UserError(f"--nodes {nodes}: the machines must know where to meet", "name the first with --head HOST")
+    if nodes == 1 and (head or rank):
+        # Without this every machine would train a run of its own.
+        raise UserError("--head and --rank are for several machines", "say how many there are with --nodes")
+    if rank is not None and rank >= nodes:
+        raise UserError(f"--rank {rank} is not one of {nodes} machines", _ranks(nodes))
     if gpus is None:
         gpus = 1 if recipe.strategy.name == "single" and visible_gpus() else len(visible_gpus())
     return Cluster(gpus, nodes, head, port)
@@ -125,14 +134,20 @@ def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
     """Becomes the launcher; does not return.
 
     Raises:
-        UserError: If it is not known which of several machines this is.
+        UserError: If it is not known which of several machines this is, or if it has fewer GPUs than asked for.
     """
-    if cluster.nodes > 1 and (rank is None or rank >= cluster.nodes):
-        given = "--rank is not given" if rank is None else f"--rank {rank} is not one of {cluster.nodes} machines"
-        raise UserError(given, f"number the machines with --rank 0 (the head) to --rank {cluster.nodes - 1}")
+    if cluster.nodes > 1 and rank is None:
+        raise UserError("--rank is not given", _ranks(cluster.nodes))
+    # Without any GPU the processes train on the CPU.
+    if 0 < (found := len(visible_gpus())) < cluster.gpus:
+        raise UserError(f"--gpus {cluster.gpus}: {found} can be seen here", f"set --gpus {found}, or leave it out")
     line = command(cluster, rank or 0, arguments)
     sys.stdout.flush()
     os.execvpe(line[0], line, {**os.environ, **variables(cluster)})
+
+
+def _ranks(nodes: int) -> str:
+    return f"number the machines with --rank 0 (the head) to --rank {nodes - 1}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from toolkit.policy.precision import dtypes
 from toolkit.recipe import Recipe, shipped_recipes
 from toolkit.recipe.files import locate, options
 from toolkit.recipe.problems import as_text
-from toolkit.recipe.schema import OPTIMIZERS, Strategy
+from toolkit.recipe.schema import OPTIMIZERS
+from toolkit.recipe.strategy import Strategy
 from toolkit.rules import RULES
 from toolkit.rules.strategy import KEYS, STRATEGY_RULES
 

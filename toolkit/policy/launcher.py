@@ -24,7 +24,7 @@ from toolkit.policy.engines import (
 )
 from toolkit.policy.layout import BatchLayout, World, batch_layout
 from toolkit.recipe import Recipe
-from toolkit.recipe.schema import Strategy
+from toolkit.recipe.strategy import Strategy
 
 NVME_PLACEHOLDER = "/local_nvme"
 """Stands in rendered files for the folder that only the recipe knows."""
@@ -71,8 +71,9 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = 
 
 
 def _remedy(differences: list[_Difference], environment: Mapping[str, str]) -> str:
-    follow = " ".join(dict.fromkeys(difference.follow for difference in differences if difference.follow))
-    agree = f"set {follow}, or " if follow else ""
+    follow = dict.fromkeys(difference.follow for difference in differences)
+    # Following the launcher in some settings only would be refused again.
+    agree = f"set {' '.join(follow)}, or " if all(follow) else ""
     # Every launcher of accelerate sets this one.
     if "ACCELERATE_MIXED_PRECISION" not in environment:
         names = " ".join(sorted({difference.variable for difference in differences}))

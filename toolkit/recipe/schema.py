@@ -1,14 +1,17 @@
 """The recipe: every key a user may write, its type, its default and what it means.
 
-This module is the only place where a default is stated. Sections are frozen and refuse unknown keys; the text beneath
-a field is its documentation and goes into the JSON Schema that editors read.
+This module and `strategy` are the only places where a default is stated. The text beneath a field is its documentation
+and goes into the JSON Schema that editors read.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from toolkit.recipe.section import PositiveInt, Section
+from toolkit.recipe.strategy import Strategy
 
 OPTIMIZERS = (
     # Short names of the field first, then what Transformers' Trainer offers under its own names.
@@ -45,25 +48,12 @@ ATTENTION_BACKENDS = (
     "flash_attention_3",
     "flash_attention_4",
 )
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 ROW_FORMATS = ("auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "source_target")
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Scalar = bool | int | float | str
 # Names of a Python function's arguments; never `_target_`, which other tools take for code to run.
 Arguments = dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Scalar]
-
-
-class Section(BaseModel):
-    """A part of the recipe: unknown keys are errors, values keep their types, nothing changes after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    main_key: ClassVar[str | None] = None
-    """The key that `section=value` on the command line means (`optimizer=sgd` is `optimizer.name=sgd`)."""
 
 
 class Model(Section):
@@ -197,65 +187,6 @@ class Method(Section):
     """With nf4, quantize the quantization constants too (0.37 bits per parameter less)."""
     freeze: list[str] = []
     """Full fine-tuning: parameters whose names match one of these patterns (`model.embed_tokens.*`) stay fixed."""
-
-
-class Strategy(Section):
-    """How training is spread over devices, and what is kept off them."""
-
-    main_key: ClassVar[str | None] = "name"
-
-    name: Literal[STRATEGIES] = "ddp"  # type: ignore[valid-type]
-    """`ddp` replicates the model on every process (one process is plain training), `single` insists on one process.
-    DeepSpeed `zero1` shards optimizer state, `zero2` gradients too, `zero3` parameters too. `fsdp` is PyTorch's
-    FSDP2."""
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """ZeRO: where optimizer state and fp32 masters live and are updated (`nvme`: stage 3 only)."""
-    offload_param: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters wait while they are not computed with: ZeRO-3 `cpu` or `nvme`; FSDP `cpu`, which keeps gradients
-    and optimizer state there too."""
-    nvme_path: str | None = None
-    """Folder on a local NVMe drive for what is offloaded there; each process makes a folder of its own in it."""
-    pin_memory: bool = True
-    """Page-locked host memory for what is offloaded: faster copies, memory that nothing else can use."""
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """ZeRO and FSDP: in what gradients are summed over processes and micro-batches. `auto`: fp32 (bf16 under
-    `pure_bf16`)."""
-    overlap_comm: bool = True
-    """ZeRO: reduce gradients while the backward pass still runs, at the cost of a second bucket."""
-    reduce_bucket_size: PositiveInt = 50_000_000
-    """ZeRO: elements reduced at a time. A bucket takes this many times the bytes of `reduce_dtype`."""
-    allgather_bucket_size: PositiveInt = 50_000_000
-    """ZeRO-1 and 2: elements of updated parameters gathered at a time."""
-    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
-    """ZeRO-3: elements of parameters gathered ahead of use."""
-    param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-    """ZeRO-3: parameters of fewer elements (norms, biases) stay whole on every process."""
-    max_live_parameters: PositiveInt = 1_000_000_000
-    """ZeRO-3: most elements of gathered parameters on a device at a time."""
-    max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
-    """ZeRO-3: a parameter used again within this many elements is not released in between."""
-    sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """FSDP: `full_shard` shards parameters, gradients and optimizer state; `shard_grad_op` keeps gathered parameters
-    until the backward pass; `hybrid_shard` shards within a node and replicates across nodes."""
-    reshard_after_forward: bool | None = None
-    """FSDP: release gathered parameters between forward and backward pass; by default as `sharding` says."""
-    wrap_classes: list[str] = []
-    """FSDP: classes of layers that are gathered as a unit, e.g. `[LlamaDecoderLayer]`; by default the model's own."""
-    state_dict_type: Literal["sharded", "full"] = "sharded"
-    """FSDP: how checkpoints are written. `sharded` ones are fast and resume on another number of processes; `full` ones
-    are gathered on the first. The final model is always gathered."""
-    cpu_ram_efficient_loading: bool = True
-    """FSDP: only the first process of a run reads the weights into host memory; the others receive their shards."""
-
-    @property
-    def zero_stage(self) -> int:
-        """1 to 3; 0 without DeepSpeed."""
-        return int(self.name[-1]) if self.name.startswith("zero") else 0
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether no process holds all parameters, so that every forward pass needs all processes."""
-        return self.name in ("zero3", "fsdp")
 
 
 class Optimizer(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from toolkit.recipe import Recipe
-from toolkit.recipe.schema import STRATEGIES, Strategy
+from toolkit.recipe.strategy import STRATEGIES, Strategy
 from toolkit.rules.rule import Config, Rule
 
 _ZERO = ("zero1", "zero2", "zero3")
@@ -170,7 +170,7 @@ STRATEGY_RULES = (
     Rule(
         "nvme-needs-path",
         "strategy.nvme_path",
-        lambda r, _: _zero3(r) and _nvme(r) and r.strategy.nvme_path is None,
+        lambda r, _: _zero3(r) and _nvme(r) and not r.strategy.nvme_path,
         "offloading to NVMe needs a folder on that drive",
         "set strategy.nvme_path",
     ),
@@ -198,7 +198,7 @@ STRATEGY_RULES = (
     Rule(
         "reduce-overflows",
         "strategy.reduce_dtype",
-        lambda r, _: r.strategy.reduce_dtype == "fp16" and r.precision != "fp16",
+        lambda r, _: (_zero(r) or _fsdp(r)) and r.strategy.reduce_dtype == "fp16" and r.precision != "fp16",
         "sums above 65,504 overflow in fp16, and only precision=fp16 scales the loss against it",
         "set strategy.reduce_dtype=bf16, or remove it",
     ),
