@@ -12,6 +12,7 @@ import pytest
 import small
 import torch
 from harness import ROOT, environment
+from transformers import Trainer
 
 from toolkit import assemble
 from toolkit.effective import check_effective
@@ -72,6 +73,8 @@ def test_what_each_strategy_spreads(strategy: dict[str, Any], spread: tuple[str,
     alone = wanted(world_size=1, strategy=strategy)
     assert (alone["parameters"], alone["gradients"], alone["optimizer_state"]) == ("whole",) * 3
     assert state["master_dtype"] == "float32"
+    # DeepSpeed and FSDP bring the parameters to the computation in its own type.
+    assert (state["autocast"] == "none") == (strategy["name"] != "ddp")
 
 
 def test_every_difference_is_named_at_once() -> None:
@@ -109,6 +112,35 @@ def test_low_masters_stop_the_run(
     assert main(["recipe=small", "max_steps=2", "method=full", "precision=bf16"]) == 1
     error = capsys.readouterr().err
     assert "master_dtype: the recipe asks for float32, bfloat16 runs" in error
+
+
+def test_a_parameter_that_would_never_move_stops_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create = Trainer.create_optimizer
+
+    def forgetful(self: Any, *given: Any) -> Any:
+        optimizer = create(self, *given)
+        del optimizer.param_groups[0]["params"][-2:]
+        return optimizer
+
+    monkeypatch.setattr(Trainer, "create_optimizer", forgetful)
+    assert main(["recipe=small", "max_steps=2"]) == 1
+    assert "not_updated: the recipe asks for 0, 2 runs" in capsys.readouterr().err
+
+
+def test_batches_of_another_size_stop_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = Trainer.get_train_dataloader
+
+    def small_batches(self: Any) -> Any:
+        self._train_batch_size = 1
+        return load(self)
+
+    monkeypatch.setattr(Trainer, "get_train_dataloader", small_batches)
+    assert main(["recipe=small", "max_steps=2", "precision=bf16"]) == 1
+    assert "micro_batch_size: the recipe asks for 2, 1 runs" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -128,10 +128,10 @@ def test_gpus_that_are_not_there(
 ) -> None:
     monkeypatch.setattr(os, "execvpe", lambda *args: pytest.fail("started"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert main(["launch", "recipe=small", "--gpus", "4"]) == 1
+    assert main(["launch", "recipe=small", BATCH, "--gpus", "4"]) == 1
     assert "set --gpus 2" in capsys.readouterr().err
     # A line for another machine may be printed here.
-    assert printed(capsys, "--gpus", "4")
+    assert printed(capsys, BATCH, "--gpus", "4")
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,6 @@ STRATEGIES = {file.stem: file for file in sorted((shipped_recipes() / "strategy"
 # nothing about it.
 LESS = {
     *((plain, name) for plain in ("single", "ddp") for name in STRATEGIES),
-    ("zero2", "zero2_offload"),
-    ("zero3", "zero3_offload"),
-    ("zero3", "zero3_nvme"),
     ("fsdp", "fsdp_hybrid"),
     ("fsdp_hybrid", "fsdp"),
 }
@@ -91,6 +88,24 @@ def test_rendered_config_agrees_with_its_strategy_and_no_other(config: str, rend
         else:
             error = refused(recipe(name), variables, world)
             assert "the recipe says" in str(error) and "the launcher says" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "change"),
+    [
+        ("zero3", "zero2", "set strategy.name=zero3, or"),
+        ("zero2", "zero3", "set strategy.name=zero2, or"),
+        ("zero2", "zero2_offload", "set strategy.offload_optimizer=none, or"),
+        ("fsdp", "fsdp_grad_op", "set strategy.sharding=full_shard, or"),
+        ("fsdp_grad_op", "fsdp", "set strategy.sharding=shard_grad_op, or"),
+    ],
+)
+def test_file_of_another_strategy_is_one_difference(config: str, strategy: str, change: str, rendered: Path) -> None:
+    error = refused(
+        recipe(strategy), launched("--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2")
+    )
+    assert str(error).count("the launcher says") == 1
+    assert error.change.startswith(change)
 
 
 @pytest.mark.parametrize("config", ["zero2", "zero3_offload", "fsdp", "fsdp_grad_op", "ddp"])
@@ -246,6 +261,14 @@ def test_deepspeed_file_is_compared_key_by_key(tmp_path: Path) -> None:
 def test_deepspeed_file_that_is_not_there() -> None:
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "no/such.json"}
     assert "no/such.json cannot be read" in str(refused(recipe("zero2"), variables))
+
+
+def test_following_the_launcher_is_offered_only_where_it_suffices() -> None:
+    flags = ["--num_processes", "1", "--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "true"]
+    offloads = launched(*flags, "--fsdp_offload_params", "true")
+    assert "set strategy.offload_param=cpu, or" in refused(recipe("fsdp"), offloads).change
+    wraps = launched(*flags, "--fsdp_offload_params", "true", "--fsdp_auto_wrap_policy", "NO_WRAP")
+    assert "set " not in refused(recipe("fsdp"), wraps).change
 
 
 def test_variables_left_in_a_shell_are_named_to_be_unset() -> None:

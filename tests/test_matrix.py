@@ -138,12 +138,13 @@ SEQ2SEQ = ["objective=seq2seq", "data.sources=[pairs.jsonl]", "evaluation.genera
 def architectures() -> list:
     """Every architecture on the engines that split parameters or gradients. The core has those that are made unlike."""
     core = [("gpt2", "full", "fsdp"), ("qwen3_moe", "full", "zero3"), ("blenderbot", "full", "zero3")]
-    core += [("mistral", "lora_embeddings", "fsdp")]
+    core += [("mistral", "lora_embeddings", "fsdp"), ("gpt2", "dora", "zero3")]
     decoders = [name for name in ARCHITECTURES if name not in ("llama", "blenderbot")]
     combinations = [
         *itertools.product(decoders, ("full",), ("zero2", "zero3", "fsdp")),
         *itertools.product(("gpt2", "qwen3_moe"), ("lora",), ("zero2", "zero3", "fsdp")),
         *itertools.product(("mistral",), ("lora_embeddings",), ("zero2", "zero3", "fsdp")),
+        *itertools.product(("gpt2",), ("dora",), ("zero2", "zero3", "fsdp")),
         # FSDP2 refuses the embedding that encoder, decoder and output head share.
         *itertools.product(("blenderbot",), ("full", "lora"), ("zero2", "zero3")),
     ]

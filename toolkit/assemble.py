@@ -36,9 +36,11 @@ from toolkit.policy import (
     BatchLayout,
     Dtypes,
     Length,
+    World,
     batch_layout,
     dtypes,
     expected_state,
+    fsdp_mesh,
     run_length,
 )
 from toolkit.process import build_arguments, check_devices, prepare_process
@@ -242,7 +244,10 @@ def _wanted_state(training: Training) -> dict[str, Any]:
     )
     if training.recipe.optimizer.name.endswith("layerwise"):
         # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
-        del wanted["optimizer"]
+        del wanted["optimizer"], wanted["not_updated"]
+    if training.recipe.strategy.name == "fsdp":
+        mesh = fsdp_mesh(training.recipe, World.from_environment())
+        wanted["sharded_over"] = mesh["dp_shard_size"] if mesh else training.layout.world_size
     return wanted
 
 
@@ -280,9 +285,9 @@ def _shared(folder: RunFolder | None) -> RunFolder:
 
 def _check_isolation(training: Training) -> None:
     """Asks the model itself, on its device and in its precision."""
-    accelerator, backend = training.trainer.accelerator, training.attention
-    with accelerator.autocast():
-        isolated = isolates(training.module, "flat" if backend in attention.VARLEN else "packed", accelerator.device)
+    device, backend, autocast = training.trainer.args.device, training.attention, training.dtypes.autocast
+    with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+        isolated = isolates(training.module, "flat" if backend in attention.VARLEN else "packed", device)
     if not isolated:
         raise UserError(
             f"data.packing: {type(training.module).__name__} with attention {backend} lets packed documents see each "

@@ -286,7 +286,7 @@ def _launch(options: argparse.Namespace) -> int:
     if options.recipes:
         arguments += ["--recipes", options.recipes]
     if not options.slurm and (unread := [key for key in _SLURM if getattr(options, key) is not None]):
-        raise UserError(f"--{' and --'.join(unread)} would be ignored without --slurm", "add --slurm, or leave them out")
+        raise UserError(f"--{' and --'.join(unread)} would be ignored", "add --slurm, or leave them out")
     where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
     cluster = launch.cluster(recipe, *where)
     launch.check(recipe, cluster)

@@ -83,21 +83,26 @@ def read(trainer: Any) -> dict[str, Any]:
         "trained_parameters": sum(_numel(parameter) for parameter in trained),
         "frozen_parameters": sum(_numel(parameter) for parameter in frozen),
         "trained_dtype": _dtypes(trained),
+        "micro_batch_size": trainer.callback_handler.train_dataloader.batch_sampler.batch_size,
+        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }
     if frozen:
         state["frozen_dtype"] = _dtypes(frozen)
     if moments := _moments(optimizer):
         state["moments_dtype"] = _dtypes(moments)
     if deepspeed:
-        return state | _deepspeed(deepspeed, optimizer, trained)
+        in_engine = _deepspeed(deepspeed, optimizer, trained)
+        for key in ("micro_batch_size", "gradient_accumulation_steps"):
+            if state[key] != in_engine[key]:
+                in_engine[key] = f"{in_engine[key]} in DeepSpeed and {state[key]} in the trainer"
+        return state | in_engine
     state |= {
-        "micro_batch_size": trainer.args.per_device_train_batch_size,
-        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "not_updated": _left_out(trained, _masters(optimizer)),
         "max_grad_norm": trainer.args.max_grad_norm,
         "gradients": _spread(trained),
         "optimizer_state": _spread(_masters(optimizer)),
         "master_dtype": _dtypes(_masters(optimizer)),
-        "autocast": _autocast(trainer.accelerator),
+        "autocast": _autocast(trainer.accelerator, model),
     }
     return state | (_fsdp(model) if isinstance(model, FSDPModule) else {})
 
@@ -122,7 +127,11 @@ def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any
         "offload_param": getattr(engine.zero_offload_param(), "device", None),
     }
     gradients = stage == 3 or getattr(zero, "partition_gradients", False)
+    # Named differently by each of DeepSpeed's optimizers; their masters are these laid end to end.
+    names = ("fp16_groups", "bit16_groups", "bf16_groups")
+    groups = next(getattr(zero, name) for name in names if hasattr(zero, name))
     return {
+        "not_updated": _left_out(trained, [parameter for group in groups for parameter in group]),
         "zero_stage": stage,
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -144,7 +153,9 @@ def _fsdp(model: Any) -> dict[str, Any]:
     outermost = _parameter_groups(model)
     policies = {_name(group.mp_policy.reduce_dtype) for group in groups if group.mp_policy.reduce_dtype}
     return {
+        "compute_dtype": "+".join(sorted({_name(group.mp_policy.param_dtype) for group in groups})),
         "reduce_dtype": "+".join(sorted(policies)),
+        "sharded_over": max(group.mesh_info.shard_mesh_size for group in groups),
         # Of all but the outermost unit, which FSDP itself keeps gathered from the first forward pass on.
         "reshard_after_forward": any(group._reshard_after_forward for group in groups if group not in outermost),
         "offload_param": "cpu" if any(_offloads(group) for group in groups) else "none",
@@ -172,6 +183,11 @@ def _inner_optimizer(optimizer: Any) -> Any:
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _left_out(trained: list[Any], updated: list[Any]) -> int:
+    """How many trained parameters the optimizer does not have, and so would never move."""
+    return len({id(parameter) for parameter in trained} - {id(parameter) for parameter in updated})
 
 
 def _moments(optimizer: Any) -> list[torch.Tensor]:
@@ -204,9 +220,10 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _autocast(accelerator: Any) -> str:
+def _autocast(accelerator: Any, model: Any) -> str:
+    """The type in which the model's forward pass runs, if accelerate has wrapped it."""
     names = {"bf16": "bfloat16", "fp16": "float16"}
-    return names.get(accelerator.mixed_precision, "none") if accelerator.native_amp else "none"
+    return names.get(accelerator.mixed_precision, "none") if hasattr(model, "_original_forward") else "none"
 
 
 def _attention(model: Any) -> str:

@@ -93,6 +93,8 @@ class _ExactMixin:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             enable_selective_activation_checkpointing(base)
         super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
+        if is_deepspeed_zero3_enabled():
+            _gather_for_dora(model)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
@@ -168,6 +170,17 @@ def _gather_head_with_model(model: Any) -> None:
     for parameter in (head.weight, head.bias):
         if parameter is not None:
             deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def _gather_for_dora(model: Any) -> None:
+    """DoRA's layer of magnitudes measures the weights of its neighbours, which ZeRO-3 has released by then."""
+    import deepspeed
+
+    for module in model.modules():
+        for name, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
+            for neighbour in (module.base_layer, module.lora_A[name], module.lora_B[name]):
+                for parameter in neighbour.parameters():
+                    deepspeed.zero.register_external_parameter(magnitude, parameter)
 
 
 def _unshard_trained_head(model: Any, inputs: Any) -> None:

@@ -42,12 +42,14 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "gradients": spread(2),
         "optimizer_state": spread(1),
         "trained_dtype": types.local,
+        "not_updated": 0,
         "autocast": types.autocast or "none",
         "master_dtype": types.master,
     }
     if strategy.zero_stage or strategy.name == "fsdp":
         state["reduce_dtype"] = types.reduce
     if strategy.name == "fsdp":
+        state["compute_dtype"] = types.compute
         state["reshard_after_forward"] = reshards_after_forward(recipe)
     if strategy.zero_stage:
         state["zero_stage"] = strategy.zero_stage

@@ -169,7 +169,15 @@ def _deepspeed_file(recipe: Recipe, layout: BatchLayout, file: str) -> Iterator[
             "launch from the folder it is relative to, or launch without it: the recipe has all of its settings",
         ) from None
     means = _deepspeed_values(recipe, layout)
-    for key, value in _flat(said).items():
+    flat = _flat(said)
+    stage = flat.get("zero_optimization.stage")
+    if stage is not None:
+        # DeepSpeed's own defaults: a file that names a stage and no offloading means none.
+        unsaid_offload = {f"zero_optimization.{key}.device": "none" for key in ("offload_optimizer", "offload_param")}
+        flat = unsaid_offload | flat
+    # One difference is enough to say that the file is of another strategy, without the settings it brings along.
+    brought = _deepspeed_values(_with_stage(recipe, stage), layout) if stage in (1, 2, 3) else {}
+    for key, value in flat.items():
         top = key.partition(".")[0]
         if top in ("optimizer", "scheduler"):
             section = {"optimizer": "optimizer.name", "scheduler": "schedule.name"}[top]
@@ -181,7 +189,8 @@ def _deepspeed_file(recipe: Recipe, layout: BatchLayout, file: str) -> Iterator[
         # What a file says about a 16-bit type that is not used matters as little.
         unused = top in ("fp16", "bf16") and key != f"{top}.enabled" and not means.get(f"{top}.enabled")
         unsaid = "auto" in (value, means.get(key))
-        if unsaid or nothing or unused or key in _NO_MATTER:
+        other = key not in means and key in brought and _same(value, brought[key])
+        if unsaid or nothing or unused or other or key in _NO_MATTER:
             continue
         if any(_same(value, meant) for meant in _meanings(recipe, key, means)):
             continue
@@ -192,6 +201,10 @@ def _deepspeed_file(recipe: Recipe, layout: BatchLayout, file: str) -> Iterator[
             own = _text(means[key]) if key in means else "nothing"
             follow = f"{own_key}={_text(value)}" if own_key.startswith("strategy.") else ""
         yield _Difference(f"{own_key or key}={own}", f"{key}={_text(value)} ({file})", variable, follow)
+
+
+def _with_stage(recipe: Recipe, stage: int) -> Recipe:
+    return recipe.model_copy(update={"strategy": recipe.strategy.model_copy(update={"name": f"zero{stage}"})})
 
 
 def _deepspeed_values(recipe: Recipe, layout: BatchLayout) -> dict[str, Any]:
@@ -278,7 +291,9 @@ def _fsdp(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[_Differenc
             continue
         unsaid = " (accelerate's default)" if (name, said) in _FSDP_DEFAULTS else ""
         launcher = f"--{_flag(f'FSDP_{name}')} {said}{unsaid}"
-        follow = f"{key}={said}" if key else _fsdp_follow(name, said)
+        # With any other sharding than the hybrid one, resharding is a part of what the sharding says.
+        by_sharding = name == "RESHARD_AFTER_FORWARD" and strategy.sharding != "hybrid_shard"
+        follow = f"{key}={said}" if key and not by_sharding else _fsdp_follow(name, said)
         yield _Difference(own or f"{key}={_text(agreeing[0])}", launcher, f"FSDP_{name}", follow)
 
 
@@ -288,6 +303,8 @@ _FSDP_DEFAULTS = {("VERSION", "1"), ("RESHARD_AFTER_FORWARD", "true"), ("OFFLOAD
 def _fsdp_follow(name: str, said: str) -> str:
     """The override that makes the recipe agree with an FSDP setting of the launcher."""
     value = said.lower()
+    if name == "RESHARD_AFTER_FORWARD":
+        return f"strategy.sharding={'full_shard' if value == 'true' else 'shard_grad_op'}"
     if name == "OFFLOAD_PARAMS":
         return f"strategy.offload_param={'cpu' if value == 'true' else 'none'}"
     if name == "SHARDING_STRATEGY" and value in ("full_shard", "shard_grad_op", "hybrid_shard"):

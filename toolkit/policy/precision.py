@@ -17,7 +17,7 @@ class Dtypes:
         load: How weights are read into memory; for adapters, how the frozen base is stored.
         local: How trained parameters lie in the model between steps.
         compute: What matrix products are computed in.
-        autocast: The dtype of `torch.autocast`, or None where parameters are computed with as they are stored.
+        autocast: The dtype of `torch.autocast`, or None where parameters come to the computation in `compute`.
         reduce: What gradients are summed in, over micro-batches and processes.
         master: What the optimizer updates.
         export: How a fully trained model is published.
@@ -47,7 +47,8 @@ def dtypes(recipe: Recipe) -> Dtypes:
         load=load,
         local=local,
         compute=compute,
-        autocast=None if zero or compute == master else compute,
+        # FSDP computes with gathered copies of this type; accelerate wraps no forward pass around it.
+        autocast=None if zero or recipe.strategy.name == "fsdp" or compute == master else compute,
         reduce=_NAMES.get(recipe.strategy.reduce_dtype, master),
         master=master,
         export=compute,
