@@ -276,7 +276,7 @@ def test_full_disk_is_one_message_and_loses_nothing(place: Path) -> None:
 
 def test_script_is_not_shadowed_by_its_own_folder(place: Path) -> None:
     code = f"import runpy, sys; sys.argv = ['run.py']; sys.path.insert(0, {str(RUN.parent)!r}); " + (
-        f"\ntry: runpy.run_path({str(RUN)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+        f"\nrunpy.run_path({str(RUN)!r})\n"
         f"assert {str(RUN.parent)!r} not in sys.path; import accelerate, datasets; print(accelerate.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), capture_output=True, text=True)

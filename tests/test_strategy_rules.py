@@ -97,15 +97,17 @@ def test_replicas_that_update_in_the_backward_pass_are_refused(name: str) -> Non
         check_arguments(made, arguments, run_length(made, 16, batch_layout(made, 2)))
 
 
-@pytest.mark.slow
-def test_accelerate_replaces_an_offloaded_optimizer_unless_told_otherwise() -> None:
+def test_accelerate_replaces_an_offloaded_optimizer_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
     from bitsandbytes.optim import AdamW8bit
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    # Its constructor compiles for two minutes.
+    monkeypatch.setattr(DeepSpeedCPUAdam, "__init__", lambda self, *args, **kwargs: None)
     parameters = [torch.nn.Parameter(torch.ones(8))]
     for optimizer in (torch.optim.SGD(parameters, lr=0.1), AdamW8bit(parameters)):
-        assert type(map_pytorch_optim_to_deepspeed(optimizer)).__name__ == "DeepSpeedCPUAdam"
+        assert type(map_pytorch_optim_to_deepspeed(optimizer)) is DeepSpeedCPUAdam
 
 
 def test_embeddings_tied_by_peft_cannot_leave_for_the_meta_device(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def _run(engine: str, folder: Path, file: Path) -> None:
         env=shell() | {"TINY_LLAMA": str(llama), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,  # DeepSpeed compiles its operations when they are used first.
     )
     assert file.is_file(), done.stderr[-3000:]
 
