@@ -245,7 +245,7 @@ def _wanted_state(training: Training) -> dict[str, Any]:
     )
     if training.recipe.optimizer.name.endswith("layerwise"):
         # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
-        del wanted["optimizer"], wanted["not_updated"]
+        del wanted["optimizer"], wanted["not_updated"], wanted["master_dtype"]
     if training.recipe.strategy.name == "fsdp":
         mesh = fsdp_mesh(training.recipe, World.from_environment())
         wanted["sharded_over"] = mesh["dp_shard_size"] if mesh else training.layout.world_size
