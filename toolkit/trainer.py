@@ -65,9 +65,11 @@ def clip_gradients(model: Any, max_norm: float) -> torch.Tensor:
     for group in _sharded_over(gradients):
         torch.distributed.all_reduce(total, group=group)
     norm = total.sqrt()
-    if norm > max_norm:
+    # torch and DeepSpeed divide by a norm that is larger by this much.
+    scale = max_norm / (norm.item() + 1e-6)
+    if scale < 1:
         for each in local:
-            each.mul_(max_norm / norm.item())
+            each.mul_(scale)
     return norm.float()
 
 
