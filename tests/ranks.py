@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -41,12 +42,21 @@ class Ranks:
             bufsize=1,
         )
 
-    def run(self, folder: Path, *arguments: str, processes: int = 1, nodes: int = 1, timeout: float = 240) -> list[int]:
+    def run(
+        self,
+        folder: Path,
+        *arguments: str,
+        processes: int = 1,
+        nodes: int = 1,
+        timeout: float = 240,
+        entry: str = "toolkit.run",
+    ) -> list[int]:
         """Runs one training in a folder. Its output is in the log.
 
         Args:
             processes: Processes in all; one is started as plain `python toolkit/run.py` is.
             nodes: Over how many machines they seem to be spread.
+            entry: Module whose `main` each process calls.
 
         Returns:
             Exit code of each process; -6 for those that were ended because time was up or because another failed.
@@ -54,7 +64,7 @@ class Ranks:
         assert self._server.stdin and self._server.stdout
         request = {
             "folder": str(folder), "arguments": arguments, "processes": processes, "nodes": nodes, "timeout": timeout,
-            "log": str(self._log),
+            "log": str(self._log), "entry": entry,
         }  # fmt: skip
         print(json.dumps(request), file=self._server.stdin, flush=True)
         answer = self._server.stdout.readline()
@@ -141,9 +151,8 @@ def _become(rank: int, port: int, request: dict[str, Any]) -> None:
             numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
             os.environ.update({name: str(number) for name, number in numbers.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        from toolkit.run import main
-
-        code = main(request["arguments"])
+        sys.path.append(str(Path(__file__).resolve().parent))
+        code = importlib.import_module(request["entry"]).main(request["arguments"])
     except BaseException:
         traceback.print_exc()
     finally:

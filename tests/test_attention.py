@@ -10,7 +10,7 @@ import torch
 from small import loss_and_gradients, populate, set_up
 from tiny import tiny_model
 
-from toolkit import attention, facts
+from toolkit import attention, backends, facts
 from toolkit.data.collate import Collator
 from toolkit.errors import UserError
 from toolkit.model import load_model
@@ -57,7 +57,7 @@ def test_capped_logits_are_never_dropped_in_silence() -> None:
     assert attention.resolve("auto", GEMMA2, "float32") == "eager"
     training = set_up("model.path=gemma", "evaluation.num_prompts=1")
     assert training.trainer.model.config._attn_implementation == "eager"
-    assert attention.with_mask(GEMMA2) == "eager"
+    assert backends.with_mask(GEMMA2) == "eager"
 
 
 def test_auto_picks_what_runs_here() -> None:
@@ -71,7 +71,7 @@ def test_auto_picks_what_runs_here() -> None:
 def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> None:
     reason = "ok" if backend == "auto" else attention.available()[backend]
     if reason == "ok":
-        assert attention.resolve(backend, LLAMA, "bfloat16") in attention.IMPLEMENTATIONS
+        assert attention.resolve(backend, LLAMA, "bfloat16") in backends.IMPLEMENTATIONS
         return
     with pytest.raises(UserError) as caught:
         attention.resolve(backend, LLAMA, "bfloat16")
@@ -91,7 +91,7 @@ def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> No
     ],
 )
 def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str, Any], word: str) -> None:
-    assert word in attention._model_reason("torch_varlen", config, "bfloat16")
+    assert word in backends.unfit("torch_varlen", config, "bfloat16")
 
 
 def reference(
@@ -171,5 +171,5 @@ def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.Mo
     for backend in ("sdpa", "torch_varlen"):
         model = load_model(recipe, dtypes(recipe), backend)
         answers.append(answer(model, tokenizer, prompts, 6, frozenset()))
-        assert model.config._attn_implementation == attention.IMPLEMENTATIONS[backend]
+        assert model.config._attn_implementation == backends.IMPLEMENTATIONS[backend]
     assert answers[0] == answers[1]

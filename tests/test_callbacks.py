@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from toolkit import callbacks
 from toolkit.callbacks import Meter, StepTokens
 from toolkit.folder import RunFolder
 from toolkit.policy import Length
@@ -39,3 +40,27 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"step": 6' in last and '"epoch": 3.0' in last and '"seconds": 100.' in last
+
+
+def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
+    meter = Meter(
+        RunFolder(tmp_path), Length(20, None, 0, 5), Progress(), lambda first, last: 100 * (last - first), 1.0, 4
+    )
+    state = type("State", (), {"global_step": 0, "max_steps": 20})()
+    meter.on_train_begin(None, state, None)
+    for step in range(1, 13):
+        now[0] += 2.0
+        state.global_step = step
+        meter.on_step_end(None, state, None)
+        meter.on_log(None, state, None, logs={"loss": 1.0})
+        if step % 4 == 0:
+            now[0] += 30.0
+            meter.evaluated(step, {"eval_loss": 1.0, "eval_perplexity": 2.7}, 30.0)
+        if step % 5 == 0:
+            now[0] += 11.0
+            meter.on_save(None, state, None)
+        assert meter.last["tokens_per_second"] == 50
+    assert meter.time_left.measured == 2.0
+    assert meter.time_left.after(12) == 8 * 2.0 + 2 * 30.0 + 2 * 11.0

@@ -20,6 +20,7 @@ from toolkit.recipe.document import json_schema
 from toolkit.rules import load_checked
 
 COMMANDS = ["ls", "show", "validate", "schema", "init", "cp", "doctor", "data", "report", "generate", "merge"]
+COMMANDS += ["plan", "calibrate", "launch", "render"]
 FAST = ["ls", "show recipe=gpt2_xl_clm", "validate recipe=gpt2_xl_clm", "schema", "init", "cp recipe=gpt2_xl_clm mine"]
 SHELF = list(list_recipes([shipped_recipes()]))
 
@@ -223,7 +224,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(re.search(rf"^    {command} ", text, re.MULTILINE) for command in COMMANDS)
+    assert all(re.search(rf"^    {command}( |$)", text, re.MULTILINE) for command in COMMANDS)
     assert max(map(len, text.splitlines())) <= 90
     for line in re.findall(r"^  toolkit (cp .*?)  ", text, re.MULTILINE):
         Path("recipes/mine.yaml").unlink(missing_ok=True)

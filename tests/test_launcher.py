@@ -23,7 +23,9 @@ from toolkit.policy.render import render
 from toolkit.recipe import Recipe, shipped_recipes
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-STRATEGIES = {file.stem: file for file in sorted((shipped_recipes() / "strategy").glob("*.yaml"))}
+STRATEGIES = {
+    file.stem: file for file in sorted((shipped_recipes() / "strategy").glob("*.yaml")) if file.stem != "auto"
+}
 # Launchers that say less than the recipe; what they leave out is the recipe's to say. Those without an engine say
 # nothing about it.
 LESS = {

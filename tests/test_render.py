@@ -41,7 +41,7 @@ def test_committed_json_is_what_the_trainer_is_given(name: str, folder: Path) ->
 
 
 def test_every_zero_strategy_has_its_json_and_every_strategy_its_yaml() -> None:
-    names = {file.stem for file in (shipped_recipes() / "strategy").glob("*.yaml")}
+    names = {file.stem for file in (shipped_recipes() / "strategy").glob("*.yaml")} - {"auto"}
     assert {file.stem for file in (ROOT / "accelerate_configs").iterdir()} == names
     assert sorted(file.stem for file in (ROOT / "deepspeed_configs").iterdir()) == ZERO
 

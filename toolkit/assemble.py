@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
-from toolkit import attention, checkpoint, optimization, preflight
+from toolkit import attention, backends, checkpoint, optimization, preflight
 from toolkit.callbacks import AtStart, CleanStop, Evaluator, Meter, Seal, StepTokens
 from toolkit.data.audit import Audit, DataError, check_batch, render
 from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
@@ -22,6 +22,7 @@ from toolkit.effective import EffectiveCheck
 from toolkit.errors import UserError
 from toolkit.evaluate import generated_metrics, row_lengths
 from toolkit.folder import RunFolder, check_disk, describe, hash_files, now, write_json
+from toolkit.forecast import Forecast, forecast
 from toolkit.meeting import Meeting
 from toolkit.model import (
     add_method,
@@ -65,6 +66,7 @@ class Training:
     stop_token_ids: frozenset[int]
     trainer: Any
     progress: Progress
+    outlook: Forecast | None
     resume_from: Path | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     meter: Meter | None = None
@@ -99,6 +101,7 @@ def set_up(
     progress: Progress,
     swap: Path | None,
     at_start: Callable[[Training], None],
+    force: bool,
 ) -> Training | None:
     """Everything before the first step. None when this run has been finished before.
 
@@ -107,6 +110,7 @@ def set_up(
         folder: The claimed run folder on the first process, None on the others.
         swap: Folder for what is offloaded to NVMe.
         at_start: Called on every process when the engine holds model and optimizer, before the first step.
+        force: Whether to go on where the plan says that it will not fit.
     """
     recipe, world = loaded.recipe, meeting.world
     layout = batch_layout(recipe, world.world_size)
@@ -120,6 +124,7 @@ def set_up(
     tokenizer = load_tokenizer(recipe)
     stops = stop_tokens(recipe, tokenizer)
     prepared = _prepare_data(recipe, tokenizer, stops, layout, folder, progress)
+    outlook = _outlook(loaded, world, prepared, folder, progress, force) if world.rank == 0 else None
     preflight.agree(meeting, recipe, prepared.fingerprint)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
     arguments = build_arguments(recipe, layout, length, folder, world, swap)
@@ -133,7 +138,7 @@ def set_up(
         return None
     trainer = _trainer(recipe, types, backend, arguments, prepared, tokenizer, layout, length)
     training = Training(
-        loaded, folder, layout, length, types, backend, prepared, tokenizer, stops, trainer, progress
+        loaded, folder, layout, length, types, backend, prepared, tokenizer, stops, trainer, progress, outlook
     )  # fmt: skip
     training.resume_from = folder.resume_from
     if training.leads:
@@ -145,6 +150,19 @@ def set_up(
         _write_manifest(training, counts, hashes)
     _attach_callbacks(training, at_start)
     return training
+
+
+def _outlook(
+    loaded: Loaded, world: World, prepared: Prepared, folder: RunFolder | None, progress: Progress, force: bool
+) -> Forecast:
+    """The plan, printed; a run that would not fit ends here, before the weights load."""
+    outlook = forecast(loaded, world, prepared.counted)
+    if folder:
+        folder.update_manifest(plan=outlook.plan.model_dump(mode="json"))
+    progress.message(outlook.text.plain)
+    if not force:
+        outlook.check()
+    return outlook
 
 
 def _prepare_data(
@@ -224,7 +242,14 @@ def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) 
     trainer.add_callback(EffectiveCheck(trainer, _wanted_state(training), record))
     trainer.add_callback(AtStart(start))
     if training.leads:
-        training.meter = Meter(training.folder, training.length, progress, _step_tokens(training))
+        training.meter = Meter(
+            training.folder,
+            training.length,
+            progress,
+            _step_tokens(training),
+            training.outlook.plan.work.step_seconds.value if training.outlook else None,
+            training.recipe.evaluation.every_steps if training.prepared.eval is not None else None,
+        )
     training.stop = CleanStop(trainer.accelerator, progress.message if training.leads else lambda text: None)
     if training.prepared.eval is not None:
         settings = training.recipe.evaluation
@@ -241,7 +266,7 @@ def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) 
 def _wanted_state(training: Training) -> dict[str, Any]:
     kind, _ = training.trainer.optimizer_cls_and_kwargs
     wanted = expected_state(
-        training.recipe, training.layout, kind.__name__, attention.IMPLEMENTATIONS[training.attention]
+        training.recipe, training.layout, kind.__name__, backends.IMPLEMENTATIONS[training.attention]
     )
     if training.recipe.optimizer.name.endswith("layerwise"):
         # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
@@ -288,7 +313,7 @@ def _check_isolation(training: Training) -> None:
     """Asks the model itself, on its device and in its precision."""
     device, backend, autocast = training.trainer.args.device, training.attention, training.dtypes.autocast
     with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        isolated = isolates(training.module, "flat" if backend in attention.VARLEN else "packed", device)
+        isolated = isolates(training.module, "flat" if backend in backends.VARLEN else "packed", device)
     if not isolated:
         raise UserError(
             f"data.packing: {type(training.module).__name__} with attention {backend} lets packed documents see each "
@@ -300,7 +325,7 @@ def _check_isolation(training: Training) -> None:
 def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     if recipe.objective == "seq2seq":
         return Seq2SeqCollator(tokenizer.pad_token_id)
-    if backend in attention.VARLEN:
+    if backend in backends.VARLEN:
         return Collator(tokenizer.pad_token_id, "flat")
     return Collator(tokenizer.pad_token_id, "packed" if recipe.data.packing else "padded")
 

@@ -12,25 +12,9 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.backends import unfit
 from toolkit.errors import UserError
 
-IMPLEMENTATIONS = {
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "flex": "flex_attention",
-    "torch_varlen": "torch_varlen",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "flash_attention_4": "flash_attention_4",
-}
-"""Recipe name to Transformers' `attn_implementation`."""
-
-VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
-"""Backends that take documents by their boundaries instead of a mask."""
-
-_SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
-_SINKS = frozenset({"eager", "flex", "flash_attention_3"})
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _FLASH_MODULES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
@@ -67,14 +51,14 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str) -> str:
         compute: Name of the compute dtype, e.g. `bfloat16`.
 
     Returns:
-        A key of `IMPLEMENTATIONS`.
+        A key of `backends.IMPLEMENTATIONS`.
 
     Raises:
         UserError: If the requested backend cannot run here or would compute something else; says which ones can.
     """
     reasons = available()
     for name in list(reasons):
-        if reasons[name] == "ok" and (reason := _model_reason(name, config, compute)):
+        if reasons[name] == "ok" and (reason := unfit(name, config, compute)):
             reasons[name] = reason
     usable = [name for name, reason in reasons.items() if reason == "ok"]
     if requested != "auto":
@@ -88,11 +72,6 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str) -> str:
 
     order = ["torch_varlen", "flash_attention_2"] if torch.cuda.is_available() else []
     return next(name for name in [*order, "sdpa", "eager"] if name in usable)
-
-
-def with_mask(config: Mapping[str, Any]) -> str:
-    """The backend for generation, which pads and keeps a cache: one that reads masks and computes this model right."""
-    return "eager" if _model_reason("sdpa", config, "float32") else "sdpa"
 
 
 def register() -> None:
@@ -154,25 +133,6 @@ def varlen_attention(
     )
     assert not isinstance(out, tuple)
     return out.unsqueeze(0), None
-
-
-def _model_reason(name: str, config: Mapping[str, Any], compute: str) -> str:
-    text = config.get("text_config") or config
-    if text.get("attn_logit_softcapping") and name not in _SOFTCAP:
-        return "this model caps its attention logits, which this backend would silently skip"
-    if text.get("model_type") == "gpt_oss" and name not in _SINKS:
-        return "this model has attention sinks, which this backend would silently skip"
-    if name in VARLEN:
-        if compute == "float32":
-            return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
-        if text.get("is_encoder_decoder"):
-            return "encoder-decoder models are not fed by document boundaries"
-        head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
-        if head_dim > 256 or head_dim % 8:
-            return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
-        if name == "torch_varlen" and any(text.get(key) for key in _ATTENTION_DROPOUT):
-            return "this model drops attention weights while training, which this backend does not do"
-    return ""
 
 
 def _imports(module: str) -> bool:

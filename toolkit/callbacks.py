@@ -19,7 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.folder import RunFolder
 from toolkit.policy import Length
-from toolkit.progress import Progress
+from toolkit.progress import Progress, TimeLeft
 from toolkit.trainer import FixedOrder
 
 
@@ -66,21 +66,29 @@ class Meter(TrainerCallback):
         length: The run's length, for epochs.
         progress: The terminal.
         tokens: Tokens of a range of steps, given its ends.
+        planned_step_seconds: What the plan says of a step; the estimate of what is left, until steps are measured.
+        evaluation_steps: The recipe's interval of evaluations, for the same estimate.
     """
 
     def __init__(
-        self, folder: RunFolder, length: Length, progress: Progress, tokens: Callable[[int, int], int]
+        self,
+        folder: RunFolder,
+        length: Length,
+        progress: Progress,
+        tokens: Callable[[int, int], int],
+        planned_step_seconds: float | None = None,
+        evaluation_steps: int | None = None,
     ) -> None:
         self._file = folder.path / "metrics.jsonl"
         self._length, self._progress, self._tokens = length, progress, tokens
-        self._started = self._step_time = time.monotonic()
+        self._started = self._step_time = self._step_end = time.monotonic()
         self._step = self._total_tokens = 0
-        self._paused = self._busy = 0.0
-        self._first_step = 0
+        self._paused = 0.0
+        self.time_left = TimeLeft(length.total_steps, planned_step_seconds, evaluation_steps, length.save_steps)
         self.last: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step = self._first_step = state.global_step
+        self._step = state.global_step
         earlier = _keep_until(self._file, state.global_step)
         self._started = time.monotonic() - earlier
         self._total_tokens = self._tokens(0, self._step)
@@ -94,9 +102,9 @@ class Meter(TrainerCallback):
         now = time.monotonic()
         seconds = max(1e-9, now - self._step_time - self._paused)
         rate = tokens / seconds
-        self._busy += seconds
+        self.time_left.steps(state.global_step - self._step, seconds)
         self._total_tokens += tokens
-        self._step, self._step_time, self._paused = state.global_step, now, 0.0
+        self._step, self._step_time, self._step_end, self._paused = state.global_step, now, now, 0.0
         row = {
             "loss": logs["loss"],
             "learning_rate": logs.get("learning_rate"),
@@ -109,8 +117,17 @@ class Meter(TrainerCallback):
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         self.write(state.global_step, row)
         self.last = row
-        left = self._busy / (self._step - self._first_step) * (state.max_steps - self._step)
+        left = self.time_left.after(self._step)
         self._progress.update(state.global_step, logs["loss"], tokens_per_second=rate, seconds_left=left)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_end = time.monotonic()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer logs, evaluates and saves after a step, in this order; the last of them ended here.
+        seconds = time.monotonic() - self._step_end
+        self._paused += seconds
+        self.time_left.pause("save", seconds)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._progress.close()
@@ -129,6 +146,8 @@ class Meter(TrainerCallback):
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Records an evaluation; its time does not count against tokens per second."""
         self._paused += seconds
+        self._step_end = time.monotonic()
+        self.time_left.pause("evaluation", seconds)
         self.write(step, metrics)
         self._progress.evaluation(step, metrics["eval_loss"], metrics["eval_perplexity"])
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import UserError
+from toolkit.options import count, port, positive, price, sweep
 from toolkit.terminal import quiet_libraries
 
 Command = Callable[[argparse.Namespace], int]
@@ -24,6 +25,7 @@ examples:
   toolkit init                                        start a recipe folder here
   toolkit cp recipe=qwen3_0_6b_lora mine seq_len=1024  a recipe of your own, as a diff
   toolkit validate recipe=mine                        every problem at once
+  toolkit plan recipe=mine hardware=h100x8            does it fit, how long, what cost
   toolkit launch recipe=mine                          train it on all GPUs of this machine
 """
 
@@ -101,27 +103,39 @@ def _parser() -> argparse.ArgumentParser:
         add("cp", _cp, "write a recipe of your own as a diff: toolkit cp recipe=PARENT NEW key=value", recipe=True)
     )
     add("doctor", _doctor, "versions, devices and kernels that really work, to paste into a bug report")
+    plan = with_folder(add("plan", _plan, "memory, time and cost before anything is rented, and advice", recipe=True))
+    plan.add_argument("--json", action="store_true", help="print all figures as JSON")
+    plan.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
+    plan.add_argument("--price", type=price, metavar="P", help="price of a GPU-hour")
+    plan.add_argument("--html", metavar="FILE", help="write a page as well")
+    others = "further recipes, or 'NAME key=value' as one text"
+    plan.add_argument("--compare", nargs="+", action="extend", default=[], metavar="NAME", help=others)
+    values = "a plan for each value; several sweeps are combined"
+    plan.add_argument("--sweep", type=sweep, action="append", default=[], metavar="KEY=V1,V2", help=values)
+    calibrate = add("calibrate", _calibrate, "measure this device, for better plans")
+    calibrate.add_argument("--seconds", type=positive, default=60, metavar="N", help="about how long (60)")
     launch = with_folder(add("launch", _launch, "train a recipe on the GPUs of one machine or many", recipe=True))
-    launch.add_argument("--gpus", type=_count, metavar="N", help="GPUs of each machine, a process each (default: all)")
-    launch.add_argument("--nodes", type=_positive, default=1, metavar="N", help="number of machines (1)")
-    launch.add_argument("--rank", type=_count, metavar="R", help="this machine's number; the one with 0 is the head")
+    launch.add_argument("--gpus", type=count, metavar="N", help="GPUs of each machine, a process each (default: all)")
+    launch.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of machines (1)")
+    launch.add_argument("--rank", type=count, metavar="R", help="this machine's number; the one with 0 is the head")
     launch.add_argument("--head", metavar="HOST", help="name or address of the head, the same on every machine")
-    launch.add_argument("--port", type=_port, metavar="P", help="port at which the processes meet")
+    launch.add_argument("--port", type=port, metavar="P", help="port at which the processes meet")
     launch.add_argument("--print", action="store_true", help="only print what would be started")
+    launch.add_argument("--force", action="store_true", help="also run what would not fit by the plan")
     launch.add_argument("--slurm", action="store_true", help="write an sbatch file instead; the options below are its")
     for option, text in _SLURM.items():
-        kind = {"type": _positive, "metavar": "N"} if option == "cores" else {"metavar": option.upper()}
+        kind = {"type": positive, "metavar": "N"} if option == "cores" else {"metavar": option.upper()}
         launch.add_argument(f"--{option}", help=text, **kind)
     render = with_folder(add("render", _render, "write accelerate_configs/ and deepspeed_configs/, one per strategy"))
     render.add_argument("--check", action="store_true", help="write nothing; fail if a file is not as it would be")
     data = with_folder(add("data", _data, "prepare and audit the data of a recipe", recipe=True))
-    data.add_argument("--show", type=_positive, default=0, metavar="N", help="print N rows, trained tokens coloured")
+    data.add_argument("--show", type=positive, default=0, metavar="N", help="print N rows, trained tokens coloured")
     report = add("report", _report, "write a run's report.html again")
     report.add_argument("run", help="the run folder")
     generate = add("generate", _generate, "sample from a run; interactive without --prompt")
     generate.add_argument("run", help="the run folder")
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    generate.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (256)")
+    generate.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="longest answer (256)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature: nucleus sampling")
     generate.add_argument("--seed", type=int, default=42, metavar="N", help="seed of the sampling (42)")
@@ -129,21 +143,6 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("run", help="the run folder")
     merge.add_argument("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
     return parser
-
-
-def _count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        up_to = "" if most == sys.maxsize else f" to {most}"
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least}{up_to}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _count(text, 1)
-
-
-def _port(text: str) -> int:
-    return _count(text, 1, 65535)
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -209,33 +208,6 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
-_FIRST_RECIPE = """\
-# yaml-language-server: $schema=schema.json
-description: Quick LoRA on my own data
-
-defaults:
-  - model: smollm2_135m_builtin
-  - data: stdlib_docstrings
-  - method: lora
-  - _self_
-
-# Everything not written here has its default; `toolkit show recipe=mine` prints all of it.
-optimizer:
-  learning_rate: 2e-4
-schedule:
-  max_steps: 20
-batch:
-  seq_len: 512
-  global_batch_size: 8
-data:
-  over_long: drop
-  eval_max_samples: 64
-  # For your own data remove `- data: stdlib_docstrings` above, and the # here:
-  # sources: [data/train.jsonl]
-  # eval_split: 0.05
-"""
-
-
 def _init(options: argparse.Namespace) -> int:
     from toolkit.recipe.document import json_schema
 
@@ -246,7 +218,7 @@ def _init(options: argparse.Namespace) -> int:
             f"{recipe} exists already", "nothing was written; edit it, or name another folder with --recipes"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(_FIRST_RECIPE, encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name("first_recipe.yaml"), recipe)
     if not schema.exists():
         schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
     named = f" --recipes {options.recipes}" if options.recipes else ""
@@ -278,6 +250,42 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    if options.schema:
+        from toolkit.plan.result import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    from toolkit import plan_rows, plan_text
+
+    rows = plan_rows.questions(options.arguments, options.compare, options.sweep)
+    where = (options.recipes, options.price)
+    plans: list[Any]
+    if options.compare or options.sweep:
+        plans = plan_rows.answers(rows, *where)
+        text, figures = plan_text.comparison_text(plans, plan_text.width()), [row.model_dump() for row in plans]
+    else:
+        plans = [plan_rows.answer(rows[0], *where)]
+        text, figures = plan_text.plan_text(plans[0], plan_text.width()), plans[0].model_dump()
+    if options.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        plan_text.show(text)
+    if options.html:
+        from toolkit.plan_page import plan_page
+
+        Path(options.html).write_text(plan_page(plans), encoding="utf-8")
+        print(f"wrote {options.html}", file=sys.stderr)
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from toolkit.calibrate import calibrate, describe
+
+    print(describe(calibrate(options.seconds)))
+    return 0
+
+
 def _launch(options: argparse.Namespace) -> int:
     loaded = _load(options)
     from toolkit import launch
@@ -285,11 +293,13 @@ def _launch(options: argparse.Namespace) -> int:
     recipe, arguments = loaded.recipe, list(options.arguments)
     if options.recipes:
         arguments += ["--recipes", options.recipes]
+    if options.force:
+        arguments.append("--force")
     if not options.slurm and (unread := [key for key in _SLURM if getattr(options, key) is not None]):
         raise UserError(f"--{' and --'.join(unread)} would be ignored", "add --slurm, or leave them out")
     where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
     cluster = launch.cluster(recipe, *where)
-    launch.check(recipe, cluster)
+    launch.check(recipe, cluster, options.recipes)
     if options.slurm:
         name = re.sub(r"[^\w.-]+", "-", recipe.output.name or loaded.name)
         job = launch.Job(name, options.time, options.partition, options.account, options.cores)
@@ -325,7 +335,6 @@ def _data(options: argparse.Namespace) -> int:
     from toolkit.data.prepare import prepare
     from toolkit.data.show import show
     from toolkit.model import load_tokenizer, stop_tokens
-    from toolkit.policy import batch_layout
 
     tokenizer = load_tokenizer(loaded.recipe)
     try:
@@ -333,7 +342,7 @@ def _data(options: argparse.Namespace) -> int:
     except DataError as error:
         print(render(error.audit))
         raise
-    print(render(check_batch(prepared.audit, batch_layout(loaded.recipe, 1).global_batch_size)))
+    print(render(check_batch(prepared.audit, loaded.recipe.batch.sequences_per_step)))
     if options.show:
         print("\n" + show(prepared, tokenizer, options.show, color=sys.stdout.isatty()))
     return 0

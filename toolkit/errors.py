@@ -17,3 +17,9 @@ class UserError(ValueError):
         self.what = what
         self.change = change
         super().__init__(f"{what}\n  {change}" if change else what)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Kind and first line of somebody else's error."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import torch
 from accelerate.utils import gather_object
 
-from toolkit.attention import IMPLEMENTATIONS, VARLEN, with_mask
+from toolkit.backends import IMPLEMENTATIONS, VARLEN, with_mask
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.data.templates import Encoder
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from toolkit import attention
+from toolkit import backends
 from toolkit.cache import build_once
 from toolkit.data.prepare import prepare
 from toolkit.errors import UserError
@@ -44,7 +44,7 @@ def load_trained(run: Path) -> tuple[Recipe, Any, Any]:
     final = _final(run)
     types = dtypes(recipe)
     tokenizer = _tokenizer(recipe, final)
-    backend = attention.with_mask(load_config(recipe).to_dict())
+    backend = backends.with_mask(load_config(recipe).to_dict())
     if recipe.method.name == "lora":
         from peft import PeftModel
 

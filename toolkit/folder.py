@@ -224,6 +224,7 @@ def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> 
         "git": _git(),
         "hardware": _hardware(),
         "saved_by": checkpoint.writer(loaded.recipe, layout.world_size),
+        "chosen": dict(loaded.chosen),
         "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
         "batch": {
             "global_batch_size": layout.global_batch_size,

@@ -30,12 +30,14 @@ class Cluster:
         nodes: How many.
         head: Name or address of the first, where the processes meet; None for a single machine.
         port: The meeting point's port there.
+        elsewhere: Whether they are other machines than this one, of which nothing is known here.
     """
 
     gpus: int
     nodes: int = 1
     head: str | None = None
     port: int | None = None
+    elsewhere: bool = False
 
     @property
     def per_node(self) -> int:
@@ -69,16 +71,31 @@ def cluster(
         raise UserError(f"--rank {rank} is not one of {nodes} machines", _ranks(nodes))
     if gpus is None:
         gpus = 1 if recipe.strategy.name == "single" and visible_gpus() else len(visible_gpus())
-    return Cluster(gpus, nodes, head, port)
+    # Without --print this machine is one of them; what is printed may be meant for others.
+    unlike = 0 < gpus > len(visible_gpus())
+    return Cluster(gpus, nodes, head, port, elsewhere=slurm or unlike)
 
 
-def check(recipe: Recipe, cluster: Cluster) -> None:
+def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
     """Refuses what cannot work before anything is started.
 
+    Args:
+        folder: The user's recipes folder.
+
     Raises:
-        UserError: If the recipe's strategy or batch does not fit the machines.
+        UserError: If the recipe's strategy or batch does not fit the machines; or if nothing would that the recipe
+            leaves to the plan.
     """
-    check_launch(recipe, World(0, 0, cluster.processes, cluster.per_node), {})
+    world = World(0, 0, cluster.processes, cluster.per_node)
+    if recipe.undecided and not cluster.elsewhere:
+        from toolkit.plan.build import decide
+        from toolkit.plan.here import launched_on
+
+        environment = os.environ if cluster.gpus else {"ACCELERATE_USE_CPU": "true"}
+        recipe, _ = decide(recipe, launched_on(world, folder, environment))
+    # Of other machines it is only certain how the batch divides over them.
+    plainest = {"strategy.name": "ddp", "activation_checkpointing.mode": "none", "batch.micro_batch_size": None}
+    check_launch(recipe.with_values({key: plainest[key] for key in recipe.undecided}), world, {})
 
 
 def visible_gpus() -> list[str]:

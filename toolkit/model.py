@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from toolkit import attention, facts
+from toolkit import attention, backends, facts
 from toolkit.data.templates import load_chat_template
 from toolkit.errors import UserError
 from toolkit.policy import Dtypes
@@ -114,10 +114,10 @@ def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
         attention.register()
     arguments: dict[str, Any] = {
         "dtype": getattr(torch, dtypes.load),
-        "attn_implementation": attention.IMPLEMENTATIONS[backend],
+        "attn_implementation": backends.IMPLEMENTATIONS[backend],
     }
     where = locate(recipe)
-    quantization = _quantization(recipe, dtypes)
+    quantization = quantization_config(recipe, dtypes)
     if "gguf_file" in where:
         # Otherwise the weights keep a quantizer that refuses to train and to save.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
@@ -132,12 +132,19 @@ def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
         if recipe.strategy.name != "zero3":  # Which puts it on the same device, and wants to be asked for nothing.
             arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
     model = _load(kind, recipe, {**where, **arguments})
-    for module in model.modules():
-        # bitsandbytes 0.50 repacks 4-bit weights for AVX512 at the first forward pass in evaluation mode; the packed
-        # form has no backward pass and later gradients are silently wrong.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    keep_unpacked(model)
     return model
+
+
+def keep_unpacked(model: torch.nn.Module) -> None:
+    """Keeps 4-bit weights as they are stored.
+
+    bitsandbytes 0.50 repacks them for AVX512 at the first forward pass in evaluation mode; the packed form has no
+    backward pass and later gradients are silently wrong.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
@@ -220,7 +227,7 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     return {"total": total, "trainable": trainable, "tied": tied}
 
 
-def _quantization(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
+def quantization_config(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
     if recipe.method.quantization == "nf4":
         return BitsAndBytesConfig(
             load_in_4bit=True,

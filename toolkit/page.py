@@ -159,14 +159,20 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
 """
 
 
-def document(title: str, body: str) -> str:
-    """A complete HTML page; the policy in its head keeps it from ever asking for anything outside itself."""
+def document(title: str, body: str, style: str = "") -> str:
+    """A complete HTML page; the policy in its head keeps it from ever asking for anything outside itself.
+
+    Args:
+        title: Of the window.
+        body: HTML of the page.
+        style: CSS of the page's own, beside that of all pages.
+    """
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 

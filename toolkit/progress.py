@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -22,6 +24,12 @@ PLAIN_LINE_SHARE = 0.05
 REDRAWS_PER_SECOND = 10
 WIDEST_BAR = 30
 WIDEST_TEXT = 100
+WARM_UP_STEPS = 2
+"""The first steps of a training, which are slower than the others."""
+ENOUGH_STEPS = 10
+"""From so many measured steps on they are trusted more than the plan."""
+NEWEST_STEPS = 100
+"""So many steps are looked back at."""
 
 
 class Progress:
@@ -183,6 +191,67 @@ class Progress:
         line.append_text(tail)
         line.truncate(room)
         return line
+
+
+class TimeLeft:
+    """How long a training still takes: what the plan said at first, then what its steps have really taken.
+
+    Args:
+        total_steps: Optimizer steps of the whole training.
+        planned_step_seconds: What the plan says of a step, if there is one.
+        evaluation_steps: Evaluates every so many steps, or None.
+        save_steps: Saves every so many steps, or None.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        planned_step_seconds: float | None = None,
+        evaluation_steps: int | None = None,
+        save_steps: int | None = None,
+    ) -> None:
+        self._total, self._planned = total_steps, planned_step_seconds
+        self._every = {"evaluation": evaluation_steps, "save": save_steps}
+        self._pauses: dict[str, float] = {}
+        self._warm_up: float | None = None
+        # Of the newest steps only, so that the estimate follows a machine that becomes slower.
+        self._steps: deque[float] = deque(maxlen=NEWEST_STEPS)
+        self._seen = 0
+
+    def steps(self, count: int, seconds: float) -> None:
+        """Notes that `count` steps took `seconds`, pauses not counted."""
+        first = self._seen
+        self._seen += count
+        if first >= WARM_UP_STEPS:
+            self._steps.extend([seconds / count] * min(count, NEWEST_STEPS))
+        else:
+            self._warm_up = seconds / count
+
+    def pause(self, what: Literal["evaluation", "save"], seconds: float) -> None:
+        """Notes how long the newest evaluation or checkpoint took."""
+        self._pauses[what] = seconds
+
+    @property
+    def measured(self) -> float | None:
+        """Median seconds of the newest steps, those of the warm-up left out."""
+        return statistics.median(self._steps) if self._steps else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step: the plan's until enough have been measured."""
+        if self._planned is None:
+            return self.measured or self._warm_up
+        return self.measured if len(self._steps) >= ENOUGH_STEPS else self._planned
+
+    def after(self, step: int) -> float | None:
+        """Seconds from the end of a step to the end of training, with the evaluations and checkpoints to come."""
+        if self.step_seconds is None:
+            return None
+        seconds = (self._total - step) * self.step_seconds
+        for what, every in self._every.items():
+            if every and what in self._pauses:
+                seconds += (self._total // every - step // every) * self._pauses[what]
+        return seconds
 
 
 def summary(rows: Sequence[tuple[str, str]]) -> str:

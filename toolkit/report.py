@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit import page
+from pydantic import ValidationError
+
+from toolkit import page, plan_page, plan_view
 from toolkit.charts import Series, chart, smooth
 from toolkit.errors import UserError
+from toolkit.plan.result import Plan, Range
 from toolkit.progress import byte_unit, bytes_text, compact, duration, perplexity_of, perplexity_text
 from toolkit.records import Record, finite, number, read_run
 
@@ -36,8 +39,10 @@ def write_report(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
     record = read_run(run)
-    parts = [_header(record), _charts(record), _samples(record), _audit(record), _recipe(record), _environment(record)]
-    html = page.document(f"{_name(record)} · training report", "\n".join(part for part in parts if part))
+    parts = [_header(record), _charts(record), _planned(record), _samples(record), _audit(record), _recipe(record)]
+    parts.append(_environment(record))
+    body = "\n".join(part for part in parts if part)
+    html = page.document(f"{_name(record)} · training report", body, plan_page.STYLE)
     path = run / "report.html"
     partial = run / f".report.{os.getpid()}.html"
     partial.write_text(html, encoding="utf-8")
@@ -190,6 +195,41 @@ def _rate_text(value: float) -> str:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _planned(record: Record) -> str:
+    """What the plan said before training against what was measured."""
+    measured = record.section("measured")
+    if not record.section("plan") or not measured:
+        return ""
+    try:
+        plan = Plan.model_validate(record.section("plan"))
+    except ValidationError:
+        return page.notice(
+            ["The plan in manifest.json is of another version: it cannot be set against this run."], True
+        )
+    memory, work, whole = plan.memory[0], plan.work, plan.work.total_seconds
+    rows: tuple[tuple[str, float | None, Range | None, str, Callable[[float], str]], ...] = (
+        ("memory allocated", memory.allocated, None, "allocated", bytes_text),
+        ("memory reserved", memory.reserved.value, memory.reserved, "reserved", bytes_text),
+        ("host RAM", plan.host.peak, None, "host", bytes_text),
+        ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", plan_view.seconds_text),
+        ("time in all", whole.value if whole else None, whole, "total_seconds", duration),
+        ("tokens", work.tokens, None, "tokens", compact),
+    )
+    lines = []
+    for name, planned, expected, key, form in rows:
+        found = number(measured.get(key))
+        if planned is None or found is None or not math.isfinite(found):
+            continue
+        between = f" ({form(expected.low)} to {form(expected.high)})" if expected else ""
+        lines.append(
+            f"<tr><th>{name}</th><td>{form(planned)}{between}</td><td>{form(found)}</td>"
+            f"<td>{percent_change(found, planned) or '?'}</td></tr>"
+        )
+    bars = plan_page.stacks([(f"planned, at its peak in {memory.peak_phase}", plan)], amounts=True)
+    heads = ("planned", "measured", "plan is off by")
+    return f"<section><h2>Planned and measured</h2>{plan_page.figures(heads, lines)}{bars}</section>" if lines else ""
 
 
 def _samples(record: Record) -> str:

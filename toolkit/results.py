@@ -15,6 +15,7 @@ from toolkit.card import write_card
 from toolkit.evaluate import answer, as_prompt
 from toolkit.facts import BUILTIN_MODELS
 from toolkit.folder import now, write_json
+from toolkit.forecast import measured
 from toolkit.model import restore_config
 from toolkit.progress import duration, prompts_before_after, summary
 from toolkit.publish import publish
@@ -127,6 +128,9 @@ def finish(training: Training) -> None:
     if not training.leads:
         return
     folder.update_manifest(finished=now(), train_seconds=_seconds(training), peak_memory_bytes=peak_host_bytes())
+    if meter := training.meter:
+        tokens = meter.last.get("tokens", 0)
+        folder.update_manifest(measured=measured(meter.time_left.measured, _seconds(training), tokens))
     write_card(folder.final, folder.path, training.recipe, training.recipe.model.path)
     report = write_report(folder.path)
     _say_results(training, report)

@@ -33,10 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     world = World()
     try:
         world = World.from_environment()
-        parser = argparse.ArgumentParser(prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR]")
+        parser = argparse.ArgumentParser(
+            prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR] [--force]"
+        )
         parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
+        parser.add_argument("--force", action="store_true", help="also run what would not fit by the plan")
         options, rest = parser.parse_known_args(arguments)
         loaded = load_checked(*split_arguments(rest), options.recipes)
+        if loaded.recipe.undecided:
+            from toolkit.plan.here import decided
+
+            loaded = decided(loaded, world, options.recipes)
         check_launch(loaded.recipe, world)
         for key, value in environment(loaded.recipe, world).items():
             if value is None:
@@ -48,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from toolkit.train import train
 
         with ahead_of_launcher():
-            train(loaded)
+            train(loaded, options.force)
     except UserError as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import contextlib
 
 from toolkit.assemble import already_finished, set_up
 from toolkit.folder import RunFolder, claim, now
+from toolkit.forecast import forecast, ran_out
 from toolkit.meeting import Meeting, meet
 from toolkit.model import count_parameters
 from toolkit.nvme import swap_folder
@@ -15,8 +16,11 @@ from toolkit.recipe import Loaded
 from toolkit.results import answer_before, finish, interrupted
 
 
-def train(loaded: Loaded) -> None:
+def train(loaded: Loaded, force: bool = False) -> None:
     """Trains a recipe: sets up, takes the steps, writes what comes out.
+
+    Args:
+        force: Whether to start also what would not fit by the plan.
 
     Raises:
         UserError: Whatever the user can mend.
@@ -31,14 +35,14 @@ def train(loaded: Loaded) -> None:
         for cut_off in folder.cut_off if folder else ():
             progress.message(f"{cut_off} was cut off while saving and is passed over")
         with folder.held() if folder else contextlib.nullcontext():
-            _train(loaded, meeting, folder, progress)
+            _train(loaded, meeting, folder, progress, force)
 
 
-def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress: Progress) -> None:
+def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress: Progress, force: bool) -> None:
     recipe, world = loaded.recipe, meeting.world
     try:
         with swap_folder(recipe, world, lambda: count_parameters(recipe), progress.message) as swap:
-            training = set_up(loaded, meeting, folder, progress, swap, at_start=answer_before)
+            training = set_up(loaded, meeting, folder, progress, swap, answer_before, force)
             if training is None:
                 return
             training.trainer.train(resume_from_checkpoint=str(training.resume_from) if training.resume_from else None)
@@ -49,6 +53,8 @@ def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress:
     except BaseException as error:
         if folder:
             _failed(folder, error)
+        if ran_out(error):
+            raise forecast(loaded, world, None).out_of_memory(error) from error
         raise
     finally:
         progress.close()

@@ -27,6 +27,7 @@ from toolkit.data.streaming import AUDITED_ROWS, stream
 from toolkit.data.tables import Cutter, Use, collect, tokenise
 from toolkit.data.templates import Encoder
 from toolkit.errors import UserError
+from toolkit.plan.counted import Counted, record
 from toolkit.recipe.schema import Recipe, Source
 
 CODE_VERSION = 1
@@ -48,6 +49,7 @@ class Prepared:
             to feed, `reference` answer.
         fingerprint: Changes whenever any of the above changes.
         path: Folder that holds it all.
+        counted: Figures of the above that a plan is made of; None for a stream.
     """
 
     train: Dataset | IterableDataset
@@ -56,6 +58,7 @@ class Prepared:
     samples: list[dict[str, Any]]
     fingerprint: str
     path: Path
+    counted: Counted | None = None
 
 
 def prepare(
@@ -87,8 +90,12 @@ def prepare(
     audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
+    figures = None
     try:
         path = build_once(root / fingerprint, lambda folder: _Build(recipe, cutter, use, folder).run(audited, held_out))
+        if not data.streaming:
+            figures = _count(path)
+            record(recipe, figures, root)
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to `{root}`: {error.strerror or error}",
@@ -101,6 +108,28 @@ def prepare(
         samples=json.loads((path / "samples.json").read_text(encoding="utf-8")),
         fingerprint=fingerprint,
         path=path,
+        counted=figures,
+    )
+
+
+def _count(path: Path) -> Counted:
+    """Figures of a folder of prepared data, from the audit and from Arrow's offsets; no row is decoded."""
+    audit = json.loads((path / "audit.json").read_text(encoding="utf-8"))
+    table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
+    lengths = pc.list_value_length(table["input_ids"]).to_numpy()
+    documents = lengths
+    if "seq_lengths" in table.column_names:
+        documents = pc.list_flatten(table["seq_lengths"]).to_numpy()
+    held_out = audit["eval"] or {"rows": 0, "tokens": 0}
+    return Counted(
+        rows=len(lengths),
+        tokens=int(lengths.sum()),
+        trained_tokens=audit["train"]["trained_tokens"],
+        documents=len(documents),
+        squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
+        quantiles=tuple(np.quantile(lengths, np.linspace(0, 1, 1001)).tolist()),
+        eval_rows=held_out["rows"],
+        eval_tokens=held_out["tokens"],
     )
 
 

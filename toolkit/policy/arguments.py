@@ -7,6 +7,7 @@ from typing import Any
 from toolkit.policy.engines import deepspeed_config, fsdp_config
 from toolkit.policy.layout import BatchLayout, Length
 from toolkit.recipe import Recipe
+from toolkit.recipe.schema import ActivationCheckpointing
 
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "lion": "lion_32bit"}
 
@@ -37,7 +38,7 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         "bf16": recipe.precision == "bf16" or (recipe.precision == "pure_bf16" and strategy.zero_stage > 0),
         "fp16": recipe.precision == "fp16",
         "activation_checkpointing": recomputes,
-        "activation_checkpointing_kwargs": _checkpointing_kwargs(recipe) if recomputes else None,
+        "activation_checkpointing_kwargs": checkpointing_kwargs(checkpointing) if recomputes else None,
         "average_tokens_across_devices": True,
         "ddp_find_unused_parameters": False,
         "eval_strategy": "no",
@@ -64,8 +65,8 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
     return arguments
 
 
-def _checkpointing_kwargs(recipe: Recipe) -> dict[str, Any]:
-    checkpointing = recipe.activation_checkpointing
+def checkpointing_kwargs(checkpointing: ActivationCheckpointing) -> dict[str, Any]:
+    """Keyword arguments of Transformers' activation checkpointing."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if checkpointing.mode == "selective":
         kwargs["selective"] = True

@@ -42,6 +42,7 @@ processes. Losses do not depend on it, so choose by memory and speed:
 
 | when | take |
 | --- | --- |
+| you want it chosen | `auto`: the fastest that fits these devices, by the [plan](plan.md); the manifest says why |
 | model, gradients and optimizer state fit on one device | `ddp` (also on one device); adapters nearly always do |
 | they nearly fit | `zero1`, then `zero2`: the same traffic as `ddp`, less held twice |
 | they do not | `fsdp` or `zero3`: each layer is gathered when it is computed with |
@@ -55,7 +56,8 @@ one key.
 ## Memory
 
 Bytes that a device holds per trained parameter between two steps, for `precision: bf16`, AdamW and N processes.
-Activations, buckets and the layers that are gathered at the moment come on top.
+Activations, buckets and the layers that are gathered at the moment come on top:
+[plan](plan.md).
 
 | strategy | weights | gradients | masters and moments |
 | --- | --- | --- | --- |
@@ -133,6 +135,8 @@ def _strategies() -> dict[str, dict[str, Any]]:
         file = locate(f"strategy/{name}", folders)
         assert file is not None
         section = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if section["name"] == "auto":
+            continue
         found[name] = {key: "/scratch" if value == "???" else value for key, value in section.items()}
     order = [*Strategy.model_fields["name"].annotation.__args__]  # type: ignore[union-attr]
     return dict(sorted(found.items(), key=lambda item: (order.index(item[1]["name"]), len(item[1]), item[0])))

@@ -52,6 +52,7 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = 
     Raises:
         UserError: If they differ, naming both sides of every difference; or if these processes cannot take the recipe.
     """
+    assert not recipe.undecided, recipe.undecided
     _check_processes(recipe, world, environment)
     layout = batch_layout(recipe, world.world_size)
     fsdp_mesh(recipe, world)

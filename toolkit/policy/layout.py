@@ -146,6 +146,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
     batch = recipe.batch
+    assert batch.micro_batch_size != "auto", "the micro-batch is not decided yet"
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
     unit = world_size * (batch.micro_batch_size or 1)

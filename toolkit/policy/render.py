@@ -42,6 +42,9 @@ def render(folders: Iterable[Path], root: Path) -> dict[str, str]:
     files = {}
     for name in options("strategy", folders):
         recipe = _default_recipe(name, folders[0])
+        if recipe.undecided:
+            # Such a strategy is another one on other devices; `toolkit launch` needs no file for it.
+            continue
         files[f"{ACCELERATE}/{name}.yaml"] = _accelerate_yaml(name, recipe)
         if recipe.strategy.zero_stage:
             files[f"{DEEPSPEED}/{name}.json"] = json.dumps(deepspeed_config(recipe), indent=2) + "\n"

@@ -7,9 +7,10 @@ instantiated from a recipe. Folders are searched in order: the user's `recipes/`
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,7 @@ class Loaded:
         file: Its file.
         origins: Dotted key to `file:line` or `command line`, for every value that is not a default.
         unresolved: What was written, with interpolations such as `${oc.env:NAME}` as they stand.
+        chosen: Keys that the recipe left to the plan, with value and reason.
     """
 
     recipe: Recipe
@@ -62,6 +64,15 @@ class Loaded:
     file: Path
     origins: dict[str, str]
     unresolved: dict[str, Any]
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+    def decided(self, recipe: Recipe, chosen: Mapping[str, str]) -> Loaded:
+        """This recipe with what it left to the plan decided; the run folder keeps the values, not `auto`."""
+        unresolved = copy.deepcopy(self.unresolved)
+        for key in chosen:
+            _remove(unresolved, key)
+        origins = self.origins | dict.fromkeys(chosen, "chosen by the plan")
+        return dataclasses.replace(self, recipe=recipe, unresolved=unresolved, origins=origins, chosen=chosen)
 
     def to_yaml(self) -> str:
         """The whole recipe, defaults included; values that came from the environment stay unresolved."""

@@ -6,6 +6,7 @@ and goes into the JSON Schema that editors read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -244,8 +245,9 @@ class Batch(Section):
     """Sequences per optimizer step over all processes; 16 if `tokens_per_step` is not set either."""
     tokens_per_step: PositiveInt | None = None
     """The same in tokens: global_batch_size x seq_len."""
-    micro_batch_size: PositiveInt | None = None
-    """Sequences per process and forward pass; by default as many as stay within 16,384 tokens."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Sequences per process and forward pass; by default as many as stay within 16,384 tokens. `auto`: the number that
+    is fastest by the plan and fits."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -258,9 +260,9 @@ class ActivationCheckpointing(Section):
 
     main_key: ClassVar[str | None] = "mode"
 
-    mode: Literal["none", "full", "selective", "offload"] = "none"
+    mode: Literal["none", "full", "selective", "offload", "auto"] = "none"
     """`full` recomputes layers, `selective` keeps attention outputs and recomputes the rest, `offload` recomputes
-    layers and holds their inputs in host memory."""
+    layers and holds their inputs in host memory. `auto`: the fastest by the plan that fits."""
     every_n_layers: PositiveInt = 1
     """With `full` and `offload`, checkpoint only every n-th layer."""
 
@@ -358,6 +360,25 @@ class Recipe(Section):
     """Where the run folder is written."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, initialisation and dropout."""
+
+    @property
+    def undecided(self) -> tuple[str, ...]:
+        """Keys that are left to the plan; empty for a recipe that can run."""
+        values = {
+            "strategy.name": self.strategy.name,
+            "activation_checkpointing.mode": self.activation_checkpointing.mode,
+            "batch.micro_batch_size": self.batch.micro_batch_size,
+        }
+        return tuple(key for key, value in values.items() if value == "auto")
+
+    def with_values(self, values: Mapping[str, Any]) -> Recipe:
+        """This recipe with other values at some dotted keys, which are taken as they are."""
+        changed: dict[str, Any] = {}
+        for path, value in values.items():
+            section, _, key = path.partition(".")
+            kept = changed.get(section, getattr(self, section))
+            changed[section] = kept.model_copy(update={key: value}) if key else value
+        return self.model_copy(update=changed)
 
 
 def sections() -> dict[str, type[Section]]:

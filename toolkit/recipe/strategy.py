@@ -16,10 +16,11 @@ class Strategy(Section):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal[STRATEGIES] = "ddp"  # type: ignore[valid-type]
+    name: Literal[(*STRATEGIES, "auto")] = "ddp"  # type: ignore[valid-type]
     """`ddp` replicates the model on every process (one process is plain training), `single` insists on one process.
     DeepSpeed `zero1` shards optimizer state, `zero2` gradients too, `zero3` parameters too. `fsdp` is PyTorch's
-    FSDP2."""
+    FSDP2. `auto` takes the fastest that fits, with offloading where nothing else fits; other keys of this section then
+    stand, and leave only the strategies that read them."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """ZeRO: where optimizer state and fp32 masters live and are updated (`nvme`: stage 3 only)."""
     offload_param: Literal["none", "cpu", "nvme"] = "none"
@@ -62,9 +63,11 @@ class Strategy(Section):
     @property
     def zero_stage(self) -> int:
         """1 to 3; 0 without DeepSpeed."""
+        assert self.name != "auto", "the strategy is not decided yet"
         return int(self.name[-1]) if self.name.startswith("zero") else 0
 
     @property
     def shards_parameters(self) -> bool:
         """Whether no process holds all parameters, so that every forward pass needs all processes."""
+        assert self.name != "auto", "the strategy is not decided yet"
         return self.name in ("zero3", "fsdp")

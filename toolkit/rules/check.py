@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit import facts
 from toolkit.recipe import Loaded, Problem, Recipe, RecipeError, load, origin_of
 from toolkit.recipe.problems import as_text
+from toolkit.recipe.strategy import STRATEGIES
 from toolkit.rules.length import (
     BATCH_RULES,
     DATA_RULES,
@@ -17,6 +19,7 @@ from toolkit.rules.length import (
     SCHEDULE_ARGS,
     SCHEDULE_RULES,
     evaluation_keys,
+    micro_batch,
 )
 from toolkit.rules.model import METHOD_RULES, MODEL_RULES, OPTIMIZER_RULES, PRECISION_RULES, adapter_keys
 from toolkit.rules.rule import Rule
@@ -36,10 +39,20 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
-    """Every rule the recipe breaks, as problems that name the place to change."""
+    """Every rule the recipe breaks, as problems that name the place to change.
+
+    What the recipe leaves to the plan is wrong only if no choice would be right; the problems are then those of the
+    choice that has the fewest.
+    """
     config = facts.config_of(recipe.model) or {}
-    broken = [rule for rule in RULES if rule.broken(recipe, config)]
-    figures = _figures(recipe, config) if broken else {}
+    broken: list[Rule] = []
+    for number, decided in enumerate(_decided(recipe)):
+        found = [rule for rule in RULES if rule.broken(decided, config)]
+        if number == 0 or len(found) < len(broken):
+            broken, nearest = found, decided
+        if not broken:
+            return []
+    figures = _figures(nearest, config)
     return [
         Problem(
             rule.path,
@@ -50,6 +63,17 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Prob
         )
         for rule in broken
     ]
+
+
+def _decided(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with each choice for what it leaves to the plan; the rules know decided recipes only."""
+    choices: dict[str, tuple[str | None, ...]] = {
+        "strategy.name": STRATEGIES[1:],
+        "activation_checkpointing.mode": ("none", "full"),
+        "batch.micro_batch_size": (None,),
+    }
+    for values in itertools.product(*(choices[key] for key in recipe.undecided)):
+        yield recipe.with_values(dict(zip(recipe.undecided, values, strict=True)))
 
 
 def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Loaded:
@@ -77,7 +101,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "max_positions": facts.max_positions(config) if config else None,
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
         "sequences_per_step": batch.sequences_per_step,
-        "nearest_micro": math.gcd(batch.sequences_per_step, batch.micro_batch_size or 1),
+        "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),
         "max_steps": recipe.schedule.max_steps,
         "schedule": recipe.schedule.name,
         "schedule_args": ", ".join(sorted(SCHEDULE_ARGS[recipe.schedule.name])) or "none",

@@ -36,6 +36,12 @@ def evaluation_keys(recipe: Recipe) -> list[str]:
     return [f"evaluation.{key}" for key in keys if getattr(recipe.evaluation, key)]
 
 
+def micro_batch(recipe: Recipe) -> int:
+    """The micro-batch as far as the recipe states one."""
+    size = recipe.batch.micro_batch_size
+    return size if isinstance(size, int) else 1
+
+
 def _is_number(text: object) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(r"[\d.]+(e-?\d+)?%?", text))
 
@@ -144,17 +150,14 @@ BATCH_RULES = (
     Rule(
         "batch-micro-over-global",
         "batch.micro_batch_size",
-        lambda r, _: (r.batch.micro_batch_size or 0) > r.batch.sequences_per_step,
+        lambda r, _: micro_batch(r) > r.batch.sequences_per_step,
         "a micro-batch cannot be larger than the global batch, which has {sequences_per_step} sequences",
         "set batch.micro_batch_size={sequences_per_step} or less",
     ),
     Rule(
         "batch-micro-division",
         "batch.micro_batch_size",
-        lambda r, _: (
-            (r.batch.micro_batch_size or 1) <= r.batch.sequences_per_step
-            and bool(r.batch.sequences_per_step % (r.batch.micro_batch_size or 1))
-        ),
+        lambda r, _: micro_batch(r) <= r.batch.sequences_per_step and bool(r.batch.sequences_per_step % micro_batch(r)),
         "the global batch of {sequences_per_step} sequences does not divide into micro-batches of this size",
         "set batch.micro_batch_size={nearest_micro}",
     ),

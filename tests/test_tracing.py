@@ -1,0 +1,222 @@
+"""Traces against the same model with real tensors, and against what is known of models on paper."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from toolkit import facts
+from toolkit.model import add_method, load_model
+from toolkit.plan import traces
+from toolkit.plan.setting import Setting, setting_of
+from toolkit.plan.trace import Moment, Shape, Trace
+from toolkit.policy import BatchLayout, dtypes
+from toolkit.recipe import Recipe
+from toolkit.tracing import passes, trace
+from toolkit.tracing.shallow import Shallow, _layers
+
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+BATCH, LENGTH = 3, 96
+FULL: dict[str, Any] = {"name": "full"}
+LORA: dict[str, Any] = {"name": "lora", "r": 8}
+QLORA = LORA | {"quantization": "nf4"}
+CASES = [
+    ("meta-llama/Llama-3.2-1B", FULL, "fp32", "none", False),
+    ("meta-llama/Llama-3.2-1B", FULL, "bf16", "full", False),
+    ("meta-llama/Llama-3.2-1B", QLORA, "bf16", "none", True),
+    ("meta-llama/Llama-3.2-1B", LORA | {"quantization": "int8"}, "bf16", "full", False),
+    ("meta-llama/Llama-3.2-1B", LORA | {"use_dora": True}, "fp32", "none", False),
+    ("Qwen/Qwen3-0.6B", LORA, "bf16", "selective", True),
+    ("Qwen/Qwen3-0.6B", FULL, "fp32", "none", True),
+    ("google/gemma-3-1b-it", FULL, "bf16", "none", False),
+    ("google/gemma-3-1b-it", LORA, "fp32", "full", True),
+    ("openai-community/gpt2", FULL, "bf16", "none", False),
+    ("openai-community/gpt2", LORA, "fp32", "full", False),
+    ("Qwen/Qwen3-30B-A3B", FULL, "bf16", "none", False),
+    ("Qwen/Qwen3-30B-A3B", LORA, "fp32", "full", False),
+    ("facebook/blenderbot-400M-distill", FULL, "bf16", "none", False),
+    ("facebook/blenderbot-400M-distill", LORA, "fp32", "full", False),
+]
+
+
+def setting(model: str = LLAMA_8B, **changes: Any) -> Setting:
+    """A model of the shelf in full fine-tuning with bf16 autocast, packed, on a current GPU."""
+    values: dict[str, Any] = {
+        "config": facts.bundled()[model].config,
+        "device": "cuda",
+        "objective": "sft",
+        "method": {"name": "full", "freeze": []},
+        "load": "float32",
+        "local": "float32",
+        "autocast": "bfloat16",
+        "attention": "torch_varlen",
+        "layout": "flat",
+    }
+    return Setting(**values | changes)
+
+
+def peak(trace: Trace, shape: Shape, phase: str, accumulating: bool = False) -> float:
+    """Largest sum of a phase, in bytes."""
+
+    def total(moment: Moment) -> float:
+        parts = (moment.activations, moment.casts, moment.logits, moment.gradients)
+        return sum(part.at(shape) for part in parts)
+
+    return max(
+        total(moment) for moment in trace.moments if (moment.phase, moment.accumulating) == (phase, accumulating)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("model", "method", "precision", "mode", "packing"),
+    CASES,
+    ids=[f"{model.split('/')[1]}-{index}" for index, (model, *_) in enumerate(CASES)],
+)
+def test_a_trace_is_what_real_tensors_take(
+    model: str, method: dict[str, Any], precision: str, mode: str, packing: bool, tmp_path: Path
+) -> None:
+    folder = tiny_model(model, tmp_path)
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "data": {"sources": ["unread"], "packing": packing},
+            "objective": "seq2seq" if "blenderbot" in model else "sft",
+            "method": method,
+            "precision": precision,
+            "activation_checkpointing": {"mode": mode},
+            "batch": {"seq_len": LENGTH},
+        }
+    )
+    config = json.loads((folder / "config.json").read_text())
+    cpu = setting_of(recipe, config, "cpu", "sdpa", BatchLayout(BATCH, BATCH, 1, 1, LENGTH))
+    base = load_model(recipe, dtypes(recipe), "sdpa")
+    trained = add_method(base, recipe, dtypes(recipe))
+    trained.train()
+
+    real = passes.run(Shallow(trained, _layers(base)), cpu, contextlib.nullcontext(), BATCH, LENGTH)
+    planned = trace(cpu)
+
+    shape = Shape(planned.layers, BATCH, LENGTH)
+    for name, timeline in real.timelines.items():
+        measured = max(sum(live) for live in timeline.live)
+        estimate = peak(planned, shape, name.removesuffix("+"), name.endswith("+"))
+        assert estimate == pytest.approx(measured, rel=0.025), name
+    parameters = sum(_numel(each) for each in trained.parameters())
+    assert planned.elements() == parameters
+    assert planned.elements(trained=True) == sum(each.numel() for each in trained.parameters() if each.requires_grad)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def test_a_shallow_trace_says_what_a_deep_one_would() -> None:
+    config = dict(facts.bundled()["meta-llama/Llama-3.2-1B"].config) | {"vocab_size": 1024}
+    deep = trace(setting(config={**config, "num_hidden_layers": 6}))
+    from_eight = trace(setting(config={**config, "num_hidden_layers": 8}))
+
+    shape = Shape(6, 2, 2048)
+    for phase in ("forward", "backward", "evaluation"):
+        assert peak(from_eight, shape, phase) == pytest.approx(peak(deep, shape, phase), rel=1e-6)
+
+
+def test_flops_are_those_of_the_paper() -> None:
+    """Llama 3.1 8B at 4096 tokens: 2 FLOPs per weight of every matrix and token, attention 4 x hidden x length."""
+    found = trace(setting())
+    shape = Shape(32, 2, 4096)
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    forward = 2 * shape.tokens * (32 * layer + 4096 * 128256)
+
+    assert found.elements() == 8_030_261_248
+    assert found.passes["forward"].matmul.at(shape) == pytest.approx(forward, rel=1e-3)
+    assert found.passes["forward"].attention.at(shape) == pytest.approx(32 * 4 * 4096 * shape.tokens * 4096, rel=1e-6)
+    # The loss repeats the output head's product in the backward pass instead of keeping its result.
+    head = 2 * shape.tokens * 4096 * 128256
+    assert found.passes["backward"].matmul.at(shape) == pytest.approx(2 * forward + head, rel=1e-3)
+    assert found.passes["backward"].attention.at(shape) == pytest.approx(2 * 32 * 4 * 4096 * shape.tokens * 4096)
+    assert found.passes["recompute"].matmul.at(shape) == 0
+
+
+def test_checkpointing_trades_memory_for_work() -> None:
+    shape = Shape(32, 2, 4096)
+    kept, dropped = trace(setting()), trace(setting(checkpointing="full"))
+
+    assert peak(dropped, shape, "forward") < 0.6 * peak(kept, shape, "forward")
+    again = dropped.passes["recompute"]
+    # All of a layer but its last product, whose result the backward pass does not need.
+    assert again.matmul.at(shape) == pytest.approx(
+        kept.passes["forward"].matmul.at(shape) - 2 * shape.tokens * (4096 * 128256 + 32 * 4096 * 14336), rel=1e-3
+    )
+    assert again.attention.at(shape) == pytest.approx(kept.passes["forward"].attention.at(shape))
+    selective = trace(setting(checkpointing="selective"))
+    assert selective.passes["recompute"].attention.at(shape) == 0
+    assert peak(dropped, shape, "forward") < peak(selective, shape, "forward") < peak(kept, shape, "forward")
+
+
+def test_a_trace_survives_being_written() -> None:
+    found = trace(setting("Qwen/Qwen3-0.6B", checkpointing="full"))
+
+    assert Trace.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_tracing_leaves_random_numbers_and_models_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+
+    trace(setting("Qwen/Qwen3-0.6B"))
+
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.nn.functional.layer_norm(torch.ones(1, 2, dtype=torch.bfloat16), (2,)).dtype == torch.bfloat16
+
+
+def test_code_that_cannot_be_traced_is_estimated_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    llama = facts.bundled()["meta-llama/Llama-3.2-1B"].config
+
+    found = traces.obtain(setting(config={**llama, "model_type": "unheard_of"}))
+
+    assert found.origin == "formulas"
+    assert "unheard_of" in found.note
+    assert found.elements() == pytest.approx(1_235_814_400, rel=1e-3)
+    traced = trace(setting("meta-llama/Llama-3.2-1B"))
+    shape = Shape(16, 4, 4096)
+    assert peak(found, shape, "forward") == pytest.approx(
+        peak(traced, shape, "forward") - 2 * traced.elements(), rel=0.35
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "seconds"), [(LLAMA_8B, 15), ("meta-llama/Llama-3.1-70B", 30), ("Qwen/Qwen3-30B-A3B", 30)]
+)
+def test_the_first_plan_of_a_large_model_takes_seconds_and_little_memory(
+    model: str, seconds: int, tmp_path: Path
+) -> None:
+    """Measured in processor time, so that other work on the machine does not count."""
+    question = f"""
+import json, resource, sys
+from tests.test_tracing import setting
+from toolkit.tracing import trace
+trace(setting({model!r}, checkpointing="full"))
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps([usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024]))
+"""
+    started = time.monotonic()
+    process = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
+    used, memory = json.loads(process.stdout.strip().splitlines()[-1])
+    print(f"{model}: {used:.1f} s of processor, {time.monotonic() - started:.1f} s, {memory / 2**30:.2f} GiB")
+
+    assert used < seconds
+    assert memory < 3 * 2**30

@@ -1,0 +1,62 @@
+"""Attention backends by name: which there are, and what a model needs of one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+IMPLEMENTATIONS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex_attention",
+    "torch_varlen": "torch_varlen",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "flash_attention_4": "flash_attention_4",
+}
+"""Recipe name to Transformers' `attn_implementation`."""
+
+VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
+"""Backends that take documents by their boundaries instead of a mask."""
+
+_SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
+_SINKS = frozenset({"eager", "flex", "flash_attention_3"})
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+
+def planned(requested: str, config: Mapping[str, Any], compute: str, capability: str | None) -> str:
+    """The backend that `attention.resolve` will find on a device that is not here.
+
+    Args:
+        capability: CUDA's compute capability, such as `9.0`; None on a CPU.
+    """
+    if requested != "auto":
+        return requested
+    newest = capability is not None and float(capability) >= 8
+    order = ["torch_varlen", "sdpa", "eager"] if newest else ["sdpa", "eager"]
+    return next(name for name in order if not unfit(name, config, compute))
+
+
+def with_mask(config: Mapping[str, Any]) -> str:
+    """The backend for generation, which pads and keeps a cache: one that reads masks and computes this model right."""
+    return "eager" if unfit("sdpa", config, "float32") else "sdpa"
+
+
+def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
+    """Why a backend would compute something else than this model asks for; empty if it would not."""
+    text = config.get("text_config") or config
+    if text.get("attn_logit_softcapping") and name not in _SOFTCAP:
+        return "this model caps its attention logits, which this backend would silently skip"
+    if text.get("model_type") == "gpt_oss" and name not in _SINKS:
+        return "this model has attention sinks, which this backend would silently skip"
+    if name in VARLEN:
+        if compute == "float32":
+            return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
+        if text.get("is_encoder_decoder"):
+            return "encoder-decoder models are not fed by document boundaries"
+        head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+        if head_dim > 256 or head_dim % 8:
+            return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
+        if name == "torch_varlen" and any(text.get(key) for key in _ATTENTION_DROPOUT):
+            return "this model drops attention weights while training, which this backend does not do"
+    return ""

@@ -1,0 +1,63 @@
+"""What the options of the command line may be: types for argparse, which says what is wrong and ends with code 2."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+
+def count(text: str, least: int = 0, most: int = sys.maxsize) -> int:
+    """A whole number."""
+    if not text.isdecimal() or not least <= int(text) <= most:
+        up_to = "" if most == sys.maxsize else f" to {most}"
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least}{up_to}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    return count(text, 1)
+
+
+def port(text: str) -> int:
+    """A TCP port."""
+    return count(text, 1, 65535)
+
+
+def price(text: str) -> float:
+    """An amount of money."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = math.nan
+    if not 0 <= amount < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a price, such as 2.5")
+    return amount
+
+
+def sweep(text: str) -> tuple[str, list[str]]:
+    """`KEY=V1,V2,…`: a key and its values. Commas inside brackets and quotes belong to a value."""
+    key, equals, rest = (part.strip() for part in text.partition("="))
+    values = list(dict.fromkeys(value.strip() for value in _split(rest)))
+    if not key or not equals or not all(values):
+        raise argparse.ArgumentTypeError(f"{text} is not KEY=V1,V2,… such as seq_len=2048,4096")
+    return key, values
+
+
+def _split(text: str) -> list[str]:
+    """Splits at commas outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in ")}]":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]

@@ -1,0 +1,194 @@
+"""Puts a plan together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from toolkit import backends, facts
+from toolkit.hardware import Hardware
+from toolkit.plan import traces
+from toolkit.plan.advice import advise
+from toolkit.plan.auto import Estimator, resolve
+from toolkit.plan.counted import Counted, counted
+from toolkit.plan.host import disk, host
+from toolkit.plan.memory import memory
+from toolkit.plan.result import Disk, Fit, Host, Memory, Plan
+from toolkit.plan.setting import Setting, setting_of
+from toolkit.plan.trace import Trace
+from toolkit.plan.work import work
+from toolkit.policy import BatchLayout, batch_layout, dtypes
+from toolkit.recipe import Recipe
+
+Tracer = Callable[[Setting], Trace | None]
+
+
+def make_plan(
+    recipe: Recipe,
+    name: str,
+    hardware: Hardware,
+    *,
+    overrides: Sequence[str] = (),
+    price: float | None = None,
+    advice: bool = True,
+    config: Mapping[str, Any] | None = None,
+    rows: Counted | None = None,
+    tracer: Tracer = traces.obtain,
+) -> Plan:
+    """The plan of a recipe on some hardware, one process per device.
+
+    Args:
+        name: The recipe's name.
+        overrides: What was set on the command line, for the record.
+        price: Of a GPU-hour.
+        advice: Whether to look for better settings.
+        config: The model's config, where it has been loaded.
+        rows: Figures of the prepared data, where they are at hand.
+        tracer: Where traces come from.
+
+    Raises:
+        UserError: If the model's config cannot be found, or the batch does not divide over the devices.
+    """
+    config = config or facts.config_of(recipe.model) or traces.config_of(recipe)
+    rows = rows or counted(recipe)
+    recipe, chosen = decide(recipe, hardware, config=config, tracer=tracer)
+    estimate = _estimator(name, overrides, price, config, rows, tracer)
+    plan = _plan(recipe, name, hardware, overrides, price, config, rows, tracer)
+    assert plan is not None
+    suggestions = advise(recipe, hardware, plan, estimate) if advice else []
+    return plan.model_copy(update={"chosen": chosen, "advice": suggestions})
+
+
+def decide(
+    recipe: Recipe, hardware: Hardware, *, config: Mapping[str, Any] | None = None, tracer: Tracer = traces.obtain
+) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with all that it leaves to the plan decided, and the reasons; see `auto.resolve`.
+
+    Whether the data is prepared plays no part: a run that is continued must find what it began with.
+
+    Raises:
+        UserError: If nothing fits, or as in `make_plan`.
+    """
+    if not recipe.undecided:
+        return recipe, {}
+    config = config or facts.config_of(recipe.model) or traces.config_of(recipe)
+    return resolve(recipe, hardware, _estimator("", (), None, config, None, tracer))
+
+
+def _estimator(
+    name: str,
+    overrides: Sequence[str],
+    price: float | None,
+    config: Mapping[str, Any],
+    rows: Counted | None,
+    tracer: Tracer,
+) -> Estimator:
+    def estimate(recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
+        """The plan of another setting, without advice; None where its trace is not known."""
+        obtain = tracer if may_trace else traces.find
+        return _plan(recipe, name, hardware, overrides, price, config, rows, obtain)
+
+    return estimate
+
+
+def _plan(
+    recipe: Recipe,
+    name: str,
+    hardware: Hardware,
+    overrides: Sequence[str],
+    price: float | None,
+    config: Mapping[str, Any],
+    rows: Counted | None,
+    tracer: Tracer,
+) -> Plan | None:
+    layout = batch_layout(recipe, hardware.devices)
+    backend = backends.planned(recipe.model.attention, config, dtypes(recipe).compute, hardware.device.capability)
+    longest = _longest(recipe, layout, rows)
+    trace = tracer(setting_of(recipe, config, hardware.device.kind, backend, longest))
+    if trace is None:
+        return None
+    ranks = memory(recipe, longest, hardware, trace)
+    ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
+    return Plan(
+        recipe=name,
+        overrides=list(overrides),
+        hardware=hardware.name,
+        devices=hardware.devices,
+        nodes=hardware.nodes,
+        device_memory=hardware.device.memory,
+        strategy=_strategy(recipe),
+        attention=backend,
+        micro_batch_size=layout.micro_batch_size,
+        gradient_accumulation_steps=layout.gradient_accumulation_steps,
+        global_batch_size=layout.global_batch_size,
+        seq_len=layout.seq_len,
+        chosen={},
+        memory=ranks,
+        host=ram,
+        host_memory=hardware.node.ram,
+        disk=drives,
+        fit=fit(hardware, ranks, ram, drives),
+        work=work(recipe, layout, hardware, trace, rows, price, attention=backend, checkpoint_bytes=drives.checkpoint),
+        advice=[],
+        origin=trace.origin,
+        notes=_notes(recipe, layout, hardware, trace, backend),
+    )
+
+
+def _longest(recipe: Recipe, layout: BatchLayout, rows: Counted | None) -> BatchLayout:
+    """The layout of the largest micro-batch: of rows as long as the longest there is, where they have been counted."""
+    if rows is None or recipe.objective == "seq2seq":  # Of pairs only the sources are counted.
+        return layout
+    return dataclasses.replace(layout, seq_len=min(layout.seq_len, math.ceil(rows.quantiles[-1])))
+
+
+def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:
+    """Whether all fits; the scarcest place decides."""
+    fullest = ranks[0]
+    phase = fullest.phases[fullest.peak_phase]
+    part = max(phase, key=lambda key: phase[key])
+    on_cpu = hardware.device.kind == "cpu"
+    # Processes on a CPU share the host's memory, in which their tensors are counted already.
+    needed = ram.peak if on_cpu else int(fullest.total.value)
+    worst = needed * fullest.total.high / fullest.total.value if on_cpu else fullest.total.high
+    places = [("host RAM" if on_cpu else "device memory", needed, worst, hardware.device.memory, part)]
+    if not on_cpu:
+        largest = max(ram.parts, key=lambda key: ram.parts[key])
+        places.append(("host RAM", ram.peak, ram.peak, hardware.node.ram, largest))
+    if hardware.node.nvme_bytes is not None:
+        places.append(("NVMe", drives.nvme, drives.nvme, hardware.node.nvme_bytes, "optimizer"))
+
+    where, needed, worst, available, decides = max(places, key=lambda place: place[1] / place[3])
+    return Fit(
+        answer="no" if needed > available else "tight" if worst > available else "yes",
+        where=where,
+        needed=needed,
+        available=available,
+        margin=available - needed,
+        decides=decides,
+    )
+
+
+def _strategy(recipe: Recipe) -> str:
+    strategy = recipe.strategy
+    offloads = [
+        f"{part} on {device}"
+        for part, device in (("optimizer", strategy.offload_optimizer), ("parameters", strategy.offload_param))
+        if device != "none"
+    ]
+    return ", ".join([strategy.name, *offloads])
+
+
+def _notes(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, backend: str) -> list[str]:
+    notes = []
+    if trace.origin == "formulas":
+        notes.append(f"activations are estimated from the config; the model's code could not be traced: {trace.note}")
+    if not hardware.device.efficiency.matmul.measured:
+        notes.append(
+            f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
+        )
+    if recipe.method.quantization == "int8":
+        notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
+    return notes

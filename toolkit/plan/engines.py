@@ -1,0 +1,69 @@
+"""Which engine a recipe runs on, and what it moves off the device."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.plan.engine import Engine
+from toolkit.plan.fsdp import Fsdp
+from toolkit.plan.states import WIDTH, Division, States
+from toolkit.plan.trace import Shape, Trace
+from toolkit.plan.zero import Bf16Zero1, Zero2, Zero3
+from toolkit.policy import BatchLayout, Dtypes
+from toolkit.recipe import Recipe
+
+_NVME_BUFFERS, _NVME_BUFFER = 5, 100_000_000
+"""ZeRO-3's buffers for parameters on NVMe, and elements of each (`offload_param.buffer_count`, `.buffer_size`)."""
+_SWAP_BUFFERS = 4
+"""Pinned buffers for optimizer state on NVMe (`offload_optimizer.buffer_count`), each as large as a sub-group."""
+_SUB_GROUP = 1_000_000_000
+"""Elements that ZeRO-3 updates at a time (`sub_group_size`)."""
+
+
+def engine(recipe: Recipe, types: Dtypes, layout: BatchLayout, trace: Trace, over: Division, on_cpu: bool) -> Engine:
+    """The recipe's engine."""
+    strategy = recipe.strategy
+    kind: type[Engine] = Engine
+    if strategy.zero_stage == 3:
+        kind = Zero3
+    elif strategy.zero_stage:
+        # `_do_optimizer_sanity_check` of DeepSpeed's engine.
+        bf16 = types.local == "bfloat16" and types.reduce == "float32" and strategy.offload_optimizer == "none"
+        kind = Bf16Zero1 if bf16 and strategy.zero_stage == 1 else Zero2
+    elif strategy.name == "fsdp":
+        kind = Fsdp
+    return kind(recipe, types, layout, trace, over, on_cpu)
+
+
+def offloaded(recipe: Recipe, types: Dtypes, trace: Trace, over: Division, held: States) -> dict[str, float]:
+    """What one process keeps in host memory instead of on its device, by part; `staging` is there in addition.
+
+    Sources: DeepSpeed 0.19.8, `zero/stage_1_and_2.py` and `zero/stage3.py`; torch 2.13, FSDP2's `CPUOffloadPolicy`.
+    """
+    strategy = recipe.strategy
+    found: dict[str, float] = {"optimizer": held.paged} if held.paged else {}
+    share = trace.elements(trained=True) / over.optimizer
+    if strategy.offload_optimizer == "cpu":
+        found |= {"optimizer": held.optimizer, "masters": held.masters, "gradients": share * WIDTH[types.master]}
+        if strategy.zero_stage < 3:
+            largest = max((each.numel for each in trace.tensors if each.trained), default=0)
+            # param_buffer_of_bit16_for_cpu_offload_groups, temp_grad_buffer_for_cpu_offload
+            found["staging"] = (share + largest) * WIDTH[types.local]
+    elif strategy.offload_optimizer == "nvme":
+        found["staging"] = _SWAP_BUFFERS * min(_SUB_GROUP, share) * WIDTH[types.master]
+        found["gradients"] = share * WIDTH[types.reduce]
+    if strategy.name == "fsdp" and strategy.offload_param == "cpu":
+        found |= {"parameters": held.parameters + held.adapters, "optimizer": held.optimizer}
+        found["gradients"] = held.gradients
+    elif strategy.offload_param == "cpu":
+        found["parameters"] = held.parameters + held.adapters
+    elif strategy.offload_param == "nvme":
+        found["staging"] = found.get("staging", 0) + _NVME_BUFFERS * _NVME_BUFFER * WIDTH[types.local]
+    return found
+
+
+def offloaded_activations(recipe: Recipe, layout: BatchLayout, trace: Trace) -> float:
+    """Inputs of the checkpointed layers that one process holds in host memory until the backward pass."""
+    shape = Shape(trace.layers, layout.micro_batch_size, layout.seq_len)
+    every = recipe.activation_checkpointing.every_n_layers
+    return trace.boundary.at(shape) * math.ceil(trace.layers / every)

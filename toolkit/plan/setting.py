@@ -1,0 +1,135 @@
+"""What a trace depends on: the model, and how the recipe computes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit import backends
+from toolkit.plan.trace import FORMAT
+from toolkit.policy import BatchLayout, dtypes
+from toolkit.recipe import Recipe
+
+Layout = Literal["padded", "packed", "flat", "seq2seq"]
+CHUNK = 4096
+"""Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
+
+_LIBRARIES = ("torch", "transformers", "trl", "peft")
+_NO_ARCHITECTURE = (
+    *("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params"),
+)
+"""Keys of a config that change neither memory nor work."""
+_ADAPTER_KEYS = (
+    *("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "quantization"),
+    "double_quantization",
+)
+_FULL_KEYS = ("name", "freeze")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model in one way of computing. Plain values only, so that it can be hashed and handed to another process.
+
+    Args:
+        config: The model's `config.json`.
+        device: What it will run on; kernels and rounding differ.
+        objective: As in the recipe.
+        method: The recipe's section `method`, without what leaves memory and work as they are.
+        load: Dtype of frozen weights, see `policy.Dtypes`.
+        local: Dtype of trained weights as the forward pass sees them.
+        autocast: Dtype of autocast, or None.
+        attention: Backend, resolved.
+        layout: How the collator lays out a batch.
+        masked: Whether rows of different lengths are padded, so that attention reads a mask.
+        checkpointing: Mode of activation checkpointing.
+        every_n_layers: Of activation checkpointing.
+        long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
+        trust_remote_code: Whether the model's own code may run.
+        path: `model.path`, where its code comes with the weights.
+    """
+
+    config: Mapping[str, Any]
+    device: Literal["cuda", "cpu"]
+    objective: str
+    method: Mapping[str, Any]
+    load: str
+    local: str
+    autocast: str | None
+    attention: str
+    layout: Layout
+    masked: bool = False
+    checkpointing: str = "none"
+    every_n_layers: int = 1
+    long: bool = True
+    trust_remote_code: bool = False
+    path: str | None = None
+
+    def key(self) -> str:
+        """A name for the trace of this setting; changes with the libraries that are traced."""
+        content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
+        return _hash(content)
+
+    def architecture(self) -> str:
+        """A name for the model's architecture alone."""
+        return _hash(dict(self.config))
+
+
+def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: str, layout: BatchLayout) -> Setting:
+    """The setting in which a recipe trains.
+
+    Args:
+        config: The model's `config.json`.
+        device: `cpu`, or any other for what torch calls CUDA.
+        backend: Attention backend, see `backends.planned`.
+        layout: How the batch is divided; its `seq_len` is the length of the longest row, where that is known.
+    """
+    types, method = dtypes(recipe), recipe.method
+    # FSDP gathers parameters in the compute dtype, whatever their masters are.
+    seen = types.compute if recipe.strategy.name == "fsdp" else types.local
+    adapters = method.name == "lora"
+    checkpointing = recipe.activation_checkpointing
+    on_cpu = device == "cpu"
+    rows = _layout(recipe, backend)
+    return Setting(
+        config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
+        device="cpu" if on_cpu else "cuda",
+        objective=recipe.objective,
+        method=method.model_dump(include=set(_ADAPTER_KEYS if adapters else _FULL_KEYS)),
+        load=types.load if adapters else seen,
+        local=seen,
+        autocast=types.autocast,
+        attention=backend,
+        layout=rows,
+        # A row by itself is not padded, and Transformers drops a mask that hides nothing.
+        masked=rows in ("padded", "seq2seq") and layout.micro_batch_size > 1,
+        checkpointing=checkpointing.mode,
+        every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
+        # Below one chunk the loss holds less; on a GPU, where that is next to nothing, one trace serves all.
+        long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK,
+        trust_remote_code=recipe.model.trust_remote_code,
+        path=recipe.model.path if recipe.model.trust_remote_code else None,
+    )
+
+
+def _layout(recipe: Recipe, backend: str) -> Layout:
+    if recipe.objective == "seq2seq":
+        return "seq2seq"
+    if backend in backends.VARLEN:
+        return "flat"
+    return "packed" if recipe.data.packing else "padded"
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name).partition("+")[0] for name in _LIBRARIES}
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,188 @@
+"""What one micro-batch does to memory and to the compute units, as functions of its shape.
+
+A trace is measured by `toolkit.tracing` on the real model code, and read here without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FORMAT = 1
+"""Raise when a trace of the same setting would differ."""
+
+Phase = Literal["forward", "backward", "evaluation"]
+Place = Literal["embeddings", "first_layer", "last_layer", "head"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a micro-batch: `batch` sequences of `seq_len` tokens through `layers` layers."""
+
+    layers: int
+    batch: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A quantity that is linear in the layers, and in 1, tokens, tokens x sequence length and sequence length.
+
+    Args:
+        fixed: Coefficients of these four, in this order, outside the layers; zeros at the end are left out.
+        per_layer: The same for each layer.
+    """
+
+    fixed: tuple[float, ...] = ()
+    per_layer: tuple[float, ...] = ()
+
+    def at(self, shape: Shape) -> float:
+        """The quantity for one shape; never negative."""
+        return self.of(shape.layers, shape.tokens, shape.tokens * shape.seq_len, shape.seq_len)
+
+    def of(self, layers: int, tokens: float, pairs: float, longest: float = 0) -> float:
+        """The same for sequences of different lengths: their sum, the sum of their squares, and the longest."""
+        terms = (1, tokens, pairs, longest)
+        outside = sum(each * term for each, term in zip(self.fixed, terms, strict=False))
+        inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
+        return max(0.0, outside + layers * inside)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment at which much is live, beside what lives all the time: parameters, optimizer, gradients from before.
+
+    All amounts are bytes on one device.
+
+    Args:
+        phase: Forward or backward pass of training, or the forward pass of an evaluation.
+        place: Where the pass is: a layer stands for all between the first and the last.
+        accumulating: Whether gradients of an earlier micro-batch exist; then those made here are added and freed.
+        activations: What the layers keep for the backward pass, and their temporary tensors.
+        casts: Copies of weights in the compute dtype (autocast), or dequantized.
+        logits: What the output head and the loss hold.
+        gradients: Gradients of parameters that this micro-batch has made so far, in the dtype of the parameters.
+    """
+
+    phase: Phase
+    place: Place
+    accumulating: bool
+    activations: Amount
+    casts: Amount
+    logits: Amount
+    gradients: Amount
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the device does in one pass over a micro-batch.
+
+    Args:
+        matmul: FLOPs of matrix products (a multiply and an add count as two).
+        attention: FLOPs of attention's two products over all pairs of positions, whether a mask hides them or not.
+        moved: Bytes that all other operations read and write.
+        launches: Number of operations that start a kernel.
+    """
+
+    matmul: Amount
+    attention: Amount
+    moved: Amount
+    launches: Amount
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Parameters that are alike.
+
+    Args:
+        place: `layer` for those inside the repeated layers.
+        shape: Of each; for quantized ones the shape that they stand for.
+        count: How many there are in the whole model.
+        trained: Whether they get gradients.
+        kind: Of the model itself, of an adapter, or stored in 4 or 8 bits.
+    """
+
+    place: Literal["embeddings", "layer", "head", "other"]
+    shape: tuple[int, ...]
+    count: int
+    trained: bool
+    kind: Literal["base", "adapter", "nf4", "int8"]
+
+    @property
+    def numel(self) -> int:
+        """Elements of each."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A model in one setting (see `setting.Setting`), for every shape of micro-batch.
+
+    Args:
+        layers: Repeated layers of the whole model (of the decoder, where there is an encoder).
+        tensors: All parameters; tied ones once.
+        moments: Candidates for the peak; for one shape the largest sum decides.
+        passes: `forward`, `backward` (with what it recomputes), `recompute` (that part alone), `evaluation`.
+        boundary: Bytes of the hidden states between two layers, which offloaded checkpointing keeps on the host.
+        buffers: Bytes of what the model holds beside parameters (rotary frequencies, position tables).
+        layer_elements: Elements of each layer, in order; the unit that sharded engines gather.
+        origin: `traced`, or `formulas` where the model's code could not be traced.
+        note: Why it could not be traced.
+    """
+
+    layers: int
+    tensors: tuple[Tensors, ...]
+    moments: tuple[Moment, ...]
+    passes: Mapping[str, Pass]
+    boundary: Amount
+    buffers: int
+    layer_elements: tuple[int, ...]
+    origin: Literal["traced", "formulas"] = "traced"
+    note: str = ""
+
+    def elements(self, *, trained: bool | None = None, kind: str | None = None, place: str | None = None) -> int:
+        """Number of parameters of some kind."""
+        return sum(
+            tensors.numel * tensors.count
+            for tensors in self.tensors
+            if (trained is None or tensors.trained == trained)
+            and (kind is None or tensors.kind == kind)
+            and (place is None or tensors.place == place)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers; see `from_json`."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        """The reverse of `to_json`."""
+
+        def amounts(kind: Any, row: Mapping[str, Any]) -> Any:
+            return kind(**{key: _amount(value) if isinstance(value, Mapping) else value for key, value in row.items()})
+
+        return cls(
+            layers=data["layers"],
+            tensors=tuple(Tensors(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"]),
+            moments=tuple(amounts(Moment, row) for row in data["moments"]),
+            passes={name: amounts(Pass, row) for name, row in data["passes"].items()},
+            boundary=_amount(data["boundary"]),
+            buffers=data["buffers"],
+            layer_elements=tuple(data["layer_elements"]),
+            origin=data["origin"],
+            note=data["note"],
+        )
+
+
+def _amount(row: Mapping[str, Sequence[float]]) -> Amount:
+    return Amount(tuple(row["fixed"]), tuple(row["per_layer"]))

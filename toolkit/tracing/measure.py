@@ -1,0 +1,208 @@
+"""Runs a shallow model in several shapes, and fits what was seen to amounts that hold for all shapes and depths."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import bitsandbytes as bnb
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from toolkit.plan.setting import CHUNK, Setting
+from toolkit.plan.trace import Amount, Moment, Pass, Tensors, Trace
+from toolkit.tracing import standins
+from toolkit.tracing.ledger import CATEGORIES, Timeline
+from toolkit.tracing.passes import Micro, run
+from toolkit.tracing.shallow import build, depth_of, depths, load_config, period_of
+
+_KINDS = ("matmul", "attention", "moved", "launches")
+# Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
+_SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
+
+
+def trace(setting: Setting) -> Trace:
+    """Measures one setting.
+
+    Raises:
+        Exception: Whatever the model's own code raises when it cannot run on fake tensors.
+    """
+    config = load_config(setting)
+    period = period_of(setting, config)
+    small, large = depths(config, period)
+    shapes = _shapes(setting)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), standins.installed(setting):
+        warnings.simplefilter("ignore")
+        runs = {}
+        for depth in (small, large):
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            shallow = build(setting, depth, fake)
+            runs[depth] = [run(shallow, setting, fake, batch, length, period) for batch, length in shapes]
+        inventory = build(setting, None, FakeTensorMode())
+    fit = _Fit(shapes, small, large)
+    layers = depth_of(config)
+    tensors, layer_elements, buffers = _inventory(inventory, setting)
+    return Trace(
+        layers=layers,
+        tensors=tensors,
+        moments=tuple(_moments(runs, fit, layers)),
+        passes=_passes(runs, fit),
+        boundary=fit.amount([[[float(micro.boundary)] for micro in runs[depth]] for depth in (small, large)])[0],
+        buffers=buffers,
+        layer_elements=layer_elements,
+    )
+
+
+def _shapes(setting: Setting) -> list[tuple[int, int]]:
+    """Four shapes (batch, length) that tell apart what grows with 1, tokens, tokens x length, and length."""
+    length = CHUNK if setting.long else CHUNK // 16
+    return [(2, length), (4, length), (2, 2 * length), (4, 2 * length)]
+
+
+class _Fit:
+    """Solves for the coefficients of `Amount` from four shapes at two depths."""
+
+    def __init__(self, shapes: list[tuple[int, int]], small: int, large: int) -> None:
+        self._inverse = np.linalg.inv(np.array([_terms(*shape) for shape in shapes]))
+        self._small, self._large = small, large
+
+    def coefficients(self, values: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Fixed and per-layer coefficients, each (4, …), of values (2 depths, 4 shapes, …)."""
+        low, high = (np.tensordot(self._inverse, np.asarray(each, dtype=float), 1) for each in values)
+        per_layer = (high - low) / (self._large - self._small)
+        return low - self._small * per_layer, per_layer
+
+    def amount(self, values: Any) -> list[Amount]:
+        """One amount for each of the last dimension of values (2 depths, 4 shapes, amounts)."""
+        fixed, per_layer = self.coefficients(values)
+        return [_as_amount(fixed[:, index], per_layer[:, index]) for index in range(fixed.shape[1])]
+
+
+def _terms(batch: int, length: int) -> list[float]:
+    """What the coefficients of `Amount` stand for, in their order."""
+    return [1.0, batch * length, batch * length * length, length]
+
+
+def _as_amount(fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
+    def clean(values: np.ndarray) -> tuple[float, ...]:
+        # Rounding left over from solving; a byte for every 100,000 pairs of positions is none.
+        kept = [float(f"{value:.9g}") if abs(value) > 1e-5 else 0.0 for value in values]
+        while kept and kept[-1] == 0.0:
+            kept.pop()
+        return tuple(kept)
+
+    return Amount(clean(fixed), clean(per_layer))
+
+
+def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[Moment]:
+    """For every pass and place the operations at which some shape has its peak."""
+    found: dict[Any, Moment] = {}
+    for name in next(iter(runs.values()))[0].timelines:
+        phase = name.removesuffix("+")
+        timelines = [[micro.timelines[name] for micro in runs[depth]] for depth in runs]
+        for place in ("embeddings", "first_layer", "last_layer", "head"):
+            parts = [[_at(timeline, place) for timeline in row] for row in timelines]
+            if any(len(part) == 0 for row in parts for part in row):
+                continue
+            for amounts in _peaks(parts, fit, layers):
+                moment = Moment(phase, place, name.endswith("+"), *amounts)  # type: ignore[arg-type]
+                found[moment] = moment
+    return _undominated(list(found))
+
+
+def _at(timeline: Timeline, place: str) -> np.ndarray:
+    """(operations, categories) bytes live while a pass is at a place."""
+    rows = [live for where, live in zip(timeline.places, timeline.live, strict=True) if where == place]
+    return np.array(rows, dtype=float).reshape(len(rows), len(CATEGORIES))
+
+
+def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[list[Amount]]:
+    """Amounts by category at the peaks of one place."""
+    counts = {len(part) for row in parts for part in row}
+    if len(counts) == 1:
+        fixed, per_layer = fit.coefficients(parts)
+        peaks = set()
+        for skipped in ((), ("gradients",)):
+            counted = [index for index, name in enumerate(CATEGORIES) if name not in skipped]
+            total = (fixed + layers * per_layer)[:, :, counted].sum(2)
+            for batch, length in _SHAPES:
+                peaks.add(int(np.argmax(np.array(_terms(batch, length)) @ total)))
+        return [
+            [_as_amount(fixed[:, peak, index], per_layer[:, peak, index]) for index in range(len(CATEGORIES))]
+            for peak in sorted(peaks)
+        ]
+    # The loss takes more turns for more tokens, so the operations of two shapes do not correspond; its peaks do.
+    found = []
+    for skipped in ((), ("gradients",)):
+        counted = [index for index, name in enumerate(CATEGORIES) if name not in skipped]
+        tops = [[part[int(np.argmax(part[:, counted].sum(1)))] for part in row] for row in parts]
+        found.append(fit.amount(tops))
+    return found
+
+
+def _undominated(moments: list[Moment]) -> Iterable[Moment]:
+    """Leaves out moments that others of the same kind exceed in every coefficient of every amount."""
+
+    def vector(moment: Moment) -> np.ndarray:
+        amounts = (moment.activations, moment.casts, moment.logits, moment.gradients)
+        parts = [values for amount in amounts for values in (amount.fixed, amount.per_layer)]
+        return np.array([(*values, *[0.0] * (4 - len(values))) for values in parts])
+
+    def kind(moment: Moment) -> tuple[Any, ...]:
+        return moment.phase, moment.accumulating, moment.place
+
+    vectors = [vector(moment) for moment in moments]
+    for index, moment in enumerate(moments):
+        rivals = (other for other, rival in enumerate(moments) if other != index and kind(rival) == kind(moment))
+        if not any((vectors[other] >= vectors[index]).all() for other in rivals):
+            yield moment
+
+
+def _passes(runs: dict[int, list[Micro]], fit: _Fit) -> dict[str, Pass]:
+    passes = {}
+    for name, timeline_name, field in (
+        ("forward", "forward", "work"),
+        ("backward", "backward", "work"),
+        ("recompute", "backward", "recomputed"),
+        ("evaluation", "evaluation", "work"),
+    ):
+        values = [
+            [[getattr(micro.timelines[timeline_name], field)[kind] for kind in _KINDS] for micro in runs[depth]]
+            for depth in runs
+        ]
+        passes[name] = Pass(*fit.amount(values))
+    return passes
+
+
+def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tuple[int, ...], int]:
+    """Parameters of the whole model, elements of each layer, and bytes of buffers."""
+    base = shallow.base
+    place: dict[int, Any] = {}
+    for module, name in ((base.get_output_embeddings(), "head"), (base.get_input_embeddings(), "embeddings")):
+        for parameter in module.parameters() if module is not None else ():
+            place[id(parameter)] = name
+    sizes = []
+    for layer in shallow.layers:
+        for parameter in layer.parameters():
+            place[id(parameter)] = "layer"
+        sizes.append(sum(parameter.numel() for parameter in layer.parameters()))
+    counts: dict[tuple[Any, ...], int] = {}
+    for parameter in shallow.model.parameters():
+        where, shape = place.get(id(parameter), "other"), tuple(parameter.shape)
+        key = (where, shape, parameter.requires_grad, _kind(parameter, setting))
+        counts[key] = counts.get(key, 0) + 1
+    tensors = tuple(
+        Tensors(where, shape, count, trained, kind) for (where, shape, trained, kind), count in counts.items()
+    )
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in shallow.model.buffers())
+    return tensors, tuple(sizes), buffers
+
+
+def _kind(parameter: torch.nn.Parameter, setting: Setting) -> Any:
+    if isinstance(parameter, bnb.nn.Params4bit):
+        return "nf4"
+    if isinstance(parameter, bnb.nn.Int8Params):
+        return "int8"
+    return "adapter" if parameter.requires_grad and setting.method["name"] == "lora" else "base"

@@ -1,0 +1,287 @@
+"""What cannot be traced as it is: kernels that fake tensors do not know, and CUDA's ways on a machine without it.
+
+Each stand-in allocates and computes what the real operation does, so that the ledger counts the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.functional import QuantState
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import register_flop_formula
+from transformers import AttentionInterface, masking_utils, modeling_utils
+from trl.kernels import chunked_logprob
+
+from toolkit import backends
+from toolkit.plan.setting import Setting
+from toolkit.policy import Dtypes
+
+_ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
+
+FLASH = "traced_varlen"
+"""Name under which the stand-in for FlashAttention's kernels is registered with Transformers."""
+
+_NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
+
+# TRL's selective checkpointing keeps the outputs of operations with `flash_attn` in their name.
+_LIBRARY = torch.library.Library("toolkit_tracing", "DEF")
+_LIBRARY.define("flash_attn(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "flash_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("grouped_mm(Tensor a, Tensor b) -> Tensor")
+_LIBRARY.define("grouped_mm_sums(Tensor a, Tensor grad, Tensor b) -> Tensor")
+_LIBRARY.define("add_product_(Tensor(a!) acc, Tensor a, Tensor b) -> ()")
+_LIBRARY.define("in_place_(Tensor(a!) tile) -> ()")
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[-1]))
+
+
+for _name, _function in {
+    "grouped_mm": _grouped,
+    "grouped_mm_sums": lambda a, grad, b: b.new_empty(b.shape),
+    "flash_attn": _flash,
+    "flash_attn_backward": _flash_backward,
+    "add_product_": lambda acc, a, b: None,
+    "in_place_": lambda tile: None,
+}.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+_OPS = torch.ops.toolkit_tracing
+
+
+def _attention_flops(q: Any, k: Any, v: Any) -> int:
+    """Q K^T and P V over all pairs of positions, for (batch, heads, positions, head size)."""
+    (batch, heads, queries, size), (_, _, keys, _) = q, k
+    return 2 * batch * heads * queries * keys * (size + v[-1])
+
+
+@register_flop_formula([_OPS.flash_attn, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu])
+def _forward_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    return _attention_flops(q, k, v)
+
+
+@register_flop_formula([_OPS.flash_attn_backward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products for each of the forward pass; that the kernel forms Q K^T once more is its own affair."""
+    return 2 * _attention_flops(q, k, v)
+
+
+@register_flop_formula(_OPS.add_product_)
+def _product_flops(acc: Any, a: Any, b: Any, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
+def _gemm_4bit_flops(a: Any, b: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    rows = 1
+    for length in a[:-1]:
+        rows *= length
+    return 2 * rows * shape[0] * shape[1]
+
+
+@register_flop_formula([_OPS.grouped_mm, _OPS.grouped_mm_sums])
+def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Each row meets the matrix of one expert."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+class _Flash(torch.autograd.Function):
+    """FlashAttention 2: saves its inputs, the output and the log-sum-exp; sums the gradient of queries in fp32.
+
+    Source: https://arxiv.org/abs/2307.08691, Algorithms 1 and 2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = _OPS.flash_attn(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, _, lse = ctx.saved_tensors
+        sums = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)
+        repeat = q.shape[1] // k.shape[1]
+        # With fewer heads of keys and values each query head has gradients of its own, summed afterwards.
+        spread = [each.repeat_interleave(repeat, 1) if repeat > 1 else each for each in (k, v)]
+        dq, dk, dv = _OPS.flash_attn_backward(grads[0], q, *spread, lse)
+        del sums, spread
+        if repeat > 1:
+            dk = dk.unflatten(1, (-1, repeat)).sum(2)
+            dv = dv.unflatten(1, (-1, repeat)).sum(2)
+        return dq, dk, dv
+
+
+class _Grouped(torch.autograd.Function):
+    """`torch.nn.functional.grouped_mm`, which fake tensors know in bf16 only: rows (S, K) dealt to (E, K, N)."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return _OPS.grouped_mm(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        to_a = _OPS.grouped_mm(grads[0], b.transpose(-2, -1)) if ctx.needs_input_grad[0] else None
+        to_b = _OPS.grouped_mm_sums(a, grads[0], b) if ctx.needs_input_grad[1] else None
+        return to_a, to_b
+
+
+def _flash_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """(batch, heads, positions, head size) each; returns (batch, positions, heads, head size) and no weights."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    out = _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+    return out.transpose(1, 2), None
+
+
+def implementation(setting: Setting) -> str:
+    """Transformers' name of the attention to trace."""
+    if setting.attention in backends.VARLEN or setting.attention == "flex":
+        AttentionInterface.register(FLASH, _flash_attention)
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, lambda *args, **kwargs: None)
+        return FLASH
+    return backends.IMPLEMENTATIONS[setting.attention]
+
+
+@contextlib.contextmanager
+def installed(setting: Setting) -> Iterator[None]:
+    """Puts the stand-ins in place while a model is traced."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch.nn.functional, grouped_mm=lambda a, b, **kwargs: _Grouped.apply(a, b)))
+        if setting.objective == "seq2seq":
+            stack.enter_context(_replaced(masking_utils, _ignore_causal_mask_sdpa=_without_padding))
+        if setting.device == "cuda":
+            # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
+            tile = {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}
+            stack.enter_context(_replaced(chunked_logprob, **tile))
+            stack.enter_context(_replaced(modeling_utils, save_on_cpu=_SaveOnHost))
+            stack.enter_context(_CudaFunctions())
+        yield
+
+
+def _without_padding(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+    """Decoders behind an encoder make themselves a mask of ones, which real numbers show to hide nothing."""
+    return _ignore_causal_mask(None, *args, **kwargs)
+
+
+def _tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    _OPS.in_place_(tile)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    """Gives names of a module another meaning for a while."""
+    kept = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(module, name, function)
+
+
+class _SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """`save_on_cpu`, where everything is on a CPU: what is kept on the host takes no room on the device."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+
+class _CudaFunctions(TorchFunctionMode):
+    """Autocast as CUDA does it, and its kernels for attention, while everything runs on fake CPU tensors.
+
+    CUDA's autocast runs more operations in fp32 than the CPU's, and dropout keeps a mask of bytes.
+    Source: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32.
+    """
+
+    _fp32 = frozenset(
+        {"layer_norm", "group_norm", "softmax", "log_softmax", "pow", "rsqrt", "norm", "sum", "exp", "log", "cumsum",
+         "prod", "softplus", "cross_entropy", "nll_loss", "mse_loss", "erfinv", "reciprocal"}
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return self._attention(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu") and name.strip("_") in self._fp32:
+            args = tuple(_fp32(each) for each in args)
+            kwargs = {key: _fp32(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        if attn_mask is not None:
+            # The memory-efficient kernel adds the mask to the scores, in their type.
+            attn_mask = attn_mask.to(dtype) if attn_mask.dtype == torch.bool else attn_mask
+        return _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+
+
+def _fp32(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if low else value
+
+
+def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torch.nn.Parameter | None:
+    """A fake quantized weight as bitsandbytes keeps it; None for a parameter that is not quantized.
+
+    Quantizing itself needs numbers, so the stored form is made directly: 4-bit pairs with a scale for every 64 weights
+    (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row.
+    Source: https://arxiv.org/abs/2305.14314, section 3.
+    """
+    if isinstance(parameter, bnb.nn.Params4bit):
+        blocks = -(-parameter.numel() // _NF4_BLOCK)
+        state2 = None
+        if parameter.compress_statistics:
+            scales = torch.empty(-(-blocks // _NF4_NESTED_BLOCK), dtype=torch.float32)
+            state2 = QuantState(absmax=scales, code=torch.empty(256), blocksize=_NF4_NESTED_BLOCK, dtype=torch.float32)
+        state = QuantState(
+            absmax=torch.empty(blocks, dtype=torch.float32 if state2 is None else torch.uint8),
+            shape=parameter.shape,
+            dtype=getattr(torch, types.compute),
+            blocksize=_NF4_BLOCK,
+            code=torch.empty(16),
+            quant_type="nf4",
+            offset=None if state2 is None else torch.empty(()),
+            state2=state2,
+        )
+        storage = parameter.quant_storage
+        count = -(-parameter.numel() // (2 * storage.itemsize))
+        made = torch.nn.Parameter(torch.empty((count, 1), dtype=storage), requires_grad=False)
+        made.quant_state = module.quant_state = state  # type: ignore[attr-defined]
+        made.bnb_quantized = True  # type: ignore[attr-defined]
+        return made
+    if isinstance(parameter, bnb.nn.Int8Params):
+        module.state.CB = torch.empty(parameter.shape, dtype=torch.int8)
+        module.state.SCB = torch.empty(parameter.shape[0], dtype=torch.float32)
+        # Which inputs are too large for 8 bits depends on the numbers; without a threshold none are set apart.
+        module.state.threshold = 0.0
+        made = torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
+        made.CB = made.SCB = None  # type: ignore[attr-defined]
+        return made
+    return None
