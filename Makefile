@@ -1,6 +1,6 @@
 # Two commands do all their own set-up: `make demo` and `make test`. Everything lives in .venv of this checkout.
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test test-fast matrix lint format clean
+.PHONY: venv demo test test-fast matrix lint format traces clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -46,6 +46,10 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/toolkit render --check
+
+# The traces that are shipped, for new models, recipes or versions of what is traced: about half an hour on two cores.
+traces: venv
+	$(BIN)/python -m toolkit.tracing --ship
 
 format: venv
 	$(BIN)/ruff check --fix .

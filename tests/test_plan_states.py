@@ -77,10 +77,7 @@ def test_every_optimizer_of_the_recipe_has_a_size():
 def test_torchs_optimizers_hold_what_is_stated(name):
     kinds = {"adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     parameter = torch.nn.Parameter(torch.zeros(64, 128, dtype=torch.bfloat16))
-    if name == "sgd":
-        optimizer = torch.optim.SGD([parameter], momentum=0.9)
-    else:
-        optimizer = kinds[name]([parameter])
+    optimizer = torch.optim.SGD([parameter], momentum=0.9) if name == "sgd" else kinds[name]([parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     held = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.ndim]

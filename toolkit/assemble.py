@@ -101,7 +101,7 @@ def set_up(
     progress: Progress,
     swap: Path | None,
     at_start: Callable[[Training], None],
-    force: bool,
+    force: bool = False,
 ) -> Training | None:
     """Everything before the first step. None when this run has been finished before.
 

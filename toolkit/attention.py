@@ -145,3 +145,20 @@ def _imports(module: str) -> bool:
 
 def _flash_reason(module: str, cuda: bool) -> str:
     return f"{module} does not import" if cuda else "needs a CUDA GPU"
+
+
+def keep_attention(model: Any) -> None:
+    """Makes selective activation checkpointing keep the outputs of attention, once it is switched on.
+
+    TRL knows the kernels of `scaled_dot_product_attention` and of flash-attn by name, but not torch's own
+    variable-length one, which would be computed twice.
+    """
+    import torch.nn.attention.varlen
+    from trl.models import selective_activation_checkpointing as selective
+
+    known = selective._aten_attention_ops
+    selective._aten_attention_ops = lambda: known() | {torch.ops.torch_attn._varlen_attn.default}
+    try:
+        selective.enable_selective_activation_checkpointing(model)
+    finally:
+        selective._aten_attention_ops = known

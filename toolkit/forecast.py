@@ -80,6 +80,11 @@ class Forecast:
 
     def _change(self, hardware: Hardware) -> str:
         """The smallest change with which the run fits on some hardware, in words."""
+        # Advice knows the settings that have been traced. These two take the least memory.
+        for mode in ("none", "full"):
+            values = {"batch.micro_batch_size": 1, "activation_checkpointing.mode": mode}
+            least = dataclasses.replace(self.loaded, recipe=self.loaded.recipe.with_values(values))
+            _plan(least, hardware, self.rows, advice=False)
         plan = _plan(self.loaded, hardware, self.rows, advice=True)
         fitting = [each for each in plan.advice if each.changes and each.fits != "no"]
         if not fitting:
@@ -97,14 +102,12 @@ def forecast(loaded: Loaded, world: World, rows: Counted | None) -> Forecast:
     return Forecast(loaded, hardware, _plan(loaded, hardware, rows, advice=False), rows)
 
 
-def measured(step_seconds: float | None, total_seconds: float, tokens: int) -> dict[str, Any]:
-    """What really came, for the run's manifest: bytes and seconds."""
-    figures: dict[str, Any] = {
-        "host": peak_host_bytes(),
-        "step_seconds": step_seconds,
-        "total_seconds": total_seconds,
-        "tokens": tokens,
-    }
+def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> dict[str, Any]:
+    """What really came, for the run's manifest, in the words of the plan: bytes and seconds."""
+    figures: dict[str, Any] = {"step_seconds": step_seconds, "total_seconds": total_seconds, "tokens": tokens}
+    if plan and plan.devices == 1:
+        # The plan's figure is that of a whole node.
+        figures["host"] = peak_host_bytes()
     if torch.cuda.is_available():
         figures |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return figures

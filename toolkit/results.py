@@ -130,7 +130,8 @@ def finish(training: Training) -> None:
     folder.update_manifest(finished=now(), train_seconds=_seconds(training), peak_memory_bytes=peak_host_bytes())
     if meter := training.meter:
         tokens = meter.last.get("tokens", 0)
-        folder.update_manifest(measured=measured(meter.time_left.measured, _seconds(training), tokens))
+        plan = training.outlook.plan if training.outlook else None
+        folder.update_manifest(measured=measured(plan, meter.time_left.measured, _seconds(training), tokens))
     write_card(folder.final, folder.path, training.recipe, training.recipe.model.path)
     report = write_report(folder.path)
     _say_results(training, report)

@@ -15,8 +15,8 @@ from torch.utils.data import Sampler
 from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
-from trl.models import enable_selective_activation_checkpointing
 
+from toolkit.attention import keep_attention
 from toolkit.evaluate import NegativeLogLikelihood, held_out_loss
 
 
@@ -93,7 +93,7 @@ class _ExactMixin:
             # SFTTrainer does this to the adapters' wrapper, which Transformers does not ask, and Seq2SeqTrainer not at
             # all: both would recompute attention too.
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            enable_selective_activation_checkpointing(base)
+            keep_attention(base)
         super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from toolkit import backends, facts
 from toolkit.hardware import Hardware
@@ -15,12 +15,15 @@ from toolkit.plan.auto import Estimator, resolve
 from toolkit.plan.counted import Counted, counted
 from toolkit.plan.host import disk, host
 from toolkit.plan.memory import memory
-from toolkit.plan.result import Disk, Fit, Host, Memory, Plan
+from toolkit.plan.result import Disk, Fit, Host, Memory, Plan, Range, Work
 from toolkit.plan.setting import Setting, setting_of
 from toolkit.plan.trace import Trace
 from toolkit.plan.work import work
 from toolkit.policy import BatchLayout, batch_layout, dtypes
 from toolkit.recipe import Recipe
+
+_FORMULAS_OFF = 0.35
+"""By what share the formulas that stand in for a trace were off, for current decoders."""
 
 Tracer = Callable[[Setting], Trace | None]
 
@@ -111,6 +114,9 @@ def _plan(
         return None
     ranks = memory(recipe, longest, hardware, trace)
     ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
+    labour = work(recipe, layout, hardware, trace, rows, price, attention=backend, checkpoint_bytes=drives.checkpoint)
+    if trace.origin == "formulas":
+        ranks, labour = [_less_sure(each) for each in ranks], _slower_or_faster(labour)
     return Plan(
         recipe=name,
         overrides=list(overrides),
@@ -130,11 +136,33 @@ def _plan(
         host_memory=hardware.node.ram,
         disk=drives,
         fit=fit(hardware, ranks, ram, drives),
-        work=work(recipe, layout, hardware, trace, rows, price, attention=backend, checkpoint_bytes=drives.checkpoint),
+        work=labour,
         advice=[],
         origin=trace.origin,
         notes=_notes(recipe, layout, hardware, trace, backend),
     )
+
+
+def _less_sure(memory: Memory) -> Memory:
+    """Wider ranges for what was estimated from a config."""
+    peak = memory.phases[memory.peak_phase]
+    off = _FORMULAS_OFF * sum(peak.get(part, 0) for part in ("activations", "casts", "logits"))
+    wider = {
+        key: Range(value=kept.value, low=kept.low - off, high=kept.high + off)
+        for key, kept in (("reserved", memory.reserved), ("total", memory.total))
+    }
+    return memory.model_copy(update=wider)
+
+
+def _slower_or_faster(work: Work) -> Work:
+    """The same for time."""
+    ranges = {key: getattr(work, key) for key in ("compute_seconds", "step_seconds", "total_seconds")}
+    wider = {
+        key: Range(value=kept.value, low=kept.low * (1 - _FORMULAS_OFF), high=kept.high * (1 + _FORMULAS_OFF))
+        for key, kept in ranges.items()
+        if kept is not None
+    }
+    return work.model_copy(update=wider)
 
 
 def _longest(recipe: Recipe, layout: BatchLayout, rows: Counted | None) -> BatchLayout:
@@ -160,9 +188,15 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
     if hardware.node.nvme_bytes is not None:
         places.append(("NVMe", drives.nvme, drives.nvme, hardware.node.nvme_bytes, "optimizer"))
 
-    where, needed, worst, available, decides = max(places, key=lambda place: place[1] / place[3])
+    def answer(needed: float, worst: float, available: float) -> Literal["yes", "tight", "no"]:
+        return "no" if needed > available else "tight" if worst > available else "yes"
+
+    order = ("yes", "tight", "no")
+    where, needed, worst, available, decides = max(
+        places, key=lambda place: (order.index(answer(*place[1:4])), place[1] / place[3])
+    )
     return Fit(
-        answer="no" if needed > available else "tight" if worst > available else "yes",
+        answer=answer(needed, worst, available),
         where=where,
         needed=needed,
         available=available,

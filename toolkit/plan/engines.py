@@ -35,7 +35,9 @@ def engine(recipe: Recipe, types: Dtypes, layout: BatchLayout, trace: Trace, ove
     return kind(recipe, types, layout, trace, over, on_cpu)
 
 
-def offloaded(recipe: Recipe, types: Dtypes, trace: Trace, over: Division, held: States) -> dict[str, float]:
+def offloaded(
+    recipe: Recipe, types: Dtypes, trace: Trace, over: Division, held: States, accumulates: bool
+) -> dict[str, float]:
     """What one process keeps in host memory instead of on its device, by part; `staging` is there in addition.
 
     Sources: DeepSpeed 0.19.8, `zero/stage_1_and_2.py` and `zero/stage3.py`; torch 2.13, FSDP2's `CPUOffloadPolicy`.
@@ -44,7 +46,11 @@ def offloaded(recipe: Recipe, types: Dtypes, trace: Trace, over: Division, held:
     found: dict[str, float] = {"optimizer": held.paged} if held.paged else {}
     share = trace.elements(trained=True) / over.optimizer
     if strategy.offload_optimizer == "cpu":
-        found |= {"optimizer": held.optimizer, "masters": held.masters, "gradients": share * WIDTH[types.master]}
+        # All keep a gradient beside the masters; stage 3 has its flat vector of gradients there too, and stages 1 and
+        # 2 what they accumulate, where it is not summed in fp32 on the device.
+        twice = strategy.zero_stage == 3 or (accumulates and types.local == types.reduce)
+        gradients = share * (WIDTH[types.master] + (WIDTH[types.reduce] if twice else 0))
+        found |= {"optimizer": held.optimizer, "masters": held.masters, "gradients": gradients}
         if strategy.zero_stage < 3:
             largest = max((each.numel for each in trace.tensors if each.trained), default=0)
             # param_buffer_of_bit16_for_cpu_offload_groups, temp_grad_buffer_for_cpu_offload

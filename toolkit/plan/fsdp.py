@@ -9,9 +9,14 @@ from toolkit.plan.states import WIDTH, shard
 from toolkit.plan.trace import Moment
 from toolkit.policy.engines import reshards_after_forward
 
+_LINGERING = 0.8
+"""gloo's threads let go of their copy of what is reduced some time after that: the chance that it is still there when
+the next unit is gathered, and half of that when the next one is reduced, as seen in trainings on a CPU."""
+
 
 class Fsdp(Engine):
-    """Each layer is a unit; what is outside them is the root's, which stays gathered through both passes."""
+    """Units as accelerate 1.15 makes them (`fsdp2_prepare_model`): each layer, the embeddings, and the final norm with
+    the head, which stay gathered until their backward pass is over; tied embeddings belong to these."""
 
     def standing(self) -> Held:
         return Held()
@@ -44,53 +49,59 @@ class Fsdp(Engine):
 
     def _forward(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
         """The output of a unit's all-gather is kept until the next one's has been copied out (`wait_for_unshard`)."""
-        unit, root, layers = self._unit(), self._root(), self.trace.layers
+        unit, tied, front, tail, layers = self._unit(), self._tied(), self._front(), self._tail(), self.trace.layers
         gathers = self.over.parameters > 1
+        copies = 2 if gathers else 1
         if moment.place == "embeddings":
-            yield moment, Held(engine=(2 if gathers else 1) * root)
+            yield moment, Held(engine=copies * (tied + front))
         elif moment.place == "head":
-            yield moment, Held(engine=root + self._staying(layers) + (unit if gathers else 0))
+            before = unit if gathers and not tail else 0
+            yield moment, Held(engine=tied + before + copies * tail + self._staying(layers))
         else:
             before = self._staying(layers - 1 if moment.place == "last_layer" else 0)
-            yield moment, Held(engine=root + before + (2 if gathers else 1) * unit)
+            yield moment, Held(engine=tied + before + copies * unit)
             if gathers and moment.place == "last_layer":
                 # The outputs of both all-gathers and the copy, before the layer begins.
-                yield fewer(moment, 1), Held(engine=root + before + 3 * unit)
+                yield fewer(moment, 1), Held(engine=tied + before + 3 * unit)
 
     def _backward(self, moment: Moment, earlier: float) -> Iterator[tuple[Moment, Held]]:
-        unit, root, layers = self._unit(), self._root(), self.trace.layers
+        unit, tied, front, tail, layers = self._unit(), self._tied(), self._front(), self._tail(), self.trace.layers
         layer, done = self.layer(trained=True), self.layers_done(moment)
+        head = self.outside("head", trained=True)
         gathers = self.over.parameters > 1 and not self._keeps
-        clone = layer * self.reduce if self.on_cpu and self.over.gradients > 1 else 0
-        share = layer * self.local / self.over.gradients
-        whole = [max(0.0, earlier - each * layer * self.reduce) for each in (done, done + 1)] if earlier else [0.0, 0.0]
-        made = max(0.0, moment.gradients.at(self.shape) - done * layer * self.computed)
+        doubled = self.on_cpu and self.over.gradients > 1  # gloo reduces a copy.
+        clone = layer * self.reduce if doubled else 0
+        share = self.local / self.over.gradients
+        shares = [(head + each * layer) * share for each in (done, done + 1)]
+        whole = [max(0.0, earlier - (head + each * layer) * self.reduce) for each in (done, done + 1)]
         if moment.place == "head":
-            yield moment, Held(earlier + made, root + self._staying(layers) + (unit if self.over.parameters > 1 else 0))
+            # The last layer is on its way already.
+            made = moment.gradients.at(self.shape)
+            ahead = unit if self.over.parameters > 1 else 0
+            yield moment, Held(earlier + made, tied + tail + self._staying(layers) + ahead)
             return
         if moment.place == "embeddings":
-            # The root's own gradients are divided last.
-            outside = self.outside(trained=True)
-            yield moment, Held(whole[0] + done * share + made, root + layer * self.reduce + clone)
-            gradients = outside * (self.reduce if earlier else self.computed)
-            reducing = outside * self.reduce * (2 if clone else 1)
-            yield self.kept(moment, 0), Held(gradients + done * share, reducing)
+            rest = self.outside(trained=True) - head
+            made = max(0.0, moment.gradients.at(self.shape) - (head + layers * layer) * self.computed)
+            yield moment, Held(whole[0] + shares[0] + made, tied + front + layer * self.reduce + clone)
+            gradients = rest * (self.reduce if earlier else self.computed)
+            yield self.kept(moment, 0), Held(shares[0] + gradients, rest * self.reduce * (2 if doubled else 1))
             return
         # The layer, the next one on its way, and what the reduction before it reads until the next one begins.
-        ahead = unit if gathers and done + 1 < layers else 0
-        waiting = layer * self.reduce if done else 0
+        made = max(0.0, moment.gradients.at(self.shape) - (head + done * layer) * self.computed)
+        ahead = (unit if done + 1 < layers else front) if gathers else 0
+        waiting = (layer if done else head) * self.reduce
         staying = self._staying(layers - done - 1)
-        yield moment, Held(whole[0] + done * share + made, root + staying + unit + ahead + waiting)
-        held = self.outside("head", trained=True) * self.computed if not earlier else 0.0
+        yield moment, Held(whole[0] + shares[0] + made, tied + staying + unit + ahead + waiting)
         if gathers:
             # While the layer's weights are copied out of the all-gather's output.
             left = self.kept(moment, layers - done)
-            yield left, Held(whole[0] + done * share + held, root + 2 * unit + waiting + (clone if done else 0))
+            yield left, Held(whole[0] + shares[0], tied + 2 * unit + waiting + (_LINGERING * clone if done else 0))
         # The layer is over: its gradients are copied together, then divided (`foreach_reduce`).
         left, copied = self.kept(moment, layers - done - 1), layer * self.reduce
         computed = 0 if earlier else layer * self.computed
-        yield left, Held(whole[0] + done * share + held + computed, root + staying + ahead + copied)
-        yield left, Held(whole[1] + (done + 1) * share + held, root + staying + ahead + copied + clone)
+        yield left, Held(whole[0] + shares[0] + computed, tied + staying + ahead + copied)
+        yield left, Held(whole[1] + shares[1], tied + staying + ahead + copied + (1 + _LINGERING / 2) * clone)
 
     @property
     def computed(self) -> int:
@@ -108,11 +119,20 @@ class Fsdp(Engine):
 
     def _unit(self) -> float:
         """Bytes of a layer, gathered."""
-        tensors = [each for each in self.trace.tensors if each.place == "layer"]
-        return sum(each.count * self.stored(each, self.computed) for each in tensors) / max(1, self.trace.layers)
+        return self._gathered(("layer",)) / max(1, self.trace.layers)
 
-    def _root(self) -> float:
-        """Bytes of all that is outside the layers, gathered."""
-        return sum(
-            each.count * self.stored(each, self.computed) for each in self.trace.tensors if each.place != "layer"
-        )
+    def _tied(self) -> float:
+        """Bytes outside the layers that are gathered all the time: embeddings that are the head's weight too."""
+        return 0.0 if self._tail() else self._gathered(("embeddings", "other"))
+
+    def _front(self) -> float:
+        """Bytes of embeddings that are a unit of their own."""
+        return self._gathered(("embeddings", "other")) if self._tail() else 0.0
+
+    def _tail(self) -> float:
+        """Bytes of the final norm and the head, where the head has a weight of its own."""
+        own = any(each.place == "head" and len(each.shape) > 1 for each in self.trace.tensors)
+        return self._gathered(("head",)) if own else 0.0
+
+    def _gathered(self, places: tuple[str, ...]) -> float:
+        return sum(each.count * self.stored(each, self.computed) for each in self.trace.tensors if each.place in places)

@@ -19,7 +19,7 @@ Parts = dict[str, float]
 _FRAGMENTATION = (0.04, 0.01, 0.15)
 """Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place (`variables.py`)
 holes inside them remain; without, 12 to 22% were measured in the median."""
-_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (900, 600, 1300)}
+_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (600, 450, 1000)}
 """MiB that a process takes beside its tensors: the CUDA context with the kernels of torch and cuBLAS on an H100; on a
 CPU Python with torch, Transformers and TRL, of which the processes of a node share a part."""
 _COLLECTIVES = {"cuda": (400, 150, 1000), "rocm": (400, 150, 1000), "cpu": (0, 0, 0)}
@@ -29,12 +29,13 @@ _WORKSPACE = 2 * 32 * 2**20
 (`CUDABlas.cpp`, `getChosenWorkspaceSize`), 8 MiB on older devices."""
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """End of names of optimizers that update each parameter as soon as its gradient is there, and free that."""
-_FOREACH = {
-    "adamw_torch": 1, "adagrad": 1, "rmsprop": 1, "grokadamw": 1, "stable_adamw": 1, "schedule_free_adamw": 1,
-    "schedule_free_radam": 1, "schedule_free_sgd": 1, "adamw_anyprecision": 1,
-}  # fmt: skip
-"""Copies of all that is updated that torch's `foreach` implementations make on a GPU; on a CPU they go tensor by
-tensor."""
+_FOREACH = (
+    *("adamw_torch", "adagrad", "rmsprop", "grokadamw", "stable_adamw", "adamw_anyprecision"),
+    *("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+)
+"""These make a copy of all that they update on a GPU, where torch's `foreach` implementations take tensors together."""
+_ONE_BY_ONE = 3
+"""Copies of one parameter at a time that they make on a CPU."""
 _BY_TENSOR = {"adafactor": 3, "adalomo": 3, "galore": 3, "apollo": 3, "adamw_torch_8bit": 4, "adamw_torch_4bit": 4}
 """Start of a name to copies in fp32 of one parameter at a time."""
 
@@ -127,8 +128,9 @@ class _Ranks:
         }
         if self.kind == "cpu":
             # What is offloaded stays; what only offloading needs comes on top.
-            extra = offloaded(self.recipe, self.types, self.trace, self.over, held)
-            return _add(parts, {"engine": extra.get("staging", 0.0)})
+            extra = offloaded(self.recipe, self.types, self.trace, self.over, held, self.engine.accumulates)
+            gradients = extra.get("gradients", 0.0) if self.recipe.strategy.zero_stage else 0.0
+            return _add(parts, {"engine": extra.get("staging", 0.0), "gradients": gradients})
         strategy = self.recipe.strategy
         if strategy.offload_optimizer != "none":
             parts["masters"] = parts["optimizer"] = 0.0
@@ -187,7 +189,9 @@ class _Ranks:
         for start, copies in _BY_TENSOR.items():
             if name.startswith(start):
                 return copies * 4 * one
-        return _FOREACH.get(name, 0) * width * (one if self.kind == "cpu" else updated)
+        if name not in _FOREACH:
+            return 0.0
+        return width * (_ONE_BY_ONE * one if self.kind == "cpu" else updated)
 
     def _loading(self, first: bool) -> Parts:
         """What comes on top of weights and masters while they are put in place."""

@@ -237,6 +237,8 @@ def search(
     Raises:
         UserError: If these devices can take none of the combinations, with the reason for the first.
     """
+    if not modes:
+        return []
     world = World(0, 0, hardware.devices, hardware.devices_per_node)
     found: list[Candidate] = []
     refused: list[UserError] = []

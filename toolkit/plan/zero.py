@@ -57,17 +57,13 @@ class _Zero(Engine):
             return self.kept(moment, 0), elements, self.trace.layers
         return fewer(moment, done), elements, done
 
-    def evaluating(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
-        yield moment, Held()
-
 
 class Zero2(_Zero):
     """ZeRO-1 and 2 (`runtime/zero/stage_1_and_2.py`), except ZeRO-1 in bf16."""
 
     def standing(self) -> Held:
-        if self.strategy.offload_optimizer == "none":
-            return Held()
-        return Held(engine=self.largest() * self.local)  # temp_grad_buffer_for_gpu_offload
+        # temp_grad_buffer_for_gpu_offload
+        return Held(engine=self.largest() * self.local if self._offloads else 0)
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
         if moment.accumulating:
@@ -87,9 +83,9 @@ class Zero2(_Zero):
         yield left, Held(earlier + now + self._oversized(), self._buckets() + flat)
 
     def stepping(self) -> Held:
-        if self.strategy.offload_optimizer != "none":
-            return Held()
         share = self.trained / self.over.optimizer
+        if self._offloads:
+            return Held(self._partition())
         if self._compact:
             # `get_grad_norm_direct` converts one gradient at a time to fp64.
             return Held(self._partition() + self._oversized(), 8 * min(self.largest(), share))
@@ -105,6 +101,10 @@ class Zero2(_Zero):
     def _compact(self) -> bool:
         """Whether gradients of a partition are summed in one fp32 vector (`_use_compact_grad_partition_buffer`)."""
         return self.reduce == 4 and self.local < 4
+
+    @property
+    def _offloads(self) -> bool:
+        return self.strategy.offload_optimizer != "none"
 
     @property
     def _keeps_whole(self) -> bool:
@@ -129,17 +129,19 @@ class Zero2(_Zero):
         share = self.trained / self.over.optimizer
         if self._compact:
             return share * self.reduce
+        if self._offloads:
+            return 0.0  # They go to the host one by one (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`).
         # `grads_in_partition` has whole parameters, also those that lie across an edge of the partition.
         across = max((each.numel for each in self.trace.tensors if each.trained and each.place == "layer"), default=0)
         edges = min(across / 2, self.trained - share) if self.over.optimizer > 1 else 0
         return (share + edges) * self.local
 
     def _oversized(self) -> float:
-        """16-bit gradients of the partition that did not fit into a bucket: nothing frees them before the step, although
-        they have been added to the fp32 ones (`copy_grads_in_partition`)."""
+        """16-bit gradients of the partition that did not fit into a bucket: without offloading nothing frees them
+        before the step, although they have been added to the fp32 ones (`copy_grads_in_partition`)."""
         bucket = self.strategy.reduce_bucket_size
         numel = sum(each.numel * each.count for each in self.trace.tensors if each.trained and each.numel > bucket)
-        return numel / self.over.optimizer * self.local if self._compact else 0.0
+        return numel / self.over.optimizer * self.local if self._compact and not self._offloads else 0.0
 
     def _buckets(self) -> float:
         """`setup_buckets`: in the dtype of the gradients, two of them where reductions overlap."""
@@ -216,22 +218,29 @@ class Zero3(_Zero):
         A weight is released after its use, unless it is used again within `max_reuse_distance` elements
         (`__params_to_release`): the last layers stay from the forward to the backward pass. With every module's
         weights, up to a bucket of those that come next are fetched, until `max_live_parameters` are there
-        (`fetch_sub_module`).
+        (`fetch_sub_module`). Those fetched together come in one vector, out of which each is copied
+        (`AllGatherCoalescedHandle.wait`).
+
+        After an evaluation before the first step it is less: `__params_to_release` remembers its answers, and in the
+        order of an evaluation nothing is used again.
         """
         if self.over.parameters == 1 and self.strategy.offload_param == "none":
             return 0.0
-        width, everything = self._width(), self._bytes() - self._persistent()
-        module = self.largest(trained=False) * width
-        ahead = self.strategy.max_live_parameters * width if self.strategy.prefetch_bucket_size else module
+        width, everything = self._width(), max(0.0, self._bytes() - self._persistent())
+        largest = self.largest(trained=False) * width
+        bucket = min(everything, self.strategy.prefetch_bucket_size * width)
+        together = bucket if bucket > largest else 0.0
+        ahead = self.strategy.max_live_parameters * width if bucket else largest
         again = 2 if self.recipe.activation_checkpointing.mode == "none" else 3
         reused = self.strategy.max_reuse_distance / again * width if moment.phase != "evaluation" else 0
-        full = max(0.0, min(everything, max(ahead, reused + module)))
-        if moment.place in ("head", "last_layer"):
-            return full
+        full = min(everything, max(ahead, reused + largest))
         layer, outside = self.layer() * width, self.outside() * width
+        if moment.place in ("head", "last_layer"):
+            # All that a small model has was fetched at once, at the start.
+            return full + (together if full < everything else 0)
         if moment.phase == "backward":
             return min(full, outside + (layer if moment.place == "first_layer" else 0))
-        return min(full, outside + layer + min(self.strategy.prefetch_bucket_size * width, everything))
+        return min(full, outside + layer + bucket) + together
 
     def _persistent(self) -> float:
         """Bytes of parameters so small that they stay whole."""

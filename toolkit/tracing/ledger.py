@@ -84,6 +84,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return out  # Fake tensors ask where they are all the time.
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         category = self._category(func, inputs)

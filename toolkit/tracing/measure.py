@@ -56,26 +56,28 @@ def trace(setting: Setting) -> Trace:
 
 
 def _shapes(setting: Setting) -> list[tuple[int, int]]:
-    """Four shapes (batch, length) that tell apart what grows with 1, tokens, tokens x length, and length."""
+    """Shapes (batch, length) that tell apart what grows with 1, tokens, tokens x length and, by the fourth, length."""
     length = CHUNK if setting.long else CHUNK // 16
-    return [(2, length), (4, length), (2, 2 * length), (4, 2 * length)]
+    shapes = [(2, length), (4, length), (2, 2 * length), (4, 2 * length)]
+    # Documents end to end have no tensor that is as long as one of them.
+    return shapes[:3] if setting.layout == "flat" else shapes
 
 
 class _Fit:
-    """Solves for the coefficients of `Amount` from four shapes at two depths."""
+    """Solves for the coefficients of `Amount` from a few shapes at two depths."""
 
     def __init__(self, shapes: list[tuple[int, int]], small: int, large: int) -> None:
-        self._inverse = np.linalg.inv(np.array([_terms(*shape) for shape in shapes]))
+        self._inverse = np.linalg.inv(np.array([_terms(*shape)[: len(shapes)] for shape in shapes]))
         self._small, self._large = small, large
 
     def coefficients(self, values: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Fixed and per-layer coefficients, each (4, …), of values (2 depths, 4 shapes, …)."""
+        """Fixed and per-layer coefficients, each (shapes, …), of values (2 depths, shapes, …)."""
         low, high = (np.tensordot(self._inverse, np.asarray(each, dtype=float), 1) for each in values)
         per_layer = (high - low) / (self._large - self._small)
         return low - self._small * per_layer, per_layer
 
     def amount(self, values: Any) -> list[Amount]:
-        """One amount for each of the last dimension of values (2 depths, 4 shapes, amounts)."""
+        """One amount for each of the last dimension of values (2 depths, shapes, amounts)."""
         fixed, per_layer = self.coefficients(values)
         return [_as_amount(fixed[:, index], per_layer[:, index]) for index in range(fixed.shape[1])]
 
@@ -120,26 +122,29 @@ def _at(timeline: Timeline, place: str) -> np.ndarray:
 
 def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[list[Amount]]:
     """Amounts by category at the peaks of one place."""
-    counts = {len(part) for row in parts for part in row}
-    if len(counts) == 1:
-        fixed, per_layer = fit.coefficients(parts)
-        peaks = set()
-        for skipped in ((), ("gradients",)):
-            counted = [index for index, name in enumerate(CATEGORIES) if name not in skipped]
-            total = (fixed + layers * per_layer)[:, :, counted].sum(2)
-            for batch, length in _SHAPES:
-                peaks.add(int(np.argmax(np.array(_terms(batch, length)) @ total)))
-        return [
-            [_as_amount(fixed[:, peak, index], per_layer[:, peak, index]) for index in range(len(CATEGORIES))]
-            for peak in sorted(peaks)
-        ]
-    # The loss takes more turns for more tokens, so the operations of two shapes do not correspond; its peaks do.
-    found = []
+    fixed, per_layer = fit.coefficients(_aligned(parts))
+    peaks = set()
     for skipped in ((), ("gradients",)):
         counted = [index for index, name in enumerate(CATEGORIES) if name not in skipped]
-        tops = [[part[int(np.argmax(part[:, counted].sum(1)))] for part in row] for row in parts]
-        found.append(fit.amount(tops))
-    return found
+        total = (fixed + layers * per_layer)[:, :, counted].sum(2)
+        peaks |= {int(np.argmax(np.array(_terms(batch, length))[: len(total)] @ total)) for batch, length in _SHAPES}
+    return [
+        [_as_amount(fixed[:, peak, index], per_layer[:, peak, index]) for index in range(len(CATEGORIES))]
+        for peak in sorted(peaks)
+    ]
+
+
+def _aligned(parts: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """The operations of a place, the same ones for each shape.
+
+    The loss takes a turn for each chunk of tokens, so longer batches take more of them. Its turns are alike: the first
+    half of the shortest and what comes before it, and the second half and what comes after it, are in all of them.
+    """
+    fewest = min(len(part) for row in parts for part in row)
+    if all(len(part) == fewest for row in parts for part in row):
+        return parts
+    half = fewest // 2
+    return [[np.concatenate([part[:half], part[len(part) - half :]]) for part in row] for row in parts]
 
 
 def _undominated(moments: list[Moment]) -> Iterable[Moment]:

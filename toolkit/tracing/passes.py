@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
+from toolkit.attention import keep_attention
 from toolkit.plan.setting import Setting
 from toolkit.policy.arguments import checkpointing_kwargs
 from toolkit.recipe.schema import ActivationCheckpointing
@@ -80,7 +80,7 @@ def _prepare(shallow: Shallow, setting: Setting) -> None:
         settings = ActivationCheckpointing(mode=setting.checkpointing, every_n_layers=setting.every_n_layers)  # type: ignore[arg-type]
         kwargs = checkpointing_kwargs(settings)
         if setting.checkpointing == "selective":
-            enable_selective_activation_checkpointing(base)
+            keep_attention(base)
         if model is not base:
             model.enable_input_require_grads()
         every = kwargs.pop("every_n_layers", 1)

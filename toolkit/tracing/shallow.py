@@ -52,7 +52,7 @@ def load_config(setting: Setting) -> Any:
 
 def depth_of(config: Any) -> int:
     """Repeated layers: of the decoder, where there is an encoder too."""
-    text = config.get_text_config(decoder=True)
+    text = _text(config)
     return int(getattr(text, _depth_key(text)))
 
 
@@ -63,14 +63,14 @@ def depths(config: Any, period: int) -> tuple[int, int]:
         period: See `period_of`.
     """
     total = depth_of(config)
-    once = int(getattr(config.get_text_config(decoder=True), "first_k_dense_replace", 0) or 0)
+    once = int(getattr(_text(config), "first_k_dense_replace", 0) or 0)
     small = min(once + 2 * period, max(1, total - period))
     return small, small + period
 
 
 def period_of(setting: Setting, config: Any) -> int:
     """After how many layers the pattern of a model's layers, and of those that are checkpointed, begins anew."""
-    text = config.get_text_config(decoder=True)
+    text = _text(config)
     kinds = [_ATTENTION.get(kind, kind) for kind in getattr(text, "layer_types", None) or []]
     steps = [int(getattr(text, key, None) or 1) for key in ("decoder_sparse_step", "moe_layer_frequency")]
     return math.lcm(_period(kinds), setting.every_n_layers, *steps)
@@ -118,6 +118,11 @@ def _dtypes(setting: Setting) -> Dtypes:
     )  # fmt: skip
 
 
+def _text(config: Any) -> Any:
+    """The part of the config with the decoder's layers: of an encoder-decoder it would be a copy with other names."""
+    return config if config.is_encoder_decoder else config.get_text_config()
+
+
 def _depth_key(text: Any) -> str:
     keys = _DECODER_KEYS if getattr(text, "is_encoder_decoder", False) else _DEPTH_KEYS
     return next(key for key in (*keys, *_DEPTH_KEYS) if isinstance(getattr(text, key, None), int))
@@ -132,7 +137,7 @@ def _period(kinds: list[str]) -> int:
 
 
 def _shorten(config: Any, depth: int) -> None:
-    text = config.get_text_config(decoder=True)
+    text = _text(config)
     total = depth_of(config)
     for key, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == total and total > 1 and key.endswith(("types", "layers")):

@@ -91,9 +91,9 @@ def _recipes() -> Iterator[Recipe]:
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
     """Other methods, activation checkpointing and strategies, as far as the rules allow them."""
     own = recipe.model_dump(exclude_unset=True)
-    settings = [(method, mode) for method in _METHODS for mode in _MODES]
-    settings += [(own.get("method", {}), mode) for mode in _MORE_MODES]
-    for (method, mode), strategy in itertools.product(settings, _STRATEGIES):
+    asked = own.get("method", {})
+    settings = [*itertools.product(_METHODS, _MODES, _STRATEGIES), *itertools.product([asked], _MORE_MODES, ["ddp"])]
+    for method, mode, strategy in settings:
         changes = {"method": {**method}, "activation_checkpointing": {**mode}, "strategy": {"name": strategy}}
         variant = Recipe.model_validate(own | changes)
         if not check(variant):

@@ -6,13 +6,13 @@ Each stand-in allocates and computes what the real operation does, so that the l
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
@@ -176,7 +176,9 @@ def installed(setting: Setting) -> Iterator[None]:
             tile = {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}
             stack.enter_context(_replaced(chunked_logprob, **tile))
             stack.enter_context(_replaced(modeling_utils, save_on_cpu=_SaveOnHost))
-            stack.enter_context(_CudaFunctions())
+            attention = {"scaled_dot_product_attention": _scaled_dot_product_attention}
+            stack.enter_context(_replaced(torch.nn.functional, **attention))
+            stack.enter_context(_cuda_autocast())
         yield
 
 
@@ -209,42 +211,51 @@ class _SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
 
 
-class _CudaFunctions(TorchFunctionMode):
-    """Autocast as CUDA does it, and its kernels for attention, while everything runs on fake CPU tensors.
+_FP32 = (
+    *("layer_norm", "group_norm", "softmax", "log_softmax", "pow", "__pow__", "rsqrt", "reciprocal", "norm", "sum"),
+    *("prod", "cumsum", "exp", "log", "softplus", "cross_entropy", "nll_loss", "mse_loss"),
+)
+"""Operations that CUDA's autocast runs in fp32 and the CPU's does not.
 
-    CUDA's autocast runs more operations in fp32 than the CPU's, and dropout keeps a mask of bytes.
-    Source: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32.
-    """
+Source: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32.
+"""
 
-    _fp32 = frozenset(
-        {"layer_norm", "group_norm", "softmax", "log_softmax", "pow", "rsqrt", "norm", "sum", "exp", "log", "cumsum",
-         "prod", "softplus", "cross_entropy", "nll_loss", "mse_loss", "erfinv", "reciprocal"}
-    )  # fmt: skip
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            return self._attention(*args, **kwargs)
-        if torch.is_autocast_enabled("cpu") and name.strip("_") in self._fp32:
+@contextlib.contextmanager
+def _cuda_autocast() -> Iterator[None]:
+    """Autocast as CUDA does it. The functions themselves are replaced: a mode of torch would not be active where the
+    backward pass computes a layer a second time."""
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, torch.Tensor, torch.nn.functional):
+            names = {name: _in_fp32(getattr(owner, name)) for name in _FP32 if hasattr(owner, name)}
+            stack.enter_context(_replaced(owner, **names))
+        yield
+
+
+def _in_fp32(function: Any) -> Any:
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
             args = tuple(_fp32(each) for each in args)
             kwargs = {key: _fp32(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    @staticmethod
-    def _attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-        if attn_mask is not None:
-            # The memory-efficient kernel adds the mask to the scores, in their type.
-            attn_mask = attn_mask.to(dtype) if attn_mask.dtype == torch.bool else attn_mask
-        return _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+    return cast
 
 
 def _fp32(value: Any) -> Any:
     low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if low else value
+
+
+def _scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # The memory-efficient kernel adds the mask to the scores, in their type.
+        attn_mask = attn_mask.to(dtype)
+    return _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
 
 
 def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torch.nn.Parameter | None:
