@@ -94,6 +94,9 @@ def test_words_say_devices_and_nodes() -> None:
         ("h2000x8", "`h200x8`"),
         ("4090", "`rtx4090`"),
         ("A100-40GBx2", "`a100_40gbx2`"),
+        ("a100-80gbx8", "`a100x8`"),
+        ("h200x8x4x2", "`h200x8x4`"),
+        ("", "known are t4, "),
         ("8xh200", "write h200x8"),
         ("h200x16", "write h200x8x2"),
         ("h200x0", "NAMExDEVICES"),
@@ -132,7 +135,7 @@ devices:
   new:
     title: Something new
     memory_gib: 64
-    tflops: {bf16: 400}
+    tflops: {bf16: 400, fp32: 50}
     bandwidth_gb_s: 2000
     pcie_gb_s: 63
 """,
@@ -143,7 +146,7 @@ devices:
     half = find("half", folder).device
     assert half.efficiency.matmul.value == 0.4 and half.efficiency.attention == lab.device.efficiency.attention
     assert find("h200x16", folder).device == find("h200").device
-    assert find("new", folder).device.flops == {"bf16": 400e12}
+    assert find("new", folder).device.flops == {"bf16": 400e12, "fp32": 50e12}
     monkeypatch.chdir(tmp_path)
     assert find("lab").device == lab.device
     assert "_hardware" not in list_recipes([folder])
@@ -170,6 +173,10 @@ def test_mistakes_in_a_users_file_are_all_named(tmp_path: Path) -> None:
     like: h100
     tflops: {bf16: fast}
     efficiency: {matmul: [0.5]}
+  eight:
+    like: h100
+    tflops: {bf16: 148}
+    efficiency: {matmul: [0.5, 0.8, 0.9]}
 """,
     )
     with pytest.raises(RecipeError) as error:
@@ -183,6 +190,9 @@ def test_mistakes_in_a_users_file_are_all_named(tmp_path: Path) -> None:
     assert found["devices.four.like"].what == "leads back to itself"
     assert "devices.Six" in found
     assert {"devices.seven.tflops.bf16", "devices.seven.efficiency.matmul"} <= set(found)
+    # Without it there is no peak for a recipe in fp32.
+    assert "fp32" in found["devices.eight.tflops"].allowed
+    assert "low" in found["devices.eight.efficiency.matmul"].allowed
 
 
 @pytest.mark.parametrize("text", ["devices: [a", "devices: [h100]", "machines: {}"], ids=["yaml", "list", "key"])

@@ -165,3 +165,8 @@ def test_a_setting_near_the_edge_is_followed_by_one_with_room() -> None:
     assert [(each.kind, each.fits) for each in entries[:2]] == [("as asked", "tight"), ("fastest", "yes")]
     assert "may need more than the" in entries[0].costs
     assert all(each.fits == "yes" for each in entries[1:])
+
+
+def test_long_steps_are_written_without_an_exponent() -> None:
+    texts = " ".join(each.buys + each.costs for each in advice(70, "t4x4", batch={"global_batch_size": 2**20}))
+    assert "s a step instead of" in texts and "e+0" not in texts

@@ -43,9 +43,12 @@ _CASES = {
     "llama_checkpointing": ["activation_checkpointing=full"],
     "llama_every_second_layer": ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"],
     "llama_selective": ["activation_checkpointing=selective", *_BF16],
+    # Nothing is padded, so there is no mask.
+    "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
     "llama_8bit_optimizer": ["optimizer.name=adamw_8bit"],
     "llama_lora": [*LORA, *_BF16],
     "llama_qlora": NF4,
+    "llama_qdora": [*NF4, "method.use_dora=true"],
     "llama_int8": INT8,
     "qwen": ["model.path=qwen", *_BF16],
     "gemma_lora": ["model.path=gemma", *LORA],

@@ -183,3 +183,13 @@ def test_a_report_without_a_readable_plan_is_a_report(tmp_path: Path, manifest: 
     write_metrics(tmp_path / "run", step_line(1))
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
     assert "Planned and measured" not in Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
+
+
+def test_the_smallest_change_that_fits_is_not_called_as_asked() -> None:
+    asked = FITS.advice[0]
+    changed = asked.model_copy(update={"changes": {"batch.micro_batch_size": "1"}})
+    assert [plan_view.kind_text(each) for each in (asked, changed)] == ["as asked", "nearest"]
+
+
+def test_what_is_not_free_does_not_look_free() -> None:
+    assert [plan_view.money_text(cost) for cost in (0.0, 0.004, 0.005, 12_345.6)] == ["0.00", "<0.01", "0.01", "12,346"]

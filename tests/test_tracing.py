@@ -147,7 +147,7 @@ def test_flops_are_those_of_the_paper() -> None:
     head = 2 * shape.tokens * 4096 * 128256
     assert found.passes["backward"].matmul.at(shape) == pytest.approx(2 * forward + head, rel=1e-3)
     assert found.passes["backward"].attention.at(shape) == pytest.approx(2 * 32 * 4 * 4096 * shape.tokens * 4096)
-    assert found.passes["recompute"].matmul.at(shape) == 0
+    assert found.passes["recompute"].matmul.at(shape) == pytest.approx(head, rel=1e-3)
 
 
 def test_checkpointing_trades_memory_for_work() -> None:
@@ -158,7 +158,7 @@ def test_checkpointing_trades_memory_for_work() -> None:
     again = dropped.passes["recompute"]
     # All of a layer but its last product, whose result the backward pass does not need.
     assert again.matmul.at(shape) == pytest.approx(
-        kept.passes["forward"].matmul.at(shape) - 2 * shape.tokens * (4096 * 128256 + 32 * 4096 * 14336), rel=1e-3
+        kept.passes["forward"].matmul.at(shape) - 2 * shape.tokens * 32 * 4096 * 14336, rel=1e-3
     )
     assert again.attention.at(shape) == pytest.approx(kept.passes["forward"].attention.at(shape))
     selective = trace(setting(checkpointing="selective"))

@@ -239,7 +239,7 @@ def _advice(plan: Plan) -> str:
         changes = f"<code>{escape(view.change_text(advice.changes))}</code>" if advice.changes else "no change"
         words = "".join(f"<small>{escape(text)}</small>" for text in view.trade_texts(advice))
         lines.append(
-            f"<tr><td>{advice.kind}</td><td>{changes}{words}"
+            f"<tr><td>{view.kind_text(advice)}</td><td>{changes}{words}"
             f'<small><span class="{advice.fits}">{view.ANSWERS[advice.fits]}</span>, {unit.text(advice.total)}'
             f" {unit.name}, {view.seconds_text(advice.step_seconds)} a step</small></td></tr>"
         )

@@ -70,8 +70,8 @@ def plan_text(plan: Plan, columns: int = 80) -> Text:
 
 def brief_text(plan: Plan, columns: int = 80) -> Text:
     """What a run prints at its start."""
-    blocks = [_headline(plan, columns), memory_text(plan, columns)]
-    return Text("\n").join(blocks)
+    blocks = [_headline(plan, columns), _rows("", view.chosen_rows(plan), columns), memory_text(plan, columns)]
+    return Text("\n").join(block for block in blocks if block.plain)
 
 
 def memory_text(plan: Plan, columns: int = 80) -> Text:
@@ -194,7 +194,7 @@ def _advice(plan: Plan, columns: int) -> Text:
     unit = view.Unit.of(plan.device_memory)
     text = Text("What to change, at the same global batch", "bold")
     for advice in plan.advice:
-        head = f"\n  {advice.kind:<{_NAME - 4}}  "
+        head = f"\n  {view.kind_text(advice):<{_NAME - 4}}  "
         figures = f"  {view.ANSWERS[advice.fits]}, {unit.text(advice.total)} {unit.name}, "
         figures += f"{view.seconds_text(advice.step_seconds)} a step"
         changes = textwrap.wrap(

@@ -99,7 +99,12 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
         ("strategy", f"{plan.strategy}, attention {plan.attention}"),
         ("batch", batch),
     ]
-    return rows + [(f"auto {key}", reason) for key, reason in plan.chosen.items()]
+    return rows + chosen_rows(plan)
+
+
+def chosen_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What `auto` came to, and why."""
+    return [(f"auto {key}", reason) for key, reason in plan.chosen.items()]
 
 
 def work_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -108,7 +113,7 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
     model = f"{compact(work.parameters)} parameters, {compact(work.trained_parameters)} trained"
     flops = f"{flops_text(work.model_flops_per_step)} (rule of thumb {flops_text(work.rule_flops_per_step)})"
     if work.hardware_flops_per_step > 1.005 * work.model_flops_per_step:
-        flops += f", {flops_text(work.hardware_flops_per_step)} with recomputation"
+        flops += f", {flops_text(work.hardware_flops_per_step)} executed"
     rows = [
         ("model", model),
         ("FLOPs a step", flops),
@@ -178,6 +183,11 @@ def change_text(changes: Mapping[str, str]) -> str:
     return " ".join(f"{key}={value}" for key, value in changes.items())
 
 
+def kind_text(advice: Advice) -> str:
+    """What an entry of the advice is; a first one with changes is the nearest to what was asked that fits."""
+    return "nearest" if advice.kind == "as asked" and advice.changes else advice.kind
+
+
 def trade_texts(advice: Advice) -> list[str]:
     """What a change buys and costs; nothing of what it does not."""
     costs = f"costs: {advice.costs}" if advice.costs not in ("", "nothing") else ""
@@ -224,6 +234,8 @@ def number_text(value: float) -> str:
 
 def money_text(cost: float) -> str:
     """An amount in the currency of the price."""
+    if 0 < cost < 0.005:
+        return "<0.01"
     return f"{cost:,.2f}" if cost < 9_999.5 else f"{cost:,.0f}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from toolkit.hardware.parts import Device, Dtype, Efficiency, Kind, Node, Rate
 from toolkit.recipe import Problem, RecipeError, Section, did_you_mean
@@ -21,8 +21,22 @@ _SHIPPED = Path(__file__).with_name("catalogue.yaml")
 _NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
 
+
+def _in_order(rate: list[float]) -> list[float]:
+    value, low, high = rate
+    if not low <= value <= high:
+        raise ValueError("value, low, high, in which the value lies between the others")
+    return rate
+
+
+def _with_fp32(peaks: dict[Dtype, float]) -> dict[Dtype, float]:
+    if "fp32" not in peaks:
+        raise ValueError("fp32 among them, at whose peak runs what has none of its own")
+    return peaks
+
+
 Positive = Annotated[float, Field(gt=0)]
-Range = Annotated[list[Positive], Field(min_length=3, max_length=3)]
+Range = Annotated[list[Positive], Field(min_length=3, max_length=3), AfterValidator(_in_order)]
 
 
 class Rates(Section):
@@ -78,8 +92,8 @@ class DeviceEntry(Section):
     """Names that the driver reports."""
     memory_gib: Positive
     """What torch reports as total."""
-    tflops: dict[Dtype, Positive]
-    """Dense peaks that accumulate in fp32."""
+    tflops: Annotated[dict[Dtype, Positive], AfterValidator(_with_fp32)]
+    """Dense peaks that accumulate in fp32; that of fp32 must be there."""
     bandwidth_gb_s: Positive
     """Of its memory."""
     link_gb_s: Positive | None = None
@@ -237,7 +251,7 @@ class _Place:
             return self.problem(key, "unknown key", str(finding["input"]), ", ".join(allowed), hint)
         if finding["type"] == "missing":
             return self.problem(key, "is required", hint=f"set {location[-1]}, or `like: NAME` of a known device")
-        return self.problem(key, "is not valid", str(finding["input"]), finding["msg"])
+        return self.problem(key, "is not valid", str(finding["input"]), finding["msg"].removeprefix("Value error, "))
 
 
 def _keys(location: list[str]) -> list[str]:

@@ -86,9 +86,11 @@ def _not_found(text: str, entries: dict[str, DeviceEntry]) -> tuple[str, int, in
     if turned and _parts(f"{turned[2]}x{turned[1]}", [*entries, "cpu"]):
         raise UserError(f"hardware={text}: the number comes last", f"write {turned[2]}x{turned[1]}")
     word = re.sub(r"(x\d+)*$", "", text)
+    spelled = re.sub(r"[^a-z0-9]+", "_", word).strip("_")
     # `a100-80gb` is an a100, though `a100_40gb` is spelled more alike.
-    first = re.split(r"[^a-z0-9]", word)[0]
-    close = first if first in entries else word and _nearest(word, entries)
+    alike = (spelled, spelled.partition("_")[0], did_you_mean(word, entries))
+    held = (name for name in entries if word and (word in name or name in word))
+    close = next((name for name in (*alike, *held) if name in entries), "")
     if close:
         counts = "".join(re.findall(r"x\d+", text[len(word) :])[:2])
         raise UserError(f"hardware={text}: there is no such device", f"did you mean `{close}{counts}`?")
@@ -97,8 +99,3 @@ def _not_found(text: str, entries: dict[str, DeviceEntry]) -> tuple[str, int, in
         f"hardware={text}: there is no such device",
         f"write {_FORM}; known are {listed}; docs/hardware.md says how to add one",
     )
-
-
-def _nearest(word: str, entries: dict[str, DeviceEntry]) -> str:
-    """The known name that is spelled most alike, or holds the word, or is held by it."""
-    return did_you_mean(word, entries) or next((name for name in entries if word in name or name in word), "")

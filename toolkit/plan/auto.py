@@ -81,16 +81,19 @@ def _rivals(section: str, best: Candidate, found: Sequence[Candidate]) -> list[s
         if (part := _part(each, section)) != _part(best, section):
             others.setdefault(_in_words(part), []).append(each)
     texts: list[tuple[float, str]] = []
+    alike = []
     for value, candidates in others.items():
         rival = fastest(candidates)
         if rival is None:
             texts.append((0, f"{value} would not fit ({least(candidates).need})"))
         elif rival.fits == "tight" and best.fits == "yes":
             texts.append((0, f"{value} might not fit ({rival.need})"))
+        elif (ratio := rival.seconds / best.seconds) > 1 + TIE:
+            texts.append((ratio, f"{value} would take {ratio:.2f} times as long"))
         else:
-            ratio = rival.seconds / best.seconds
-            slower = f"take {ratio:.2f} times as long" if ratio > 1 + TIE else "be no faster"
-            texts.append((ratio, f"{value} would {slower}"))
+            alike.append(value)
+    if alike:
+        texts.append((1, f"{' and '.join(alike)} would be no faster"))
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])][:3]
 
 

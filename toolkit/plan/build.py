@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from toolkit.plan.counted import Counted, counted
 from toolkit.plan.host import disk, host
 from toolkit.plan.memory import memory
 from toolkit.plan.result import Disk, Fit, Host, Memory, Plan, Range, Work
+from toolkit.plan.search import explore
 from toolkit.plan.setting import Setting, setting_of
 from toolkit.plan.trace import Trace
 from toolkit.plan.work import work
@@ -61,6 +64,11 @@ def make_plan(
     plan = _plan(recipe, name, hardware, overrides, price, config, rows, tracer)
     assert plan is not None
     suggestions = advise(recipe, hardware, plan, estimate) if advice else []
+    if advice and plan.fit.answer == "no" and all(each.kind == "option" for each in suggestions):
+        # Advice knows what has been traced, which may be too little. These settings take the least memory.
+        least = recipe.with_values({"batch.micro_batch_size": 1, "activation_checkpointing.mode": "full"})
+        explore(least, hardware, functools.partial(estimate, may_trace=True), ("strategy.name",))
+        suggestions = advise(recipe, hardware, plan, estimate)
     return plan.model_copy(update={"chosen": chosen, "advice": suggestions})
 
 
@@ -218,7 +226,9 @@ def _strategy(recipe: Recipe) -> str:
 def _notes(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, backend: str) -> list[str]:
     notes = []
     if trace.origin == "formulas":
-        notes.append(f"activations are estimated from the config; the model's code could not be traced: {trace.note}")
+        # Libraries name all that they know instead: hundreds of models.
+        why = textwrap.shorten(trace.note, 200, placeholder=" …")
+        notes.append(f"activations are estimated from the config; the model's code could not be traced: {why}")
     if not hardware.device.efficiency.matmul.measured:
         notes.append(
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"

@@ -43,7 +43,7 @@ class Engine:
     ) -> None:
         self.recipe, self.types, self.layout, self.trace, self.over = recipe, types, layout, trace, over
         self.strategy, self.on_cpu = recipe.strategy, on_cpu
-        self.shape = Shape(trace.layers, layout.micro_batch_size, recipe.batch.seq_len)
+        self.shape = Shape(trace.layers, layout.micro_batch_size, layout.seq_len)
         self.accumulates = layout.gradient_accumulation_steps > 1
         self.trained = trace.elements(trained=True)
         self.local, self.reduce = WIDTH[types.local], WIDTH[types.reduce]

@@ -34,10 +34,11 @@ _FOREACH = (
     *("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
 )
 """These make a copy of all that they update on a GPU, where torch's `foreach` implementations take tensors together."""
-_ONE_BY_ONE = 3
-"""Copies of one parameter at a time that they make on a CPU."""
-_BY_TENSOR = {"adafactor": 3, "adalomo": 3, "galore": 3, "apollo": 3, "adamw_torch_8bit": 4, "adamw_torch_4bit": 4}
-"""Start of a name to copies in fp32 of one parameter at a time."""
+_ONE_BY_ONE = {"adamw_torch": 2, "adagrad": 1, "rmsprop": 1}
+"""Copies of one parameter at a time that they make on a CPU; of others that are not measured, 3."""
+_BY_TENSOR = {"adafactor": 2, "adalomo": 3, "galore": 3, "apollo": 3, "adamw_torch_8bit": 4, "adamw_torch_4bit": 4}
+"""Start of a name to copies in fp32 of one parameter at a time. A copy of the
+one before, at most as large as the largest of a layer, is still there."""
 
 
 def memory(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> list[Memory]:
@@ -184,14 +185,16 @@ class _Ranks:
             return 0.0
         width, flat = WIDTH[self.types.master], self.recipe.strategy.zero_stage > 0
         updated = self.trace.elements(trained=True) / self.over.optimizer
-        largest = max((each.numel for each in self.trace.tensors if each.trained), default=0)
-        one = updated if flat else largest / (self.over.optimizer if self.recipe.strategy.name == "fsdp" else 1)
+        trained = [each for each in self.trace.tensors if each.trained]
+        share = 1 / self.over.optimizer if self.recipe.strategy.name == "fsdp" else 1.0
+        one = updated if flat else max((each.numel for each in trained), default=0) * share
+        before = 0.0 if flat else max((each.numel for each in trained if each.place == "layer"), default=0) * share
         for start, copies in _BY_TENSOR.items():
             if name.startswith(start):
-                return copies * 4 * one
+                return 4 * (copies * one + before)
         if name not in _FOREACH:
             return 0.0
-        return width * (_ONE_BY_ONE * one if self.kind == "cpu" else updated)
+        return width * (_ONE_BY_ONE.get(name, 3) * one + before if self.kind == "cpu" else updated)
 
     def _loading(self, first: bool) -> Parts:
         """What comes on top of weights and masters while they are put in place."""

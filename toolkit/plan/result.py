@@ -164,7 +164,8 @@ class Advice(Figures):
     """A setting that fits at the same global batch."""
 
     kind: Literal["as asked", "fastest", "cheapest", "option"]
-    """What it is best at; `option` shows what one change does."""
+    """What it is best at: `as asked` is the recipe as it stands or, where that does not fit, with the smallest change
+    that does; `option` shows what one change does."""
     changes: dict[str, str]
     """Key to value, as on the command line."""
     buys: str

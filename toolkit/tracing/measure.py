@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -48,7 +49,7 @@ def trace(setting: Setting) -> Trace:
         layers=layers,
         tensors=tensors,
         moments=tuple(_moments(runs, fit, layers)),
-        passes=_passes(runs, fit),
+        passes=_passes(runs, fit, setting.objective == "seq2seq"),
         boundary=fit.amount([[[float(micro.boundary)] for micro in runs[depth]] for depth in (small, large)])[0],
         buffers=buffers,
         layer_elements=layer_elements,
@@ -165,7 +166,7 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
             yield moment
 
 
-def _passes(runs: dict[int, list[Micro]], fit: _Fit) -> dict[str, Pass]:
+def _passes(runs: dict[int, list[Micro]], fit: _Fit, encoder_decoder: bool) -> dict[str, Pass]:
     passes = {}
     for name, timeline_name, field in (
         ("forward", "forward", "work"),
@@ -178,7 +179,15 @@ def _passes(runs: dict[int, list[Micro]], fit: _Fit) -> dict[str, Pass]:
             for depth in runs
         ]
         passes[name] = Pass(*fit.amount(values))
-    return passes
+    return passes if encoder_decoder else _with_logits_again(passes)
+
+
+def _with_logits_again(passes: dict[str, Pass]) -> dict[str, Pass]:
+    """The fused loss keeps no logits: its backward pass forms them once more, which is all that is outside the layers.
+    No layer is entered for it, so it is not seen as recomputation."""
+    again = passes["recompute"]
+    matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)
+    return passes | {"recompute": dataclasses.replace(again, matmul=matmul)}
 
 
 def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tuple[int, ...], int]:

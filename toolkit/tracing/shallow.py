@@ -47,7 +47,12 @@ def load_config(setting: Setting) -> Any:
     if setting.path and setting.trust_remote_code:
         return AutoConfig.from_pretrained(setting.path, trust_remote_code=True)
     values = {key: value for key, value in setting.config.items() if key != "transformers_version"}
-    return AutoConfig.for_model(**values)
+    config = AutoConfig.for_model(**values)
+    text = config.get_text_config(decoder=True)
+    if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
+        # Phi-3's default, where settings leave the model's own out: they change no memory.
+        text.pad_token_id = None
+    return config
 
 
 def depth_of(config: Any) -> int:

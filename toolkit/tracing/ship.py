@@ -39,12 +39,12 @@ _OLD, _NEW = "7.5", "9.0"
 def settings() -> dict[str, Setting]:
     """Key to setting: every shipped recipe as it stands, and the variants of it that advice considers."""
     found: dict[str, Setting] = {}
-    for recipe in _recipes():
+    for recipe, variants in _recipes():
         config = facts.config_of(recipe.model)
         assert config is not None, "the models of shipped recipes are bundled"
         devices: list[str | None] = [_NEW, _OLD] if not recipe.model.path.startswith(_ON_CPU) else [_NEW, _OLD, None]
         for capability in devices:
-            for variant in (recipe, *(_variants(recipe) if capability != _OLD else ())):
+            for variant in (recipe, *(variants if capability != _OLD else ())):
                 backend = backends.planned(variant.model.attention, config, dtypes(variant).compute, capability)
                 device = "cuda" if capability else "cpu"
                 each = setting_of(variant, config, device, backend, batch_layout(variant, 1))
@@ -70,22 +70,28 @@ def ship(folder: Path = SHIPPED) -> Iterator[str]:
                 traces[key] = trace(group[key]).to_json()
             except Exception as error:
                 yield f"{group[key].config['model_type']}: {in_a_line(error)}"
-        content = json.dumps(traces, sort_keys=True, separators=(",", ":"))
-        # Without a time in it, the same traces make the same file.
-        file.write_bytes(gzip.compress(content.encode(), mtime=0))
+            _write(file, traces)
+        _write(file, traces)
         yield f"{file.name}: {len(traces)} traces of {next(iter(group.values())).config['model_type']}"
 
 
-def _recipes() -> Iterator[Recipe]:
-    """The shipped recipes, and for each model of the shelf without one the recipe of a model of its kind."""
+def _write(file: Path, traces: Mapping[str, Any]) -> None:
+    """Without a time in it, the same traces make the same file."""
+    content = json.dumps(traces, sort_keys=True, separators=(",", ":"))
+    file.write_bytes(gzip.compress(content.encode(), mtime=0))
+
+
+def _recipes() -> Iterator[tuple[Recipe, list[Recipe]]]:
+    """The shipped recipes with their variants, and for each model of the shelf without one the recipe of its kind."""
     folder = shipped_recipes()
     recipes = [load(name, (), folder).recipe for name in list_recipes([folder])]
-    yield from recipes
+    yield from ((recipe, list(_variants(recipe))) for recipe in recipes)
     kinds = {known.config["model_type"]: recipe for recipe in recipes if (known := facts.facts_of(recipe.model))}
     used = {known.model for recipe in recipes if (known := facts.facts_of(recipe.model))}
     for model, known in facts.bundled().items():
         if model not in used and known.config["model_type"] in kinds:
-            yield kinds[known.config["model_type"]].with_values({"model.path": model})
+            recipe = kinds[known.config["model_type"]].with_values({"model.path": model})
+            yield recipe, [each for each in _variants(recipe) if each.strategy.name == "ddp"]
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:

@@ -13,6 +13,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
+from peft.tuners.lora import dora
 from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
@@ -169,6 +170,11 @@ def installed(setting: Setting) -> Iterator[None]:
     """Puts the stand-ins in place while a model is traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(torch.nn.functional, grouped_mm=lambda a, b, **kwargs: _Grouped.apply(a, b)))
+        if setting.method.get("use_dora"):
+            dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
+            stack.enter_context(_replaced(dora, dequantize_module_weight=dequantized))
+        if setting.layout == "padded" and not setting.masked:
+            stack.enter_context(_replaced(masking_utils, find_packed_sequence_indices=_one_document))
         if setting.objective == "seq2seq":
             stack.enter_context(_replaced(masking_utils, _ignore_causal_mask_sdpa=_without_padding))
         if setting.device == "cuda":
@@ -185,6 +191,27 @@ def installed(setting: Setting) -> Iterator[None]:
 def _without_padding(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
     """Decoders behind an encoder make themselves a mask of ones, which real numbers show to hide nothing."""
     return _ignore_causal_mask(None, *args, **kwargs)
+
+
+def _one_document(position_ids: torch.Tensor) -> None:
+    """Without numbers Transformers takes positions for those of several documents, and masks them."""
+
+
+def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """PEFT's `dequantize_module_weight`, which asks for bitsandbytes' own parameters, with their scales.
+
+    Args:
+        dtype: What the weight was quantized from.
+    """
+    weight = module.weight
+    if isinstance(weight, bnb.nn.Params4bit | bnb.nn.Int8Params):
+        # Not made yet: adapters take their shape from it.
+        return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if getattr(weight, "bnb_quantized", False):
+        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+    if hasattr(module, "state"):
+        return bnb.functional.int8_vectorwise_dequant(weight.data, module.state.SCB)
+    return weight  # type: ignore[no-any-return]
 
 
 def _tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
