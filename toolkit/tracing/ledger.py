@@ -27,12 +27,14 @@ class Timeline:
 
     Args:
         places: Place of each operation, as given to `Ledger.at`.
+        names: Its name.
         live: Bytes by category, in the order of `CATEGORIES`, after each operation.
         work: FLOPs and bytes by kind, see `trace.Pass`.
         recomputed: The same, of what the backward pass computes a second time.
     """
 
     places: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     live: list[tuple[int, ...]] = field(default_factory=list)
     work: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WORK, 0.0))
     recomputed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WORK, 0.0))
@@ -94,6 +96,7 @@ class Ledger(TorchDispatchMode):
             made += self._add(tensor, category)
         self._count(func, args, kwargs, out, inputs, outputs, made)
         self.timeline.places.append(self.place)
+        self.timeline.names.append(func.name())
         live = list(self._live)
         if self._on_gpu and func.name() == "bitsandbytes::gemm_4bit":
             # For more rows than a few its CUDA kernel is a dequantization, whose result is gone afterwards.

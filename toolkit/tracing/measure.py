@@ -106,7 +106,7 @@ def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[M
         phase = name.removesuffix("+")
         timelines = [[micro.timelines[name] for micro in runs[depth]] for depth in runs]
         for place in ("embeddings", "first_layer", "last_layer", "head"):
-            parts = [[_at(timeline, place) for timeline in row] for row in timelines]
+            parts = _same_depth([[_at(timeline, place) for timeline in row] for row in timelines])
             if any(len(part) == 0 for row in parts for part in row):
                 continue
             for amounts in _peaks(parts, fit, layers):
@@ -115,10 +115,32 @@ def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[M
     return _undominated(list(found))
 
 
-def _at(timeline: Timeline, place: str) -> np.ndarray:
-    """(operations, categories) bytes live while a pass is at a place."""
-    rows = [live for where, live in zip(timeline.places, timeline.live, strict=True) if where == place]
-    return np.array(rows, dtype=float).reshape(len(rows), len(CATEGORIES))
+def _at(timeline: Timeline, place: str) -> tuple[list[str], np.ndarray]:
+    """Names of the operations while a pass is at a place, and (operations, categories) bytes live then."""
+    indices = [index for index, where in enumerate(timeline.places) if where == place]
+    live = np.array([timeline.live[index] for index in indices], dtype=float)
+    return [timeline.names[index] for index in indices], live.reshape(len(indices), len(CATEGORIES))
+
+
+def _same_depth(parts: list[list[tuple[list[str], np.ndarray]]]) -> list[list[np.ndarray]]:
+    """The operations of a place, the same ones for both depths.
+
+    The loss of a mixture of experts takes a turn for each layer, after the loss of the tokens in the forward pass and
+    before it in the backward pass: those of the deeper model that the other one lacks are left out.
+    """
+    pairs = []
+    for (low_names, low), (high_names, high) in zip(*parts, strict=True):
+        if len(low) != len(high):
+            common = (index for index, (a, b) in enumerate(zip(low_names, high_names, strict=False)) if a != b)
+            start = next(common, min(len(low), len(high)))
+            low, high = (_ends(each, start, min(len(low), len(high)) - start) for each in (low, high))
+        pairs.append((low, high))
+    return [[low for low, _ in pairs], [high for _, high in pairs]]
+
+
+def _ends(rows: np.ndarray, first: int, last: int) -> np.ndarray:
+    """So many rows of the start, and so many of the end."""
+    return np.concatenate([rows[:first], rows[len(rows) - last :]])
 
 
 def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[list[Amount]]:
@@ -145,7 +167,7 @@ def _aligned(parts: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     if all(len(part) == fewest for row in parts for part in row):
         return parts
     half = fewest // 2
-    return [[np.concatenate([part[:half], part[len(part) - half :]]) for part in row] for row in parts]
+    return [[_ends(part, half, half) for part in row] for row in parts]
 
 
 def _undominated(moments: list[Moment]) -> Iterable[Moment]:

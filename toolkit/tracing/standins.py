@@ -106,18 +106,22 @@ def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 class _Flash(torch.autograd.Function):
     """FlashAttention 2: saves its inputs, the output and the log-sum-exp; sums the gradient of queries in fp32.
 
+    A mask is kept for the backward pass too: torch's memory-efficient kernel takes it there for a bias.
+
     Source: https://arxiv.org/abs/2307.08691, Algorithms 1 and 2.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out, lse = _OPS.flash_attn(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        q, k, v, _, lse = ctx.saved_tensors
+        q, k, v, _, lse, _ = ctx.saved_tensors
         sums = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)
         repeat = q.shape[1] // k.shape[1]
         # With fewer heads of keys and values each query head has gradients of its own, summed afterwards.
@@ -127,7 +131,7 @@ class _Flash(torch.autograd.Function):
         if repeat > 1:
             dk = dk.unflatten(1, (-1, repeat)).sum(2)
             dv = dv.unflatten(1, (-1, repeat)).sum(2)
-        return dq, dk, dv
+        return dq, dk, dv, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -211,7 +215,7 @@ def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
         return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
     if hasattr(module, "state"):
         return bnb.functional.int8_vectorwise_dequant(weight.data, module.state.SCB)
-    return weight  # type: ignore[no-any-return]
+    return weight
 
 
 def _tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -282,7 +286,7 @@ def _scaled_dot_product_attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # The memory-efficient kernel adds the mask to the scores, in their type.
         attn_mask = attn_mask.to(dtype)
-    return _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+    return _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype), attn_mask)
 
 
 def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torch.nn.Parameter | None:
