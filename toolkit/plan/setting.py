@@ -128,7 +128,8 @@ def _layout(recipe: Recipe, backend: str) -> Layout:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name).partition("+")[0] for name in _LIBRARIES}
+    """Of what is traced, without the last number: a repair changes no memory worth a new trace."""
+    return {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in _LIBRARIES}
 
 
 def _hash(content: Mapping[str, Any]) -> str:
