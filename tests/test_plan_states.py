@@ -93,6 +93,8 @@ def test_bitsandbytes_optimizers_hold_what_is_stated(name, rows):
         "adamw_8bit": bnb.optim.AdamW8bit, "lion_8bit": bnb.optim.Lion8bit, "lion": bnb.optim.Lion32bit,
         "ademamix_8bit": bnb.optim.AdEMAMix8bit,
     }  # fmt: skip
+    # What trainings in this process have said of their embeddings holds for any optimizer made later.
+    bnb.optim.GlobalOptimManager.get_instance().initialize()
     parameter = torch.nn.Parameter(torch.zeros(rows, 128))
     optimizer = kinds[name]([parameter])
     parameter.grad = torch.ones_like(parameter)

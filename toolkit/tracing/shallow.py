@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,8 @@ def load_config(setting: Setting) -> Any:
     if setting.path and setting.trust_remote_code:
         return AutoConfig.from_pretrained(setting.path, trust_remote_code=True)
     values = {key: value for key, value in setting.config.items() if key != "transformers_version"}
-    config = AutoConfig.for_model(**values)
+    # Transformers completes nested settings, such as those of rotary embeddings, in place.
+    config = AutoConfig.for_model(**copy.deepcopy(values))
     text = config.get_text_config(decoder=True)
     if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
         # Phi-3's default, where settings leave the model's own out: they change no memory.
