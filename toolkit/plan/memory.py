@@ -19,9 +19,10 @@ Parts = dict[str, float]
 _FRAGMENTATION = (0.04, 0.01, 0.15)
 """Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place (`variables.py`)
 holes inside them remain; without, 12 to 22% were measured in the median."""
-_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (600, 450, 1000)}
+_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (600, 450, 2000)}
 """MiB that a process takes beside its tensors: the CUDA context with the kernels of torch and cuBLAS on an H100; on a
-CPU Python with torch, Transformers and TRL, of which the processes of a node share a part."""
+CPU Python with torch, Transformers and TRL, of which the processes of a node share a part; at most also a GiB of freed
+memory that glibc keeps (`process.prepare_process`) and oneDNN's kernels for many lengths."""
 _COLLECTIVES = {"cuda": (400, 150, 1000), "rocm": (400, 150, 1000), "cpu": (0, 0, 0)}
 """MiB of NCCL's channels and buffers, with more than one process."""
 _WORKSPACE = 2 * 32 * 2**20
