@@ -16,7 +16,6 @@ from toolkit.hardware.parts import Device, Dtype, Efficiency, Node, Rate
 from toolkit.recipe import Section
 
 Figure = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)]
-SINGLE = ("bandwidth", "optimizer", "pcie", "link", "network", "launch_seconds")
 
 
 class Calibration(Section):
