@@ -56,6 +56,17 @@ def test_bundled_config_builds_a_model_of_the_published_size(model_id: str) -> N
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[model_id]
 
 
+def test_what_is_done_to_a_config_is_not_done_to_the_next() -> None:
+    """Transformers writes into nested settings; a plan would then look for another model's trace."""
+    from transformers import AutoConfig
+
+    model = Model(path="meta-llama/Llama-3.2-1B")
+    before = json.dumps(facts.config_of(model))
+    AutoConfig.for_model(**(facts.config_of(model) or {}))
+
+    assert json.dumps(facts.config_of(model)) == before
+
+
 @pytest.mark.parametrize("model_id", sorted(PUBLISHED_PARAMETERS))
 def test_layers_and_positions_agree_with_transformers(model_id: str) -> None:
     from transformers import AutoConfig

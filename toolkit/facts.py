@@ -35,21 +35,30 @@ class Facts:
         license: License tag as on the hub.
         gated: Whether the hub asks for an account and an accepted license.
         parameters: Number of parameters, tied ones counted once.
-        config: Content of `config.json`.
+        config_json: Content of `config.json`.
     """
 
     model: str
     license: str
     gated: bool
     parameters: int
-    config: dict[str, Any]
+    config_json: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, anew each time: Transformers completes nested settings of what it is given in place."""
+        config: dict[str, Any] = json.loads(self.config_json)
+        return config
 
 
 @functools.cache
 def bundled() -> dict[str, Facts]:
     """Hub id to facts of every bundled model."""
-    entries = [Facts(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(_BUNDLE.glob("*.json"))]
-    return {facts.model: facts for facts in entries}
+    found = {}
+    for file in sorted(_BUNDLE.glob("*.json")):
+        known = json.loads(file.read_text(encoding="utf-8"))
+        found[known["model"]] = Facts(config_json=json.dumps(known.pop("config")), **known)
+    return found
 
 
 def facts_of(model: Model) -> Facts | None:
