@@ -6,7 +6,10 @@ Without arguments it answers every line of standard input, a question in JSON, w
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import urllib.parse
+import urllib.request
 from typing import Any
 
 from toolkit.errors import in_a_line
@@ -33,14 +36,28 @@ def main() -> int:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     if "config" in question:
+        from huggingface_hub import constants
+
         from toolkit.model import load_config
         from toolkit.recipe import Recipe
 
+        constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE or not _resolves(constants.ENDPOINT)
         return {"config": load_config(Recipe.model_validate(question["config"])).to_dict()}
     from toolkit.plan.setting import Setting
     from toolkit.tracing import trace
 
     return {"trace": trace(Setting(**question["trace"])).to_json()}
+
+
+def _resolves(endpoint: str) -> bool:
+    """Whether the hub's name is known here: its client would try for half a minute before it says no."""
+    if urllib.request.getproxies():
+        return True
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(endpoint).hostname, None)
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
