@@ -9,6 +9,7 @@ import pytest
 import torch
 from small import loss_and_gradients, populate, set_up
 from tiny import tiny_model
+from transformers.integrations import sdpa_attention
 
 from toolkit import attention, backends, facts
 from toolkit.data.collate import Collator
@@ -94,6 +95,26 @@ def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str
     assert word in backends.unfit("torch_varlen", config, "bfloat16")
 
 
+def test_backends_that_transformers_lacks_are_known_without_it() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    def kind(names: Any) -> Any:
+        return getattr(transformers, names if isinstance(names, str) else names[0])
+
+    no_sdpa = {name for each in (decoders, others) for name in each if not kind(each[name])._supports_sdpa}
+    own = {name for name in decoders if not kind(decoders[name])._supports_attention_backend}
+    assert {name for name in [*decoders, *others] if backends.unfit("sdpa", {"model_type": name}, "float32")} == no_sdpa
+    assert {
+        name for name in decoders if "begin" in backends.unfit("torch_varlen", {"model_type": name}, "bfloat16")
+    } == (own - {"gpt_oss"})
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_head": 4}
+    assert backends.planned("auto", bloom, "bfloat16", "9.0") == attention.resolve("auto", bloom, "bfloat16") == "eager"
+
+
 def reference(
     query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *,
     scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
@@ -157,6 +178,38 @@ def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
         attention.varlen_attention(
             None, tensor, tensor, tensor, None, dropout=0.1, cu_seq_lens_q=boundaries, max_length_q=4
         )
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "autocast", "shares"),
+    [
+        ((7, 5), torch.float16, False, False),
+        ((8, 0), torch.float16, False, True),
+        ((9, 0), torch.float32, False, False),
+        ((9, 0), torch.float32, True, True),
+    ],
+)
+def test_shared_heads_are_repeated_where_only_the_kernel_that_holds_all_scores_would_take_them(
+    capability: tuple[int, int], dtype: torch.dtype, autocast: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    attention.repeat_shared_heads((7, 0))
+    attention.repeat_shared_heads(capability)
+    seen = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: seen.append(kwargs.get("enable_gqa", False)) or fused(*args, **kwargs),
+    )
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    query, key = torch.randn(1, 4, 8, 16, dtype=dtype), torch.randn(1, 2, 8, 16, dtype=dtype)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        sdpa_attention.sdpa_attention_forward(module, query, key, key, None)
+
+    assert seen == [shares]
 
 
 def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

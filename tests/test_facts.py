@@ -95,6 +95,35 @@ def test_broken_local_config_names_the_file(tmp_path: Path) -> None:
         facts.config_of(Model(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "no object"),
+        ('{"model_type": "llama", "text_config": [1]}', "text_config"),
+        ('{"model_type": "llama", "hidden_size": "96"}', 'hidden_size is "96"'),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
+        ('{"model_type": "llama", "max_position_embeddings": "512"}', "max_position_embeddings"),
+        ('{"model_type": "gemma3", "text_config": {"num_hidden_layers": [1]}}', "num_hidden_layers"),
+    ],
+)
+def test_a_config_with_nonsense_names_the_file_and_the_key(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json") as caught:
+        facts.config_of(Model(path=str(tmp_path)))
+    assert words in caught.value.what
+
+
+def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """JSON has no infinity; without a kind, Transformers must say what a folder holds."""
+    from transformers import BambaConfig
+
+    BambaConfig().save_pretrained(tmp_path)
+    config = facts.config_of(Model(path=str(tmp_path)))
+    assert config and config["time_step_limit"] == [0.0, float("inf")]
+    (tmp_path / "config.json").write_text('{"hidden_size": 96}', encoding="utf-8")
+    assert facts.config_of(Model(path=str(tmp_path))) is None
+
+
 def test_builtin_model_has_the_facts_of_smollm2() -> None:
     known = facts.facts_of(Model(path="builtin:smollm2-135m-instruct"))
     assert known is not None

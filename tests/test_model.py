@@ -53,6 +53,9 @@ def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
         ("nothing.gguf", ["no file nothing.gguf"]),
         ("empty", ["empty", "config.json"]),
         ("damaged", ["damaged", "model.path"]),
+        ("images", ["images is a vit", "causal language model"]),
+        ("uneven", ["uneven", "not a multiple of the number of attention heads (7)"]),
+        ("remote", ["remote", "model.trust_remote_code=true"]),
     ],
 )
 def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list[str], place: Path) -> None:
@@ -60,10 +63,18 @@ def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list
     (place / "damaged").mkdir(exist_ok=True)
     (place / "damaged" / "config.json").write_text((place / "llama" / "config.json").read_text())
     (place / "damaged" / "model.safetensors").write_bytes((place / "llama" / "model.safetensors").read_bytes()[:1000])
+    configs = {
+        "images": {"model_type": "vit"},
+        "uneven": {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 7},
+        "remote": {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}},
+    }
+    for folder, config in configs.items():
+        (place / folder).mkdir(exist_ok=True)
+        (place / folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (place / "damaged" / name).write_text((place / "llama" / name).read_text())
     with pytest.raises(UserError) as caught:
-        set_up(f"model.path={path}")
+        set_up(f"model.path={path}", *(["model.tokenizer=llama"] if path in configs else []))
     assert all(word in str(caught.value) for word in words), caught.value
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import ROOT, environment, write_recipe
@@ -152,6 +153,22 @@ def test_wrong_use_is_one_message(
     assert main(["plan", *arguments]) == code
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llamma", "hidden_size": 96, "num_hidden_layers": 2, "vocab_size": 64}, "`llamma`"),
+        ({"model_type": "vit", "hidden_size": 96, "num_hidden_layers": 2}, "vocabulary"),
+    ],
+    ids=["unknown", "images"],
+)
+def test_formulas_do_not_plan_what_transformers_cannot_build(
+    config: dict[str, Any], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "config.json").write_text(json.dumps(config))
+    assert main(["plan", *SMALL, f"model.path={place}"]) == 1
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["seq_len", "seq_len=", "=1,2", "seq_len=1,,2", "seq_len=1,"])

@@ -11,6 +11,7 @@ import pytest
 from toolkit import facts
 from toolkit.hardware import Hardware, find
 from toolkit.plan import traces
+from toolkit.plan.build import make_plan
 from toolkit.plan.counted import Counted
 from toolkit.plan.result import Work
 from toolkit.plan.seconds import Load, Step
@@ -19,6 +20,7 @@ from toolkit.plan.trace import Amount, Pass, Tensors, Trace
 from toolkit.plan.traffic import HOST, NETWORK, NVME, transfers
 from toolkit.plan.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.policy import batch_layout
+from toolkit.recipe import load, shipped_recipes
 from toolkit.recipe.schema import Recipe
 
 LLAMA_8B, PARAMETERS = "meta-llama/Llama-3.1-8B", 8_030_261_248
@@ -89,6 +91,13 @@ def test_rules_of_thumb() -> None:
     assert lora.parameters == PARAMETERS + adapters
     assert lora.rule_flops_per_step == (4 * PARAMETERS + 6 * adapters) * 64 * LENGTH
     assert lora.chinchilla_tokens is None
+
+
+def test_of_a_mixture_the_rule_of_thumb_counts_the_experts_that_a_token_meets() -> None:
+    answered = make_plan(
+        load("qwen3_30b_a3b_lora", (), shipped_recipes()).recipe, "moe", find("h200"), advice=False
+    ).work
+    assert answered.rule_flops_per_step / (4 * answered.tokens_per_step) == pytest.approx(3.35e9, rel=0.01)
 
 
 def test_model_flops_are_those_of_the_palm_paper() -> None:
@@ -294,7 +303,9 @@ def test_measured_steps_on_an_h200(row: str, tmp_path: Any, monkeypatch: pytest.
         model={"path": model, "attention": "flash_attention_2"},
         **sections,
     )
-    found = traces.obtain(setting_of(wanted, facts.bundled()[model].config, "cuda", "flash_attention_2", 4))
+    found = traces.obtain(
+        setting_of(wanted, facts.bundled()[model].config, "cuda", "flash_attention_2", batch_layout(wanted, 1))
+    )
     assert found.origin == "traced"
     rows, documents = 1000, 1000 * 4096 // 700
     squares = int(documents * 700**2 * math.exp(0.8**2))

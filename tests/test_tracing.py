@@ -14,16 +14,19 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT
-from tiny import tiny_model
+from tiny import shrink, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit import facts
 from toolkit.model import add_method, load_model
 from toolkit.plan import traces
+from toolkit.plan.formulas import UnknownSize
 from toolkit.plan.setting import Setting, setting_of
 from toolkit.plan.trace import Moment, Shape, Trace
 from toolkit.policy import BatchLayout, dtypes
 from toolkit.recipe import Recipe
-from toolkit.tracing import passes, trace
+from toolkit.tracing import measure, passes, standins, trace
 from toolkit.tracing.shallow import Shallow, _layers
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
@@ -133,6 +136,51 @@ def test_a_shallow_trace_says_what_a_deep_one_would() -> None:
         assert peak(from_eight, shape, phase) == pytest.approx(peak(deep, shape, phase), rel=1e-6)
 
 
+@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
+def test_one_trace_serves_batches_of_less_than_a_chunk_of_the_loss_too(method: dict[str, Any]) -> None:
+    qwen = facts.bundled()["Qwen/Qwen3-0.6B"].config | {"num_hidden_layers": 3}
+    checkpointed = {"method": method, "activation_checkpointing": {"mode": "full"}}
+    recipe = Recipe.model_validate(
+        {"model": {"path": "any"}, "data": {"sources": ["any"], "packing": True}} | checkpointed
+    )
+    long = setting_of(recipe, qwen, "cuda", "torch_varlen", BatchLayout(1, 1, 1, 1, 128))
+    served, short = trace(long), trace(dataclasses.replace(long, long=False))
+
+    for batch, length in ((1, 128), (1, 512), (2, 1024), (1, 4096)):
+        for phase in ("forward", "backward"):
+            shape = Shape(3, batch, length)
+            assert peak(served, shape, phase) == pytest.approx(peak(short, shape, phase), rel=0.025)
+
+
+def test_layers_for_images_are_not_those_that_text_goes_through() -> None:
+    text = facts.bundled()["google/gemma-3-1b-it"].config | {"num_hidden_layers": 14}
+    sees = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 27}
+    both = {"model_type": "gemma3", "text_config": text, "vision_config": sees | {"image_size": 56, "patch_size": 14}}
+    shape = Shape(14, 1, 4096)
+
+    alone, inside = (trace(setting(config=config, attention="sdpa", layout="packed")) for config in (text, both))
+
+    for phase in ("forward", "backward"):
+        assert peak(inside, shape, phase) == pytest.approx(peak(alone, shape, phase), rel=0.02)
+    assert inside.passes["forward"].matmul.at(shape) == pytest.approx(
+        alone.passes["forward"].matmul.at(shape), rel=0.01
+    )
+
+
+def test_layers_may_differ_in_any_pattern() -> None:
+    """Here six dense layers come first, of which no key that all models share says anything."""
+    qwen = shrink(facts.bundled()["Qwen/Qwen3-30B-A3B"].config)
+    config = qwen | {"num_hidden_layers": 12, "mlp_only_layers": list(range(6))}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+    found = trace(setting(config=config, attention="sdpa", layout="packed"))
+
+    assert found.elements() == sum(parameter.numel() for parameter in model.parameters())
+    assert len(set(found.layer_elements[:6])) == len(set(found.layer_elements[6:])) == 1
+    assert found.layer_elements[0] != found.layer_elements[6]
+
+
 def test_flops_are_those_of_the_paper() -> None:
     """Llama 3.1 8B at 4096 tokens: 2 FLOPs per weight of every matrix and token, attention 4 x hidden x length."""
     found = trace(setting())
@@ -200,6 +248,47 @@ def test_code_that_cannot_be_traced_is_estimated_and_says_so(tmp_path: Path, mon
     assert peak(found, shape, "forward") == pytest.approx(
         peak(traced, shape, "forward") - 2 * traced.elements(), rel=0.35
     )
+
+
+def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    with pytest.raises(UnknownSize, match="states no hidden size"):
+        traces.obtain(setting(config={"model_type": "unheard_of", "width": 64}))
+
+
+def test_tracing_ends_where_a_model_goes_through_its_tokens_one_by_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(measure, "_LIMIT", 0)
+    with pytest.raises(TimeoutError, match="too many operations"):
+        trace(setting("Qwen/Qwen3-0.6B"))
+
+
+def test_heads_are_joined_without_a_copy_on_a_gpu() -> None:
+    """As the kernels lay out their result; a copy would count it twice in every layer."""
+    with standins.installed(setting(attention="sdpa")):
+        query, key = (torch.empty(2, 6, heads, 8).transpose(1, 2).requires_grad_() for heads in (4, 4))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+    joined = out.transpose(1, 2).reshape(2, 6, 32)
+    assert joined.data_ptr() == out.data_ptr()
+
+
+def test_two_gradients_of_a_tensor_are_added_in_place_where_nobody_watches() -> None:
+    """What `ledger.py` says of torch, and why a GPU's trace is not what was seen under its own eyes."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def additions(watching: bool) -> set[str]:
+        x = torch.randn(64, requires_grad=True)
+        with torch.profiler.profile() as profile, Watching() if watching else contextlib.nullcontext():
+            (x.sin() + x.cos()).sum().backward()
+        names = [event.name for event in profile.events()]
+        # The first addition is the forward pass's own.
+        return set(names[names.index("aten::sum") :]) & {"aten::add", "aten::add_"}
+
+    assert additions(watching=False) == {"aten::add_"}
+    assert additions(watching=True) == {"aten::add"}
 
 
 @pytest.mark.slow

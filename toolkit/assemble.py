@@ -34,6 +34,7 @@ from toolkit.model import (
     stop_tokens,
     weight_files,
 )
+from toolkit.plan.formulas import UnknownSize
 from toolkit.policy import (
     BatchLayout,
     Dtypes,
@@ -154,9 +155,16 @@ def set_up(
 
 def _outlook(
     loaded: Loaded, world: World, prepared: Prepared, folder: RunFolder | None, progress: Progress, force: bool
-) -> Forecast:
-    """The plan, printed; a run that would not fit ends here, before the weights load."""
-    outlook = forecast(loaded, world, prepared.counted)
+) -> Forecast | None:
+    """The plan, printed; a run that would not fit ends here, before the weights load.
+
+    No run ends for want of a plan.
+    """
+    try:
+        outlook = forecast(loaded, world, prepared.counted)
+    except UnknownSize as error:
+        progress.message(error.what)
+        return None
     if folder:
         folder.update_manifest(plan=outlook.plan.model_dump(mode="json"))
     progress.message(outlook.text.plain)
@@ -235,7 +243,7 @@ def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) 
             training.folder.update_manifest(effective=found)
 
     def start() -> None:
-        if training.recipe.data.packing:
+        if training.recipe.data.packing or training.attention in backends.VARLEN:
             _check_isolation(training)
         at_start(training)
 
@@ -315,10 +323,12 @@ def _check_isolation(training: Training) -> None:
     with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
         isolated = isolates(training.module, "flat" if backend in backends.VARLEN else "packed", device)
     if not isolated:
+        ways = ["data.packing=false"] * training.recipe.data.packing + ["model.attention=sdpa"] * (
+            backend in backends.VARLEN
+        )
         raise UserError(
-            f"data.packing: {type(training.module).__name__} with attention {backend} lets packed documents see each "
-            "other",
-            "set data.packing=false",
+            f"{type(training.module).__name__} with attention {backend} lets documents of a batch see each other",
+            f"set {' and '.join(ways)}",
         )
 
 

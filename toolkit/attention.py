@@ -7,8 +7,10 @@ packed training is fast without building flash-attn. The collator supplies `cu_s
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,6 +86,31 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", lambda *args, **kwargs: None)
 
 
+def repeat_shared_heads(capability: tuple[int, int]) -> None:
+    """Has Transformers repeat keys and values that heads share, where no fused kernel takes them as they are.
+
+    FlashAttention does, in 16 bits and from compute capability 8.0 on. Elsewhere torch would silently compute all
+    scores of a layer at once, in memory that grows with the square of the length
+    (`check_batch_size_and_num_heads_dense` in ATen/native/transformers/sdp_utils_cpp.h; transformers issue 48633).
+
+    Args:
+        capability: Compute capability of the GPU.
+    """
+    import torch
+    from transformers.integrations import sdpa_attention
+
+    takes = inspect.unwrap(sdpa_attention.use_gqa_in_sdpa)
+
+    @functools.wraps(takes)
+    def shares(attention_mask: Any, key: Any, value: Any) -> bool:
+        device = key.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
+        flash = capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16)
+        return flash and bool(takes(attention_mask, key, value))
+
+    sdpa_attention.use_gqa_in_sdpa = shares
+
+
 def varlen_attention(
     module: Any,
     query: Any,
@@ -120,9 +147,9 @@ def varlen_attention(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     left = -1 if sliding_window is None else sliding_window - 1
     out = varlen_attn(
-        query[0].transpose(0, 1).to(dtype),
-        key[0].transpose(0, 1).to(dtype),
-        value[0].transpose(0, 1).to(dtype),
+        query.squeeze(0).transpose(0, 1).to(dtype),
+        key.squeeze(0).transpose(0, 1).to(dtype),
+        value.squeeze(0).transpose(0, 1).to(dtype),
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,

@@ -21,6 +21,28 @@ VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "f
 
 _SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
 _SINKS = frozenset({"eager", "flex", "flash_attention_3"})
+_NO_SDPA = frozenset(
+    {
+        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "fsmt"),
+        *("gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa"),
+        *("granitemoe_swa", "hy_v4", "inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert"),
+        *("mimo_v2_flash", "mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer", "rembert"),
+        *("roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm"),
+    }
+)
+"""Kinds of models whose Transformers code has no `scaled_dot_product_attention`."""
+_NO_BOUNDARIES = frozenset(
+    {
+        *("bailing_hybrid", "bamba", "bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
+        *("bloom", "blt", "codegen", "cpmant", "falcon", "falcon_h1", "falcon_mamba", "git", "gpt_neo"),
+        *("gpt_neox_japanese", "gptj", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2"),
+        *("marian", "mbart", "megatron-bert", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h", "olmo_hybrid"),
+        *("openai-gpt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert", "roformer", "rwkv"),
+        *("stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
+    }
+)
+"""Kinds of decoders whose code has its own attention, or layers without any: none reads where documents begin."""
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -49,11 +71,15 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
         return "this model caps its attention logits, which this backend would silently skip"
     if text.get("model_type") == "gpt_oss" and name not in _SINKS:
         return "this model has attention sinks, which this backend would silently skip"
+    if name == "sdpa" and text.get("model_type") in _NO_SDPA:
+        return "Transformers has no such code for this model"
     if name in VARLEN:
         if compute == "float32":
             return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
         if text.get("is_encoder_decoder"):
             return "encoder-decoder models are not fed by document boundaries"
+        if text.get("model_type") in _NO_BOUNDARIES:
+            return "this model does not read where documents begin"
         head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
         if head_dim > 256 or head_dim % 8:
             return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"

@@ -21,5 +21,12 @@ class UserError(ValueError):
 
 def in_a_line(error: BaseException) -> str:
     """Kind and first line of somebody else's error."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    first = first_line(error)
+    kind = type(error).__name__
+    return kind if first == kind else f"{kind}: {first}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of somebody else's error, with the next where it only announces that; its kind if it is silent."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -24,6 +24,11 @@ BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-I
 _BUNDLE = Path(__file__).resolve().parent / "model_configs"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SIZE_KEYS = (
+    *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
+    *("decoder_layers", "encoder_layers", "num_decoder_layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def config_of(model: Model) -> dict[str, Any] | None:
         The config, or None when it is not known without a download (or lies inside a GGUF file).
 
     Raises:
-        UserError: A local `config.json` is not valid JSON.
+        UserError: A local `config.json` is not valid JSON, or something in it is not what it must be.
     """
     folder = Path(model.path).expanduser()
     if folder.is_dir():
@@ -112,7 +117,7 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     text = text_config(config)
     if "relative_attention_num_buckets" in text:  # T5: distances are bucketed, whatever `n_positions` says.
         return None
-    return next((text[key] for key in _POSITION_KEYS if text.get(key)), None)
+    return next((text[key] for key in _POSITION_KEYS if (text.get(key) or 0) > 0), None)
 
 
 def num_layers(config: Mapping[str, Any]) -> int | None:
@@ -124,6 +129,13 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
     if layers and is_encoder_decoder(config):
         return layers + (text.get("num_decoder_layers") or layers)
     return layers
+
+
+def experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
+    text = text_config(config)
+    count = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 1)
+    return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,8 +158,25 @@ def _hub_snapshot(model: Model) -> Path | None:
 def _read(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
+    change = "mend the file, or set model.path to another model"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
     except ValueError as error:
-        change = "mend the file, or set model.path to another model"
         raise UserError(f"{file} is not valid JSON: {error}", change) from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no object, as a model's config is", change)
+    text = text_config(config)
+    if not isinstance(text, dict):
+        raise UserError(f"{file}: text_config is {json.dumps(text)}, not an object", change)
+    for part in (config, text):
+        for key in (*_LAYER_KEYS, *_POSITION_KEYS, *_SIZE_KEYS):
+            value = part.get(key)
+            if value is not None and (type(value) is not int or (value < 1 and key not in _POSITION_KEYS)):
+                raise UserError(f"{file}: {key} is {json.dumps(value)}, not a whole number above 0", change)
+    # Without its kind Transformers may still know what it is, or says what is missing.
+    return config if isinstance(config.get("model_type"), str) else None
+
+
+def _float(part: dict[str, Any]) -> Any:
+    """What JSON has no word for, as Transformers writes it: `{"__float__": "Infinity"}`."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part

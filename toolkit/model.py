@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -24,7 +25,7 @@ from transformers.utils import cached_file
 
 from toolkit import attention, backends, facts
 from toolkit.data.templates import load_chat_template
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.policy import Dtypes
 from toolkit.recipe import Recipe, did_you_mean
 
@@ -53,9 +54,21 @@ def load_config(recipe: Recipe) -> Any:
     """The model's configuration.
 
     Raises:
-        UserError: If the model cannot be found; names the nearest known model.
+        UserError: If the model cannot be found, with the nearest known one; or if it is none for the objective.
     """
-    return _load(AutoConfig, recipe, locate(recipe))
+    config = _load(AutoConfig, recipe, locate(recipe))
+    kind = _kind(recipe)
+    if type(config) not in kind._model_mapping and kind.__name__ not in getattr(config, "auto_map", {}):
+        known = "an encoder-decoder" if recipe.objective == "seq2seq" else "a causal language model"
+        raise UserError(
+            f"model.path: {recipe.model.path} is a {config.model_type}, which Transformers cannot load as {known}",
+            "set model.path to a model for text",
+        )
+    return config
+
+
+def _kind(recipe: Recipe) -> Any:
+    return AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -109,9 +122,11 @@ def _repository_file(recipe: Recipe, name: str) -> Path | None:
 
 def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
     """The weights, stored as the recipe says, with the attention backend `backend` (see `attention.resolve`)."""
-    kind = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
+    kind = _kind(recipe)
     if backend == "torch_varlen":
         attention.register()
+    if torch.cuda.is_available():
+        attention.repeat_shared_heads(torch.cuda.get_device_capability())
     arguments: dict[str, Any] = {
         "dtype": getattr(torch, dtypes.load),
         "attn_implementation": backends.IMPLEMENTATIONS[backend],
@@ -185,7 +200,7 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
 
 def count_parameters(recipe: Recipe) -> int:
     """Parameters of the model, from its config: no weights are read."""
-    kind = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
+    kind = _kind(recipe)
     with torch.device("meta"):
         model = kind.from_config(load_config(recipe), trust_remote_code=recipe.model.trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -314,9 +329,12 @@ def _load(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
         raise UserError(f"model.path: the folder {path} is empty", "set model.path to a folder with config.json")
     try:
         return kind.from_pretrained(**arguments)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         close = [name for name in facts.nearest(recipe.model.path) if name != recipe.model.path][:3]
         change = f"did you mean {' or '.join(close)}? " if close else ""
         change += "Set model.path to a hub id, a folder with config.json and *.safetensors, or a GGUF file"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"model.path: {path} cannot be loaded as {kind.__name__}: {first}", change) from error
+        if "trust_remote_code=True" in str(error):
+            change = "set model.trust_remote_code=true, once you have read that code"
+        raise UserError(
+            f"model.path: {path} cannot be loaded as {kind.__name__}: {first_line(error)}", change
+        ) from error

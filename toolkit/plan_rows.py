@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit import facts
 from toolkit.errors import UserError
 from toolkit.hardware import Hardware, find, this_machine
 from toolkit.plan import traces
@@ -15,7 +16,7 @@ from toolkit.plan.result import Plan, Refused
 from toolkit.plan.setting import Setting
 from toolkit.plan.trace import Trace
 from toolkit.policy import World, check_launch
-from toolkit.recipe import Recipe, load, split_arguments
+from toolkit.recipe import Loaded, Recipe, load, split_arguments
 from toolkit.rules import check, load_checked
 
 
@@ -68,7 +69,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None) ->
     name, overrides, hardware = _parts(arguments, folder)
     loaded = load_checked(name, overrides, folder)
     _check_launch(loaded.recipe, hardware)
-    return make_plan(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, tracer=_traced)
+    return _plan(loaded, hardware, overrides, price, advice=True)
 
 
 def answers(rows: Sequence[Sequence[str]], folder: str | None, price: float | None) -> list[Plan | Refused]:
@@ -90,12 +91,19 @@ def _row(arguments: Sequence[str], folder: str | None, price: float | None) -> P
     if not reason:
         try:
             _check_launch(loaded.recipe, hardware)
-            return make_plan(
-                loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, advice=False, tracer=_traced
-            )
+            return _plan(loaded, hardware, overrides, price, advice=False)
         except UserError as error:
             reason = f"{error.what}; {error.change}" if error.change else error.what
     return Refused(recipe=loaded.name, overrides=overrides, hardware=hardware.name, reason=reason)
+
+
+def _plan(loaded: Loaded, hardware: Hardware, overrides: list[str], price: float | None, *, advice: bool) -> Plan:
+    recipe = loaded.recipe
+    plan = make_plan(recipe, loaded.name, hardware, overrides=overrides, price=price, advice=advice, tracer=_traced)
+    if plan.origin == "formulas" and not facts.facts_of(recipe.model):
+        # They take any config; what Transformers can make no model of will not train.
+        traces.config_of(recipe)
+    return plan
 
 
 def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str], Hardware]:

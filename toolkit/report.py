@@ -209,10 +209,12 @@ def _planned(record: Record) -> str:
             ["The plan in manifest.json is of another version: it cannot be set against this run."], True
         )
     memory, work, whole = plan.memory[0], plan.work, plan.work.total_seconds
+    # On a CPU the host's memory is that of the process, whose range is known.
+    host = memory.total if "tensors" in plan.host.parts else None
     rows: tuple[tuple[str, float | None, Range | None, str, Callable[[float], str]], ...] = (
         ("memory allocated", memory.allocated, None, "allocated", bytes_text),
         ("memory reserved", memory.reserved.value, memory.reserved, "reserved", bytes_text),
-        ("host RAM", plan.host.peak, None, "host", bytes_text),
+        ("host RAM", plan.host.peak, host, "host", bytes_text),
         ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", plan_view.seconds_text),
         ("time in all", whole.value if whole else None, whole, "total_seconds", duration),
         ("tokens", work.tokens, None, "tokens", compact),

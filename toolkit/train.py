@@ -10,6 +10,7 @@ from toolkit.forecast import forecast, ran_out
 from toolkit.meeting import Meeting, meet
 from toolkit.model import count_parameters
 from toolkit.nvme import swap_folder
+from toolkit.plan.formulas import UnknownSize
 from toolkit.policy import World
 from toolkit.progress import Progress
 from toolkit.recipe import Loaded
@@ -54,7 +55,8 @@ def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress:
         if folder:
             _failed(folder, error)
         if ran_out(error):
-            raise forecast(loaded, world, None).out_of_memory(error) from error
+            with contextlib.suppress(UnknownSize):
+                raise forecast(loaded, world, None).out_of_memory(error) from error
         raise
     finally:
         progress.close()

@@ -122,7 +122,17 @@ def _plan(
         return None
     ranks = memory(recipe, longest, hardware, trace)
     ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
-    labour = work(recipe, layout, hardware, trace, rows, price, attention=backend, checkpoint_bytes=drives.checkpoint)
+    labour = work(
+        recipe,
+        layout,
+        hardware,
+        trace,
+        rows,
+        price,
+        attention=backend,
+        experts=facts.experts(config),
+        checkpoint_bytes=drives.checkpoint,
+    )
     if trace.origin == "formulas":
         ranks, labour = [_less_sure(each) for each in ranks], _slower_or_faster(labour)
     return Plan(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit import facts
+from toolkit.errors import UserError
 from toolkit.plan.setting import Setting
 from toolkit.plan.trace import Amount, Moment, Pass, Tensors, Trace
 
 _NOTHING = Amount()
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class UnknownSize(UserError):
+    """A model whose code cannot be traced, and whose config does not say how large it is in words that are known."""
 
 
 def estimated(setting: Setting, note: str) -> Trace:
@@ -23,15 +29,23 @@ def estimated(setting: Setting, note: str) -> Trace:
 
     Args:
         note: Why there is no trace.
+
+    Raises:
+        UnknownSize: If the config does not say how large the model is.
     """
     text = dict(facts.text_config(setting.config))
-    hidden, layers, vocab = (_find(text, *keys) for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
+    hidden, layers, vocab = (_find(text, *keys, default=0) for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
+    if not (hidden and layers and vocab):
+        raise UnknownSize(
+            f"this model cannot be planned: its config states no hidden size, layers or vocabulary, and its code could "
+            f"not be traced: {textwrap.shorten(note, 200, placeholder=' …')}",
+            "set model.path to a language model that Transformers can build",
+        )
     inner = _find(text, *_INNER, default=4 * hidden)
     heads = _find(text, "num_attention_heads", "n_head", default=max(1, hidden // 64))
     head_dim = int(text.get("head_dim") or hidden // heads)
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
-    active = int(text.get("num_experts_per_tok") or 1)
+    kv_heads = _find(text, "num_key_value_heads", default=heads)
+    experts, active = facts.experts(setting.config)
     inner = int(text.get("moe_intermediate_size") or inner) if experts > 1 else inner
 
     wide, narrow = heads * head_dim, kv_heads * head_dim
@@ -85,7 +99,9 @@ _INNER = ("intermediate_size", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_dim")
 
 
 def _find(config: Mapping[str, Any], *keys: str, default: int = 1) -> int:
-    return int(next((config[key] for key in keys if config.get(key)), default))
+    """The first that is stated; of a list, which has an entry for each layer, the largest."""
+    value = next((config[key] for key in keys if config.get(key)), default)
+    return int(max(value) if isinstance(value, list) else value)
 
 
 def _tensors(

@@ -25,9 +25,9 @@ CPU Python with torch, Transformers and TRL, of which the processes of a node sh
 memory that glibc keeps (`process.prepare_process`) and oneDNN's kernels for many lengths."""
 _COLLECTIVES = {"cuda": (400, 150, 1000), "rocm": (400, 150, 1000), "cpu": (0, 0, 0)}
 """MiB of NCCL's channels and buffers, with more than one process."""
-_WORKSPACE = 2 * 32 * 2**20
-"""cuBLAS's workspaces, one for each thread that launches (forward and backward): 32 MiB on Hopper
-(`CUDABlas.cpp`, `getChosenWorkspaceSize`), 8 MiB on older devices."""
+_WORKSPACE, _OLDER_WORKSPACE = 2 * 4096 * 8 * 1024, 2 * (4096 * 2 + 16 * 8) * 1024
+"""cuBLAS's workspaces, which cuBLASLt shares, one for each thread that launches (forward and backward): 32 MiB from
+Hopper on, 8.1 MiB before (torch's `CublasHandlePool.cpp`, `parseChosenWorkspaceSize`)."""
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """End of names of optimizers that update each parameter as soon as its gradient is there, and free that."""
 _FOREACH = (
@@ -79,7 +79,7 @@ class _Ranks:
         base = self._base()
         weights = {key: base[key] for key in ("parameters", "adapters", "masters")}
         between = _add(base, _held(self.engine.standing()))
-        training = _add(between, {"batch": self._batch(), "workspace": _WORKSPACE if self.kind == "cuda" else 0.0})
+        training = _add(between, {"batch": self._batch(), "workspace": self._workspace()})
         found = {
             "load": _add(weights, _held(self.engine.standing()), self._loading(first)),
             "forward": self._pass("forward", training),
@@ -178,6 +178,12 @@ class _Ranks:
         """Ids, labels, and mask or positions, 8 bytes each: Trainer fetches all micro-batches of a step at once, and
         accelerate the one after them."""
         return (self.layout.gradient_accumulation_steps + 1) * self.engine.shape.tokens * 3 * 8.0
+
+    def _workspace(self) -> float:
+        """What libraries of matrix products keep."""
+        if self.kind != "cuda":
+            return 0.0
+        return _WORKSPACE if float(self.hardware.device.capability or 0) >= 9 else _OLDER_WORKSPACE
 
     def _temporaries(self) -> float:
         """What the optimizer allocates while it updates."""

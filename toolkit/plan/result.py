@@ -68,7 +68,7 @@ class Host(Figures):
     """Offloaded optimizer state, masters, gradients and parameters, pinned staging buffers, activations, loading,
     saving, data, processes."""
     peak: int
-    """What is needed at once."""
+    """What is needed at once: parts that come one after the other, as loading and training do, are not added up."""
 
 
 class Disk(Figures):
@@ -132,8 +132,8 @@ class Work(Figures):
     hardware_flops_per_step: float
     """The same with what is recomputed, as executed."""
     rule_flops_per_step: float
-    """The rule of thumb: 6 x parameters x tokens (2 for the forward pass, 2 for the gradients of inputs and 2 for those
-    of weights, the last only of trained ones)."""
+    """The rule of thumb: 6 x parameters that a token meets x tokens (2 for the forward pass, 2 for the gradients of
+    inputs and 2 for those of weights, the last only of trained ones)."""
     links: list[Link]
     """Traffic per step."""
     compute_seconds: Range

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit import backends
-from toolkit.plan.trace import FORMAT
+from toolkit.plan.trace import CHUNK, FORMAT
 from toolkit.policy import BatchLayout, dtypes
 from toolkit.recipe import Recipe
 
 Layout = Literal["padded", "packed", "flat", "seq2seq"]
-CHUNK = 4096
-"""Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
-
 _LIBRARIES = ("torch", "transformers", "trl", "peft")
 _NO_ARCHITECTURE = (
     *("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"),
@@ -111,7 +108,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         masked=rows in ("padded", "seq2seq") and layout.micro_batch_size > 1,
         checkpointing=checkpointing.mode,
         every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
-        # Below one chunk the loss holds less; on a GPU, where that is next to nothing, one trace serves all.
+        # Loops over chunks look different from one chunk; on a GPU, where they work in place, one trace serves both.
         long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK,
         trust_remote_code=recipe.model.trust_remote_code,
         path=recipe.model.path if recipe.model.trust_remote_code else None,

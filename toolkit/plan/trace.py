@@ -6,12 +6,15 @@ A trace is measured by `toolkit.tracing` on the real model code, and read here w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FORMAT = 1
+FORMAT = 2
 """Raise when a trace of the same setting would differ."""
+
+CHUNK = 4096
+"""Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
 
 Phase = Literal["forward", "backward", "evaluation"]
 Place = Literal["embeddings", "first_layer", "last_layer", "head"]
@@ -38,10 +41,12 @@ class Amount:
     Args:
         fixed: Coefficients of these four, in this order, outside the layers; zeros at the end are left out.
         per_layer: The same for each layer.
+        chunk: What there is beside, once, for each chunk of tokens; less for fewer tokens than `CHUNK`.
     """
 
     fixed: tuple[float, ...] = ()
     per_layer: tuple[float, ...] = ()
+    chunk: float = 0.0
 
     def at(self, shape: Shape) -> float:
         """The quantity for one shape; never negative."""
@@ -52,7 +57,7 @@ class Amount:
         terms = (1, tokens, pairs, longest)
         outside = sum(each * term for each, term in zip(self.fixed, terms, strict=False))
         inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
-        return max(0.0, outside + layers * inside)
+        return max(0.0, outside + layers * inside + self.chunk * min(1.0, tokens / CHUNK))
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,18 @@ class Trace:
             and (place is None or tensors.place == place)
         )
 
+    def met(self, experts: tuple[int, int], *, trained: bool | None = None) -> float:
+        """Number of parameters that one token meets.
+
+        Args:
+            experts: How many a layer has, and how many of them a token meets (`facts.experts`).
+        """
+        count, active = experts
+        shared = 1 - active / count
+        idle = (each for each in self.tensors if len(each.shape) == 3 and each.shape[0] == count > 1)
+        spared = sum(each.numel * each.count * shared for each in idle if trained is None or each.trained == trained)
+        return self.elements(trained=trained) - spared
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers; see `from_json`."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
@@ -184,5 +201,5 @@ class Trace:
         )
 
 
-def _amount(row: Mapping[str, Sequence[float]]) -> Amount:
-    return Amount(tuple(row["fixed"]), tuple(row["per_layer"]))
+def _amount(row: Mapping[str, Any]) -> Amount:
+    return Amount(tuple(row["fixed"]), tuple(row["per_layer"]), row["chunk"])

@@ -29,6 +29,7 @@ def work(
     price: float | None = None,
     *,
     attention: str | None = None,
+    experts: tuple[int, int] = (1, 1),
     checkpoint_bytes: int = 0,
 ) -> Work:
     """Everything of a plan that is not memory.
@@ -41,6 +42,7 @@ def work(
         counted: Of its data; without it full sequences are assumed.
         price: Of a device-hour.
         attention: Backend as it will run; by default `model.attention`, and for `auto` the usual one of the device.
+        experts: Of the model, see `facts.experts`.
         checkpoint_bytes: Of one checkpoint, all ranks together.
     """
     backend = attention or _usual_attention(recipe, hardware)
@@ -68,7 +70,7 @@ def work(
         tokens_from="counted" if counted else "upper bound",
         model_flops_per_step=useful * ranks,
         hardware_flops_per_step=done * ranks,
-        rule_flops_per_step=rule_flops(parameters, trained, tokens),
+        rule_flops_per_step=rule_flops(trace.met(experts), trace.met(experts, trained=True), tokens),
         links=_links(sent, hardware),
         compute_seconds=_range(ends, "compute"),
         communication_seconds=ends["value"].communication,
@@ -105,9 +107,10 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     return once + gradients - repeated, done
 
 
-def rule_flops(parameters: int, trained: int, tokens: float) -> float:
+def rule_flops(parameters: float, trained: float, tokens: float) -> float:
     """The rule of thumb C = 6 N D (Kaplan et al. 2020, section 2.1): per parameter and token 2 in the forward pass,
-    2 for the gradient of its input, and 2 for its own gradient, which frozen parameters do not need."""
+    2 for the gradient of its input, and 2 for its own gradient, which frozen parameters do not need. Of experts those
+    count that a token meets."""
     return (4 * parameters + 2 * trained) * tokens
 
 

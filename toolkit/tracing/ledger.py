@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,9 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-CATEGORIES = ("activations", "casts", "logits", "gradients")
+from toolkit.plan.trace import CHUNK
+
+CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
+"""As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""
 _CUDA_GRANULARITY = 512
 """Bytes to which CUDA's allocator rounds every block (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+_IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default)
+"""What a backward pass does in place where no dispatch mode like this one is on: adding up two gradients of one tensor,
+and the gradient of rows that were picked. A CPU's memory can be watched with such a mode only, so there it counts.
+
+Sources: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, `index_backward` in FunctionsManual.cpp, and
+`isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h, which is true of every tensor while a dispatch mode is on.
+"""
 _FORWARD_ONLY = ("toolkit_tracing::flash_attn", "bitsandbytes::gemm_4bit")
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
@@ -47,10 +59,21 @@ class Ledger(TorchDispatchMode):
         known: Tensors that live all the time (parameters, buffers, the batch), which are not counted.
         weights: Parameters, whose copies in another dtype count as `casts`.
         on_gpu: Whether to count what a GPU would hold, whose allocator rounds every tensor up.
+        deadline: Of `time.process_time`. A model may go through its tokens one by one.
+
+    Raises:
+        TimeoutError: In the operation after the deadline.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], weights: Iterable[torch.Tensor], on_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor],
+        weights: Iterable[torch.Tensor],
+        on_gpu: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
         super().__init__()
+        self._deadline = deadline
         self._on_gpu = on_gpu
         self._granularity = _CUDA_GRANULARITY if on_gpu else 1
         self._weights = {_key(weight) for weight in weights if weight.ndim > 1}
@@ -88,9 +111,11 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return out  # Fake tensors ask where they are all the time.
+        if time.process_time() > self._deadline:
+            raise TimeoutError("this model takes too many operations to be traced")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        category = self._category(func, inputs)
+        category = self._category(func, inputs, outputs)
         made = 0
         for tensor in outputs:
             made += self._add(tensor, category)
@@ -98,6 +123,10 @@ class Ledger(TorchDispatchMode):
         self.timeline.places.append(self.place)
         self.timeline.names.append(func.name())
         live = list(self._live)
+        if self._on_gpu and func in _IN_PLACE and _in_backward():
+            live[category] -= made
+        if self._on_gpu and func is torch.ops.aten.embedding_dense_backward.default:
+            live[category] += _embedding_sums(*args[:3])
         if self._on_gpu and func.name() == "bitsandbytes::gemm_4bit":
             # For more rows than a few its CUDA kernel is a dequantization, whose result is gone afterwards.
             inside = args[2][0] * args[2][1] * args[0].element_size()
@@ -106,12 +135,17 @@ class Ledger(TorchDispatchMode):
         self.timeline.live.append(tuple(live))
         return out
 
-    def _category(self, func: Any, inputs: list[torch.Tensor]) -> int:
+    def _category(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
         name = func.name()
         converts = name.startswith("aten::_to_copy") and inputs and _key(inputs[0]) in self._weights
         if converts or "dequantize" in name:
             return CATEGORIES.index("casts")
-        return CATEGORIES.index("logits" if self.place == "head" else "activations")
+        if self.place != "head":
+            return CATEGORIES.index("activations")
+        # The loss's buffer for logits, and its copy of the hidden states that belong to them; the last may be shorter.
+        new = outputs if name.startswith(("aten::empty", "aten::_to_copy")) else []
+        chunk = any(each.ndim == 2 and len(each) <= CHUNK for each in new)
+        return CATEGORIES.index("chunks" if chunk else "logits")
 
     def _add(self, tensor: torch.Tensor, category: int) -> int:
         storage = tensor.untyped_storage()
@@ -158,6 +192,23 @@ class Ledger(TorchDispatchMode):
             self.timeline.work[key] += value
             if repeats:
                 self.timeline.recomputed[key] += value
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass is at work, and not on what it computes a second time."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _embedding_sums(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> int:
+    """Bytes that CUDA's gradient of an embedding allocates beside its result, for more than 3,072 indices.
+
+    Sums in fp32 of up to ten rows each, and seven lists of indices (with what sorting needs).
+    Source: `embedding_backward_cuda_kernel` in ATen/native/cuda/EmbeddingBackwardKernel.cu.
+    """
+    count, width = indices.numel(), -(-grad.shape[-1] // 32) * 32
+    if count <= 3072:
+        return 0
+    return (count // 10 + min(count, num_weights)) * width * 4 + 7 * count * 8
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -12,13 +13,16 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from toolkit.plan.setting import CHUNK, Setting
-from toolkit.plan.trace import Amount, Moment, Pass, Tensors, Trace
+from toolkit.plan.setting import Setting
+from toolkit.plan.trace import CHUNK, Amount, Moment, Pass, Shape, Tensors, Trace
 from toolkit.tracing import standins
 from toolkit.tracing.ledger import CATEGORIES, Timeline
 from toolkit.tracing.passes import Micro, run
-from toolkit.tracing.shallow import build, depth_of, depths, load_config, period_of
+from toolkit.tracing.shallow import build, depth_of, depths, load_config, pattern
 
+_LIMIT = 60
+"""Seconds of processor time; models of 70 billion parameters take 20."""
+_CHUNKS, _GRADIENTS = CATEGORIES.index("chunks"), CATEGORIES.index("gradients")
 _KINDS = ("matmul", "attention", "moved", "launches")
 # Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
 _SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
@@ -30,20 +34,21 @@ def trace(setting: Setting) -> Trace:
     Raises:
         Exception: Whatever the model's own code raises when it cannot run on fake tensors.
     """
+    deadline = time.process_time() + _LIMIT
     config = load_config(setting)
-    period = period_of(setting, config)
-    small, large = depths(config, period)
     shapes = _shapes(setting)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), standins.installed(setting):
         warnings.simplefilter("ignore")
+        inventory = build(setting, None, FakeTensorMode())
+        layers = depth_of(config)
+        once, period = pattern(inventory.layers, setting.every_n_layers)
+        small, large = depths(layers, once, period)
         runs = {}
         for depth in (small, large):
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             shallow = build(setting, depth, fake)
-            runs[depth] = [run(shallow, setting, fake, batch, length, period) for batch, length in shapes]
-        inventory = build(setting, None, FakeTensorMode())
+            runs[depth] = [run(shallow, setting, fake, *shape, period, deadline) for shape in shapes]
     fit = _Fit(shapes, small, large)
-    layers = depth_of(config)
     tensors, layer_elements, buffers = _inventory(inventory, setting)
     return Trace(
         layers=layers,
@@ -110,7 +115,7 @@ def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[M
             if any(len(part) == 0 for row in parts for part in row):
                 continue
             for amounts in _peaks(parts, fit, layers):
-                moment = Moment(phase, place, name.endswith("+"), *amounts)  # type: ignore[arg-type]
+                moment = Moment(phase, place, name.endswith("+"), **amounts)  # type: ignore[arg-type]
                 found[moment] = moment
     return _undominated(list(found))
 
@@ -143,18 +148,23 @@ def _ends(rows: np.ndarray, first: int, last: int) -> np.ndarray:
     return np.concatenate([rows[:first], rows[len(rows) - last :]])
 
 
-def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[list[Amount]]:
+def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[dict[str, Amount]]:
     """Amounts by category at the peaks of one place."""
     fixed, per_layer = fit.coefficients(_aligned(parts))
+    whole = fixed + layers * per_layer
     peaks = set()
-    for skipped in ((), ("gradients",)):
-        counted = [index for index, name in enumerate(CATEGORIES) if name not in skipped]
-        total = (fixed + layers * per_layer)[:, :, counted].sum(2)
-        peaks |= {int(np.argmax(np.array(_terms(batch, length))[: len(total)] @ total)) for batch, length in _SHAPES}
-    return [
-        [_as_amount(fixed[:, peak, index], per_layer[:, peak, index]) for index in range(len(CATEGORIES))]
-        for peak in sorted(peaks)
-    ]
+    for batch, length in _SHAPES:
+        live = np.tensordot(_terms(batch, length)[: len(whole)], whole, 1)
+        live[:, _CHUNKS] *= min(1.0, batch * length / CHUNK)
+        peaks |= {int(np.argmax(live.sum(1))), int(np.argmax(live.sum(1) - live[:, _GRADIENTS]))}
+    return [_amounts(fixed[:, peak], per_layer[:, peak]) for peak in sorted(peaks)]
+
+
+def _amounts(fixed: np.ndarray, per_layer: np.ndarray) -> dict[str, Amount]:
+    """The amounts of a moment, from coefficients (terms, categories)."""
+    found = {name: _as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
+    chunks = found.pop("chunks")
+    return found | {"logits": dataclasses.replace(found["logits"], chunk=chunks.at(Shape(0, 1, CHUNK)))}
 
 
 def _aligned(parts: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
@@ -175,7 +185,7 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
 
     def vector(moment: Moment) -> np.ndarray:
         amounts = (moment.activations, moment.casts, moment.logits, moment.gradients)
-        parts = [values for amount in amounts for values in (amount.fixed, amount.per_layer)]
+        parts = [values for amount in amounts for values in (amount.fixed, amount.per_layer, (amount.chunk,))]
         return np.array([(*values, *[0.0] * (4 - len(values))) for values in parts])
 
     def kind(moment: Moment) -> tuple[Any, ...]:

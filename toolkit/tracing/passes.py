@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,19 +34,28 @@ class Micro:
     boundary: int
 
 
-def run(shallow: Shallow, setting: Setting, fake: Any, batch: int, length: int, period: int = 1) -> Micro:
+def run(
+    shallow: Shallow,
+    setting: Setting,
+    fake: Any,
+    batch: int,
+    length: int,
+    period: int = 1,
+    deadline: float = math.inf,
+) -> Micro:
     """Takes a micro-batch of `batch` sequences of `length` tokens through the model.
 
     Args:
         fake: The mode in which tensors are made.
         period: So many layers at either end stand for those between them.
+        deadline: See `Ledger`.
     """
     model = shallow.model
     _prepare(shallow, setting)
     with fake:
         inputs = _inputs(setting, batch, length)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *_tensors(inputs)]
-        ledger = Ledger(persistent, model.parameters(), setting.device == "cuda")
+        ledger = Ledger(persistent, model.parameters(), setting.device == "cuda", deadline)
         timelines: dict[str, Timeline] = {}
         with _watched(shallow, ledger, period) as boundary, ledger:
             for suffix in ("", "+"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,6 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Data, Method, Model, Source
 from toolkit.tracing import standins
 
-_ATTENTION = {"sliding_attention": "full_attention", "chunked_attention": "full_attention"}
-"""Kinds of layers that hold and compute the same: pairs of positions count whether they are masked or not."""
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
 
@@ -63,24 +62,47 @@ def depth_of(config: Any) -> int:
     return int(getattr(text, _depth_key(text)))
 
 
-def depths(config: Any, period: int) -> tuple[int, int]:
+def depths(total: int, once: int, period: int) -> tuple[int, int]:
     """Two depths from which any other follows: whole periods of layers that differ, after those that come once.
 
     Args:
-        period: See `period_of`.
+        total: Layers of the whole model.
+        once: See `pattern`.
+        period: The same.
     """
-    total = depth_of(config)
-    once = int(getattr(_text(config), "first_k_dense_replace", 0) or 0)
     small = min(once + 2 * period, max(1, total - period))
     return small, small + period
 
 
-def period_of(setting: Setting, config: Any) -> int:
-    """After how many layers the pattern of a model's layers, and of those that are checkpointed, begins anew."""
-    text = _text(config)
-    kinds = [_ATTENTION.get(kind, kind) for kind in getattr(text, "layer_types", None) or []]
-    steps = [int(getattr(text, key, None) or 1) for key in ("decoder_sparse_step", "moe_layer_frequency")]
-    return math.lcm(_period(kinds), setting.every_n_layers, *steps)
+def pattern(layers: Sequence[torch.nn.Module], every: int = 1) -> tuple[int, int]:
+    """How many layers come once, and after how many of the others their pattern begins anew.
+
+    Layers are alike if they are made of the same modules with parameters of the same shapes: whether positions are
+    masked changes neither memory nor work.
+
+    Args:
+        every: Of so many layers one is checkpointed, which is part of the pattern.
+    """
+    seen: list[Any] = []
+    kinds = []
+    for kind in map(_kind, layers):
+        seen += [kind] * (kind not in seen)
+        kinds.append(seen.index(kind))
+    total = len(kinds)
+
+    def repeats(once: int, period: int) -> bool:
+        return kinds[once + period :] == kinds[once : total - period]
+
+    pairs = ((once, period) for once in range(total) for period in range(1, total - once + 1) if repeats(once, period))
+    once, period = min(pairs, key=lambda pair: (pair[0] + 2 * pair[1], pair), default=(0, 1))
+    return once, math.lcm(period, every)
+
+
+def _kind(layer: torch.nn.Module) -> Any:
+    return (
+        [(name, type(module).__name__) for name, module in layer.named_modules()],
+        [(name, parameter.shape) for name, parameter in layer.named_parameters()],
+    )
 
 
 def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
@@ -135,14 +157,6 @@ def _depth_key(text: Any) -> str:
     return next(key for key in (*keys, *_DEPTH_KEYS) if isinstance(getattr(text, key, None), int))
 
 
-def _period(kinds: list[str]) -> int:
-    """Length of the shortest pattern that repeats."""
-    for length in range(1, len(kinds)):
-        if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
-            return length
-    return 1
-
-
 def _shorten(config: Any, depth: int) -> None:
     text = _text(config)
     total = depth_of(config)
@@ -168,7 +182,9 @@ def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The decoder's layers, or where they are not marked as such, the longest list of modules."""
-    marked: list[Any] = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
+    # A model of several modes may have more layers for images than a shallow decoder has.
+    inside = model if model.config.is_encoder_decoder else model.get_decoder()
+    marked: list[Any] = [each for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
     repeated = [each for each in marked if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
     # In an encoder-decoder the decoder comes last.
     if model.config.is_encoder_decoder:

@@ -42,13 +42,16 @@ _LIBRARY.define("in_place_(Tensor(a!) tile) -> ()")
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    # The kernels lay out their result as they find the queries, mostly positions before heads, which makes joining the
+    # heads a view.
+    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _flash_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -123,14 +126,13 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, _, lse, _ = ctx.saved_tensors
         sums = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)
-        repeat = q.shape[1] // k.shape[1]
+        if k.shape[1] == q.shape[1]:
+            return *_OPS.flash_attn_backward(grads[0], q, k, v, lse), None
         # With fewer heads of keys and values each query head has gradients of its own, summed afterwards.
-        spread = [each.repeat_interleave(repeat, 1) if repeat > 1 else each for each in (k, v)]
-        dq, dk, dv = _OPS.flash_attn_backward(grads[0], q, *spread, lse)
-        del sums, spread
-        if repeat > 1:
-            dk = dk.unflatten(1, (-1, repeat)).sum(2)
-            dv = dv.unflatten(1, (-1, repeat)).sum(2)
+        spread = [each[:, :1].expand(-1, q.shape[1], -1, -1) for each in (k, v)]
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dq, *each_head = _OPS.flash_attn_backward(grads[0], q, *spread, lse)
+        del sums, each_head
         return dq, dk, dv, None
 
 
@@ -189,6 +191,7 @@ def installed(setting: Setting) -> Iterator[None]:
             attention = {"scaled_dot_product_attention": _scaled_dot_product_attention}
             stack.enter_context(_replaced(torch.nn.functional, **attention))
             stack.enter_context(_cuda_autocast())
+            stack.enter_context(_replaced(torch.nn.functional, dropout=_dropout))
         yield
 
 
@@ -216,6 +219,14 @@ def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
     if hasattr(module, "state"):
         return bnb.functional.int8_vectorwise_dequant(weight.data, module.state.SCB)
     return weight
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """GPUs keep a byte for every element; CPUs the factors, in the type of the input.
+
+    Source: `is_fused_kernel_acceptable` in ATen/native/Dropout.cpp.
+    """
+    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input
 
 
 def _tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -252,6 +263,11 @@ Source: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast
 """
 
 
+_FP32_INSIDE = ("sum", "prod", "cumsum")
+"""Those of them that convert while they read, without a copy (`AT_FORALL_FP32_SET_OPT_DTYPE` in ATen/autocast_mode.h).
+Softmax, which is there too, makes one of bf16."""
+
+
 @contextlib.contextmanager
 def _cuda_autocast() -> Iterator[None]:
     """Autocast as CUDA does it. The functions themselves are replaced: a mode of torch would not be active where the
@@ -266,6 +282,9 @@ def _cuda_autocast() -> Iterator[None]:
 def _in_fp32(function: Any) -> Any:
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu") and function.__name__ in _FP32_INSIDE:
+            low = isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
+            return function(*args, **({"dtype": torch.float32} | kwargs if low else kwargs))
         if torch.is_autocast_enabled("cpu"):
             args = tuple(_fp32(each) for each in args)
             kwargs = {key: _fp32(value) for key, value in kwargs.items()}
