@@ -32,7 +32,9 @@ def host(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) 
     parts = {"processes": float(local * (_CPU_PROCESS if on_cpu else _PROCESS))}
     if on_cpu:
         ranks = memory(recipe, layout, hardware, trace)
-        parts["tensors"] = float(ranks[0].allocated + (local - 1) * ranks[-1].allocated)
+        every = (ranks[0], *[ranks[-1]] * (local - 1))
+        parts["tensors"] = float(sum(each.allocated for each in every))
+        parts["fragmentation"] = sum(each.reserved.value - each.allocated for each in every)
     else:
         away = offloaded(recipe, types, trace, over, held, layout.gradient_accumulation_steps > 1)
         parts |= {name: local * value for name, value in away.items()}

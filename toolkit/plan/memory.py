@@ -19,10 +19,14 @@ Parts = dict[str, float]
 _FRAGMENTATION = (0.04, 0.01, 0.15)
 """Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place (`variables.py`)
 holes inside them remain; without, 12 to 22% were measured in the median."""
-_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (600, 450, 2000)}
+_KEPT = (1.0, 0.1, 1.6)
+"""On a CPU, freed memory that glibc keeps, as a share of what comes and goes in a step: 0.1 to 0.7 of it were measured
+after 8 steps, 1.4 after 72 with rows of many lengths. Of more than a GiB most is in blocks that it hands back at once
+(`process.prepare_process`)."""
+_CONTEXT = {"cuda": (520, 350, 800), "rocm": (600, 400, 1000), "cpu": (600, 450, 900)}
 """MiB that a process takes beside its tensors: the CUDA context with the kernels of torch and cuBLAS on an H100; on a
-CPU Python with torch, Transformers and TRL, of which the processes of a node share a part; at most also a GiB of freed
-memory that glibc keeps (`process.prepare_process`) and oneDNN's kernels for many lengths."""
+CPU Python with torch, Transformers and TRL, of which the processes of a node share a part; at most also oneDNN's
+kernels for many lengths."""
 _COLLECTIVES = {"cuda": (400, 150, 1000), "rocm": (400, 150, 1000), "cpu": (0, 0, 0)}
 """MiB of NCCL's channels and buffers, with more than one process."""
 _WORKSPACE, _OLDER_WORKSPACE = 2 * 4096 * 8 * 1024, 2 * (4096 * 2 + 16 * 8) * 1024
@@ -100,8 +104,12 @@ class _Ranks:
         sums = {phase: sum(parts.values()) for phase, parts in rounded.items()}
         peak = max(sums, key=lambda phase: sums[phase])
         allocated = sums[peak]
-        value, low, high = _FRAGMENTATION if self.kind != "cpu" else (0.0, 0.0, 0.0)
-        reserved = Range(value=allocated * (1 + value), low=allocated * (1 + low), high=allocated * (1 + high))
+        base, shares = allocated, _FRAGMENTATION
+        if self.kind == "cpu":
+            # Between steps, as after resuming, only states are there.
+            base, shares = min(allocated - sums.get("resume", 0), 2**30), _KEPT
+        value, low, high = (allocated + share * base for share in shares)
+        reserved = Range(value=value, low=low, high=high)
         several = self.layout.world_size > 1
         context = [
             (own + (shared if several else 0)) * 2**20
