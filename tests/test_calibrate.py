@@ -55,6 +55,15 @@ def test_plans_and_people_get_them(stored: Path, monkeypatch: pytest.MonkeyPatch
     assert device.title in text and "matrix products, bf16" in text and "of peak" in text
 
 
+def test_figures_that_cannot_be_kept_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
+    started = time.process_time()
+    with pytest.raises(NotADirectoryError):
+        calibrate(seconds=3)
+    assert time.process_time() - started < 1
+
+
 @pytest.mark.slow
 def test_several_processes_add_what_passes_between_them(stored: Path) -> None:
     before = yaml.safe_load(stored.read_text())

@@ -47,6 +47,16 @@ def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(folder: Path, capsy
     assert "Planned and measured" in report
 
 
+def test_a_finished_run_keeps_the_plan_it_was_measured_against(folder: Path) -> None:
+    assert main(["recipe=small"]) == 0
+    before = manifest(folder)
+
+    done = launch(folder, "recipe=small", processes=2)
+
+    assert done.returncode == 0 and "This run is finished" in done.stdout, done.stderr
+    assert manifest(folder) == before
+
+
 def test_the_host_memory_of_a_run_is_about_what_was_planned(folder: Path) -> None:
     done = launch(folder, "recipe=small")
 

@@ -34,6 +34,14 @@ def plain(text: plan_text.Text) -> str:
     return stream.getvalue()
 
 
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_the_phases_stay_apart_in_a_narrow_terminal(columns: int) -> None:
+    lines = plain(plan_text.plan_text(FITS, columns)).splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("Allocated by phase"))
+    assert len(lines[start + 1].split()) == len(FITS.memory[0].phases)
+    assert cell_len(lines[start + 1]) <= columns
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [

@@ -16,12 +16,12 @@ import torch
 from harness import ROOT
 from tiny import shrink, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, MarianConfig, T5Config
 
 from toolkit import facts
 from toolkit.model import add_method, load_model
 from toolkit.plan import traces
-from toolkit.plan.formulas import UnknownSize
+from toolkit.plan.formulas import UnknownSize, estimated
 from toolkit.plan.setting import Setting, setting_of
 from toolkit.plan.trace import Moment, Shape, Trace
 from toolkit.policy import BatchLayout, dtypes
@@ -181,6 +181,21 @@ def test_layers_may_differ_in_any_pattern() -> None:
     assert found.layer_elements[0] != found.layer_elements[6]
 
 
+@pytest.mark.parametrize("kind", [T5Config, MarianConfig])
+def test_encoder_decoders_of_any_make_are_traced(kind: Any) -> None:
+    """T5 leaves a parameter without a gradient; Marian needs a padding token that its own size has room for."""
+    size = {"vocab_size": 1000, "d_model": 64, "d_kv": 16, "num_layers": 4, "num_heads": 4, "decoder_start_token_id": 0}
+    layers = {"encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = kind(**size, pad_token_id=0, **(layers if kind is MarianConfig else {}))
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config)
+
+    values = {key: value for key, value in config.to_dict().items() if key != "pad_token_id"}
+    found = trace(setting(config=values, objective="seq2seq", layout="seq2seq", attention="sdpa"))
+
+    assert found.elements() == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_flops_are_those_of_the_paper() -> None:
     """Llama 3.1 8B at 4096 tokens: 2 FLOPs per weight of every matrix and token, attention 4 x hidden x length."""
     found = trace(setting())
@@ -248,6 +263,15 @@ def test_code_that_cannot_be_traced_is_estimated_and_says_so(tmp_path: Path, mon
     assert peak(found, shape, "forward") == pytest.approx(
         peak(traced, shape, "forward") - 2 * traced.elements(), rel=0.35
     )
+
+
+@pytest.mark.parametrize("kind", ["t5", "marian", "led"])
+def test_the_estimate_of_an_encoder_decoder_has_both(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        real = sum(each.numel() for each in AutoModelForSeq2SeqLM.from_config(config).parameters())
+    found = estimated(setting(config=config.to_dict(), objective="seq2seq", layout="seq2seq"), "")
+    assert found.elements() == pytest.approx(real, rel=1 / 3)
 
 
 def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: Any) -> None:

@@ -165,7 +165,8 @@ def _outlook(
     except UnknownSize as error:
         progress.message(error.what)
         return None
-    if folder:
+    # A finished run keeps the plan beside its measured figures, wherever it is asked for again.
+    if folder and not folder.finished:
         folder.update_manifest(plan=outlook.plan.model_dump(mode="json"))
     progress.message(outlook.text.plain)
     if not force:

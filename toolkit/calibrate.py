@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ def calibrate(seconds: float = 60.0) -> Path:
 
     Raises:
         UserError: If torch cannot use this machine's GPU.
+        OSError: If the figures cannot be kept; before anything is measured.
     """
     hardware = detect()
     on_gpu = hardware.device.kind != "cpu"
@@ -62,6 +64,10 @@ def calibrate(seconds: float = 60.0) -> Path:
             "install a build of torch that fits the driver; `toolkit doctor` shows both",
         )
     path = path_of(hardware.device.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # What cannot be kept need not be measured.
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
     before = load(path).model_dump() if path.is_file() else {}
     same = before.get("title") == hardware.device.title
     found: dict[str, Any]
@@ -77,7 +83,6 @@ def calibrate(seconds: float = 60.0) -> Path:
     facts = {"device": hardware.device.name, "title": hardware.device.title, "versions": _versions()}
     found |= facts | {"date": datetime.date.today().isoformat()}
     if leads:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         checked = Calibration.model_validate(found).model_dump(exclude_none=True)
         partial.write_text(yaml.safe_dump(checked, sort_keys=False, default_flow_style=None), encoding="utf-8")

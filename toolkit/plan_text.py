@@ -178,7 +178,8 @@ def _phases(memory: Memory, columns: int) -> Text:
     unit = view.Unit.of(memory.allocated)
     size = min(11, (columns - _NAME - 2) // max(len(phases), 1))
     text = Text(f"Allocated by phase, {unit.name}", "bold")
-    names = [{"evaluation": "eval"}.get(phase, phase) if size < 11 else phase for phase in phases]
+    short = {"evaluation": "eval", "forward": "fwd", "backward": "bwd", "resume": "resum"}
+    names = [phase if len(phase) < size else short.get(phase, phase) for phase in phases]
     text.append(f"\n  {'':<{_NAME}}" + "".join(f"{name:>{size}}" for name in names), "dim")
     for part, row in table.items():
         text.append(f"\n  {part:<{_NAME}}", "bold" if part == "allocated" else "")

@@ -20,7 +20,9 @@ class UnknownSize(UserError):
 
 
 def estimated(setting: Setting, note: str) -> Trace:
-    """A decoder with gated feed-forward layers and fused attention; within about a third of most real ones.
+    """A transformer with gated feed-forward layers and fused attention; within about a third of most real ones.
+
+    An encoder's layers count beside the decoder's, each of which attends to the encoder's output as well.
 
     What a layer keeps for the backward pass, per token: for each of two norms its input and its normalized form in
     fp32 and its output (10 bytes per element of the hidden size), queries, keys, values and their rotated forms, the
@@ -34,7 +36,9 @@ def estimated(setting: Setting, note: str) -> Trace:
         UnknownSize: If the config does not say how large the model is.
     """
     text = dict(facts.text_config(setting.config))
-    hidden, layers, vocab = (_find(text, *keys, default=0) for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
+    hidden, depth, vocab = (_find(text, *keys, default=0) for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
+    crossing = depth if facts.is_encoder_decoder(setting.config) else 0
+    layers = crossing + _find(text, *_ENCODER, default=depth) if crossing else depth
     if not (hidden and layers and vocab):
         raise UnknownSize(
             f"this model cannot be planned: its config states no hidden size, layers or vocabulary, and its code could "
@@ -42,27 +46,29 @@ def estimated(setting: Setting, note: str) -> Trace:
             "set model.path to a language model that Transformers can build",
         )
     inner = _find(text, *_INNER, default=4 * hidden)
-    heads = _find(text, "num_attention_heads", "n_head", default=max(1, hidden // 64))
-    head_dim = int(text.get("head_dim") or hidden // heads)
+    heads = _find(text, *_HEADS, default=max(1, hidden // 64))
+    head_dim = _find(text, "head_dim", "d_kv", default=hidden // heads)
     kv_heads = _find(text, "num_key_value_heads", default=heads)
     experts, active = facts.experts(setting.config)
     inner = int(text.get("moe_intermediate_size") or inner) if experts > 1 else inner
 
     wide, narrow = heads * head_dim, kv_heads * head_dim
+    attentions = layers + crossing
     linear = [
-        ((wide, hidden), 1), ((narrow, hidden), 2), ((hidden, wide), 1),
-        ((inner, hidden), 2 * experts), ((hidden, inner), experts),
+        ((wide, hidden), attentions), ((narrow, hidden), 2 * attentions), ((hidden, wide), attentions),
+        ((inner, hidden), 2 * experts * layers), ((hidden, inner), experts * layers),
     ]  # fmt: skip
     tensors = _tensors(setting, linear, hidden, layers, vocab)
     size = _BYTES[setting.autocast or setting.local]
-    kept = 20 * hidden + size * (2 * wide + 2 * narrow + 2 * wide + 4 * inner * active + 2 * hidden)
+    often = attentions / layers
+    kept = 20 * hidden + size * (often * (4 * wide + 2 * narrow) + 4 * inner * active + 2 * hidden)
     between = size * hidden
     recomputes = setting.checkpointing in ("full", "selective", "offload")
     stays = between if recomputes and setting.checkpointing != "offload" else 0 if recomputes else kept
     activations = Amount((0.0, float(kept if recomputes else between), 0.0), (0.0, float(stays), 0.0))
     logits = Amount((0.0, float(12 * hidden), 0.0))
-    matrices = wide * hidden * 2 + narrow * hidden * 2 + 3 * inner * hidden * active
-    forward = _pass(2.0 * matrices, 4.0 * wide, 6.0 * kept, vocab * hidden * 2.0)
+    matrices = often * (wide + narrow) * hidden * 2 + 3 * inner * hidden * active
+    forward = _pass(2.0 * matrices, often * 4.0 * wide, 6.0 * kept, vocab * hidden * 2.0)
     times = 2.0 if setting.method["name"] == "full" else 1.0
     again = 1.0 if recomputes else 0.0
     trained = sum(each.numel * each.count * _BYTES[setting.local] for each in tensors if each.trained)
@@ -94,7 +100,9 @@ def estimated(setting: Setting, note: str) -> Trace:
 
 
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
-_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_LAYERS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_ENCODER = ("encoder_layers", "num_layers")
+_HEADS = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
 _INNER = ("intermediate_size", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_dim")
 
 
@@ -113,14 +121,14 @@ def _tensors(
     tensors = [Tensors("embeddings", (vocab, hidden), 1, full, "base")]
     if not setting.config.get("tie_word_embeddings", True):
         tensors.append(Tensors("head", (vocab, hidden), 1, full, "base"))
-    tensors += [Tensors("layer", shape, count * layers, full, kind) for shape, count in linear]
+    tensors += [Tensors("layer", shape, count, full, kind) for shape, count in linear]
     tensors += [Tensors("layer", (hidden,), 2 * layers, full, "base"), Tensors("other", (hidden,), 1, full, "base")]
     if not full:
         rank = int(setting.method["r"])
         for (rows, columns), count in linear:
             tensors += [
-                Tensors("layer", (rank, columns), count * layers, True, "adapter"),
-                Tensors("layer", (rows, rank), count * layers, True, "adapter"),
+                Tensors("layer", (rank, columns), count, True, "adapter"),
+                Tensors("layer", (rows, rank), count, True, "adapter"),
             ]
     return tuple(tensors)
 

@@ -27,6 +27,8 @@ _LAUNCH = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RA
 """Beginnings of the variables by which launchers speak to the processes they start."""
 _found: dict[str, Trace] = {}
 """Traces by key that have been read: advice asks for the same one again and again."""
+_too_long: dict[str, str] = {}
+"""Why an architecture's code is not traced in time: in another setting it takes as long."""
 
 
 def find(setting: Setting) -> Trace | None:
@@ -52,7 +54,12 @@ def obtain(setting: Setting) -> Trace:
         # Another process may have made it while this one waited.
         known = find(setting)
         if known is None:
+            architecture = setting.architecture()
+            if architecture in _too_long:
+                return estimated(setting, _too_long[architecture])
             answer = ask({"trace": dataclasses.asdict(setting)})
+            if answer.get("error", "").startswith(TimeoutError.__name__):
+                _too_long[architecture] = answer["error"]
             if "error" in answer:
                 return estimated(setting, answer["error"])
             known = Trace.from_json(answer["trace"])

@@ -59,6 +59,7 @@ class Ledger(TorchDispatchMode):
         known: Tensors that live all the time (parameters, buffers, the batch), which are not counted.
         weights: Parameters, whose copies in another dtype count as `casts`.
         on_gpu: Whether to count what a GPU would hold, whose allocator rounds every tensor up.
+        chunked: Whether the batch has more tokens than the loss works on at a time.
         deadline: Of `time.process_time`. A model may go through its tokens one by one.
 
     Raises:
@@ -70,9 +71,11 @@ class Ledger(TorchDispatchMode):
         known: Iterable[torch.Tensor],
         weights: Iterable[torch.Tensor],
         on_gpu: bool = False,
+        chunked: bool = False,
         deadline: float = math.inf,
     ) -> None:
         super().__init__()
+        self._chunked = chunked
         self._deadline = deadline
         self._on_gpu = on_gpu
         self._granularity = _CUDA_GRANULARITY if on_gpu else 1
@@ -143,7 +146,7 @@ class Ledger(TorchDispatchMode):
         if self.place != "head":
             return CATEGORIES.index("activations")
         # The loss's buffer for logits, and its copy of the hidden states that belong to them; the last may be shorter.
-        new = outputs if name.startswith(("aten::empty", "aten::_to_copy")) else []
+        new = outputs if self._chunked and name.startswith(("aten::empty", "aten::_to_copy")) else []
         chunk = any(each.ndim == 2 and len(each) <= CHUNK for each in new)
         return CATEGORIES.index("chunks" if chunk else "logits")
 

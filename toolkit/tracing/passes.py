@@ -14,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.attention import keep_attention
 from toolkit.plan.setting import Setting
+from toolkit.plan.trace import CHUNK
 from toolkit.policy.arguments import checkpointing_kwargs
 from toolkit.recipe.schema import ActivationCheckpointing
 from toolkit.tracing.ledger import Ledger, Timeline
@@ -55,7 +56,8 @@ def run(
     with fake:
         inputs = _inputs(setting, batch, length)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *_tensors(inputs)]
-        ledger = Ledger(persistent, model.parameters(), setting.device == "cuda", deadline)
+        chunked = batch * length > CHUNK
+        ledger = Ledger(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
         timelines: dict[str, Timeline] = {}
         with _watched(shallow, ledger, period) as boundary, ledger:
             for suffix in ("", "+"):
@@ -182,11 +184,14 @@ def _watched(shallow: Shallow, ledger: Ledger, period: int) -> Iterator[list[int
             )
         )
         handles.append(layer.register_forward_hook(lambda module, args, output, index=index: after(index, output)))
+
+    def made(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # T5 gives parameters to autograd that end up without.
+            ledger.move(parameter.grad, "gradients")
+
     for parameter in shallow.model.parameters():
         if parameter.requires_grad:
-            handles.append(
-                parameter.register_post_accumulate_grad_hook(lambda parameter: ledger.move(parameter.grad, "gradients"))
-            )
+            handles.append(parameter.register_post_accumulate_grad_hook(made))
     try:
         yield boundary
     finally:

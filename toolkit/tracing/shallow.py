@@ -50,9 +50,10 @@ def load_config(setting: Setting) -> Any:
     # Transformers completes nested settings, such as those of rotary embeddings, in place.
     config = AutoConfig.for_model(**copy.deepcopy(values))
     text = config.get_text_config(decoder=True)
-    if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
-        # Phi-3's default, where settings leave the model's own out: they change no memory.
-        text.pad_token_id = None
+    for each in (config, text):  # An encoder-decoder's second one is a copy.
+        if (getattr(each, "pad_token_id", None) or 0) >= text.vocab_size:
+            # The default of Phi-3 or Marian, where settings leave the model's own out: they change no memory.
+            each.pad_token_id = 0
     return config
 
 
