@@ -95,6 +95,23 @@ def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkey
     assert first.kind == "as asked" and first.fits == "yes" and "activation_checkpointing.mode" in first.changes
 
 
+@pytest.mark.parametrize(("name", "kept"), [("t4", 2 * 8.125 * 2**20), ("a100", 2 * 8.125 * 2**20), ("h200", 2**26)])
+def test_a_gpu_keeps_workspaces_of_its_generation(name: str, kept: float) -> None:
+    answered = make_plan(recipe(precision="fp16"), "any", find(name), config=CONFIG, tracer=trace, advice=False)
+    assert answered.memory[0].phases["backward"]["workspace"] == kept
+
+
+@pytest.mark.parametrize("length", [128, 4096])
+def test_a_cpu_keeps_what_comes_and_goes_up_to_a_gib(length: int) -> None:
+    asked = recipe(batch={"seq_len": length, "micro_batch_size": 1}, precision="fp32", method={"name": "lora"})
+    answered = make_plan(asked, "any", find("cpu"), config=CONFIG, tracer=trace, advice=False)
+    (rank,) = answered.memory
+    goes = rank.allocated - sum(rank.phases["resume"].values())
+    assert (goes < GIB) == (length == 128)
+    assert answered.host.parts["fragmentation"] == pytest.approx(min(goes, GIB), abs=2)
+    assert answered.host.peak == pytest.approx(rank.total.value, abs=4)
+
+
 def test_why_there_is_no_trace_is_said_in_a_few_lines() -> None:
     error = "ValueError: unknown model type, should be one of " + ", ".join(f"model_{each}" for each in range(300))
     plan = make_plan(

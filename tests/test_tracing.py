@@ -27,6 +27,8 @@ from toolkit.plan.trace import Moment, Shape, Trace
 from toolkit.policy import BatchLayout, dtypes
 from toolkit.recipe import Recipe
 from toolkit.tracing import measure, passes, standins, trace
+from toolkit.tracing.__main__ import _resolves as resolves
+from toolkit.tracing.ledger import Ledger
 from toolkit.tracing.shallow import Shallow, _layers
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
@@ -272,6 +274,34 @@ def test_the_estimate_of_an_encoder_decoder_has_both(kind: str) -> None:
         real = sum(each.numel() for each in AutoModelForSeq2SeqLM.from_config(config).parameters())
     found = estimated(setting(config=config.to_dict(), objective="seq2seq", layout="seq2seq"), "")
     assert found.elements() == pytest.approx(real, rel=1 / 3)
+
+
+def test_a_gpu_is_spared_what_only_watching_allocates() -> None:
+    def live_at_the_sum(on_gpu: bool) -> int:
+        x = torch.randn(2**16, requires_grad=True)
+        ledger = Ledger([x], [], on_gpu)
+        timeline = ledger.begin()
+        with ledger:
+            (x.sin() + x.cos()).sum().backward()
+        return sum(timeline.live[len(timeline.names) - 1 - timeline.names[::-1].index("aten::add.Tensor")])
+
+    assert live_at_the_sum(on_gpu=False) - live_at_the_sum(on_gpu=True) == pytest.approx(4 * 2**16, rel=0.01)
+
+
+def test_dropout_on_a_gpu_keeps_a_byte_for_each_element() -> None:
+    x = torch.ones(8, requires_grad=True)
+    with standins.installed(setting()):
+        dropped = torch.nn.functional.dropout(x, 0.5)
+
+    assert dropped.grad_fn and dropped.grad_fn._saved_result1.dtype == torch.bool
+
+
+def test_a_hub_whose_name_is_not_known_is_not_waited_for(monkeypatch: Any) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    assert not resolves("https://hub.invalid")
+    assert resolves("http://localhost")
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
+    assert resolves("https://hub.invalid")
 
 
 def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: Any) -> None:

@@ -123,10 +123,9 @@ class _Bench:
         memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
         # A CPU is some thousand times slower; a GPU of a few GiB takes less at once.
         self.scale = 1 if on_gpu and memory > 12 * 2**30 else 4 if on_gpu else 16
-        dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
-        self.dtypes = dtypes
+        self.dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
         # Three sizes of product per dtype, three lengths of attention, and five others.
-        self.each = seconds / (3 * len(dtypes) + 3 + 5)
+        self.each = seconds / (3 * len(self.dtypes) + 3 + 5)
 
     def measure(self) -> dict[str, object]:
         """All figures of `Calibration` that one process can know, and why others are missing."""
