@@ -38,7 +38,7 @@ test-fast: venv
 
 # Every engine in every combination, on all GPUs of this machine or on two CPU processes; prints the figures.
 matrix: venv
-	$(BIN)/python -m pytest tests/test_matrix.py -m "matrix or not matrix"
+	$(BIN)/python -m pytest tests/whole/test_matrix.py -m "matrix or not matrix"
 
 lint: venv
 	$(BIN)/ruff check .
@@ -46,10 +46,11 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/toolkit render --check
+	$(BIN)/python scripts/strategies_doc.py --check
 
 # The traces that are shipped, for new models, recipes or versions of what is traced: about half an hour on two cores.
 traces: venv
-	$(BIN)/python -m toolkit.tracing --ship
+	$(BIN)/python scripts/ship_traces.py
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -57,13 +57,13 @@ def model(name: str, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from toolkit import facts
+    from toolkit.recipe import model_configs
 
     logging.disable_progress_bar()
     origin, changes = SHAPES[name]
     tokens = _tokenizer()
     special = {"bos_token_id": None, "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
-    config = AutoConfig.for_model(**{**facts.bundled()[origin].config, **changes, **special})
+    config = AutoConfig.for_model(**{**model_configs.bundled()[origin].config, **changes, **special})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 import material  # noqa: E402
 
-from toolkit.hardware import this_machine  # noqa: E402
-from toolkit.hardware.calibration import path_of  # noqa: E402
+from toolkit.planner.hardware import this_machine  # noqa: E402
+from toolkit.planner.hardware.calibration import path_of  # noqa: E402
 
 GIB = 2**30
 GOALS: dict[str, tuple[float | None, float | None]] = {

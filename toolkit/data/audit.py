@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.errors import UserError
+from toolkit.common import UserError
 
 Audit = dict[str, Any]
 Figures = dict[str, NDArray[Any]]
@@ -82,7 +80,7 @@ def find_problems(audit: Audit) -> list[dict[str, str]]:
     for name, part in (("training", train), ("held-out", held_out)):
         if part is not None and part["over_long"]["rows"]:
             found += _over_long(name, part, audit["kinds"])
-    untrained = _untrained(audit)
+    untrained = untrained_rows(audit)
     seen = train["rows"] + untrained
     action = train["over_long"]["action"]
     if not train["rows"]:
@@ -148,7 +146,7 @@ def _over_long(name: str, part: Audit, kinds: list[str]) -> list[dict[str, str]]
         return []
     sizes = part["lengths"]["percentiles"]
     what = (
-        f"{part['over_long']['rows']:,} of {_seen(part):,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
+        f"{part['over_long']['rows']:,} of {seen_rows(part):,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
         f"the longest has {sizes['max']:,} tokens ({part['longest']})"
     )
     change = f"raise `batch.seq_len` (99% of the rows have at most {sizes['p99']:,} tokens)"
@@ -185,87 +183,12 @@ def check_batch(audit: Audit, global_batch_size: int) -> Audit:
     return audit | {"problems": [*audit["problems"], problem]}
 
 
-def render(audit: Audit, width: int | None = None) -> str:
-    """The audit as plain text.
-
-    Args:
-        audit: The figures.
-        width: Columns; by default those of the terminal, at most 100.
-    """
-    width = width or min(100, shutil.get_terminal_size((100, 24)).columns)
-    name_width = max(width - 55, 12)
-    lines = [f"{'data':<{name_width}} {'format':<17} {'read':>9} {'used':>9} {'repeats':>7} {'share':>8}"]
-    for source in audit["sources"]:
-        name = source["path"] if source["split"] == "train" else f"{source['path']} [{source['split']}]"
-        name = name if len(name) <= name_width else f"…{name[1 - name_width :]}"
-        share = f"{source['share']:.1%}" if source["role"] == "train" else "held out"
-        lines.append(
-            f"{name:<{name_width}} {source['format']:<17} {source['rows']:>9,} {source['used_rows']:>9,} "
-            f"{source['repeats']:>7.2f} {share:>8}"
-        )
-        if unused := source["unused_columns"]:
-            more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
-            lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
-    lines.append("")
-    for role in ("train", "eval"):
-        if (part := audit[role]) is not None:
-            trained_share = part["trained_tokens"] / max(part["tokens"], 1)
-            lines.append(
-                f"{role:<6} {part['rows']:,} rows, {part['tokens']:,} tokens, "
-                f"{part['trained_tokens']:,} trained ({trained_share:.1%})"
-            )
-    for detail in _details(audit):
-        lines += _wrap(detail, width)
-    lines += ["", f"{'tokens per row':<20} {'rows':>9}"]
-    histogram = audit["train"]["lengths"]["histogram"]
-    most = max((bucket["rows"] for bucket in histogram), default=1) or 1
-    for bucket in histogram:
-        bar = "█" * round((width - 32) * bucket["rows"] / most) or ("▏" if bucket["rows"] else "")
-        span = f"{bucket['from']:,} to {bucket['to']:,}"
-        lines.append(f"{span:<20} {bucket['rows']:>9,} {bar}".rstrip())
-    percentiles = audit["train"]["lengths"]["percentiles"]
-    lines.append("  ".join(f"{name} {value:,}" for name, value in percentiles.items()))
-    for problem in audit["problems"]:
-        lines += _wrap(f"{problem['level']}: {problem['what']}", width)
-        lines += _wrap(f"  → {problem['change']}", width, indent="    ")
-    return "\n".join(lines)
-
-
-def _details(audit: Audit) -> list[str]:
-    train = audit["train"]
-    template = audit["chat_template"]
-    needed = "" if template["needed"] else " (not needed for these rows)"
-    lines = [
-        f"chat template: {template['source']}{needed}",
-        f"longer than {train['over_long']['seq_len']:,} tokens: {_over_long_share(train)} of the training rows"
-        + (f", {_over_long_share(audit['eval'])} of the held-out rows" if audit["eval"] else "")
-        + f" (`over_long: {train['over_long']['action']}`)",
-        f"rows without a trained token: {_untrained(audit):,}",
-        f"stop token trained in {train['stop_trained_rows'] / max(train['rows'], 1):.1%} of rows",
-        f"duplicate rows: {audit['duplicates']:,}{' (dropped)' if audit['deduplicate'] else ''}"
-        f"; in train and eval: {audit['in_train_and_eval']:,}",
-    ]
-    if packing := audit["packing"]:
-        lines.append(f"packed into {packing['rows']:,} sequences, {packing['efficiency']:.1%} filled")
-    if audit["scope"]:
-        lines.append(f"figures of {audit['scope']} only: the data is streamed")
-    return lines
-
-
-def _over_long_share(part: Audit) -> str:
-    return f"{part['over_long']['rows']:,} ({part['over_long']['rows'] / max(_seen(part), 1):.1%})"
-
-
-def _seen(part: Audit) -> int:
+def seen_rows(part: Audit) -> int:
     """Rows of one side with those that are left out."""
     return sum(bucket["rows"] for bucket in part["lengths"]["histogram"])
 
 
-def _untrained(audit: Audit) -> int:
+def untrained_rows(audit: Audit) -> int:
     """Training rows that have nothing to learn from."""
     empty = sum(source["empty_rows"] for source in audit["sources"] if source["role"] == "train")
     return empty + int(audit["train"]["untrained_rows"])
-
-
-def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)

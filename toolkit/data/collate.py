@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from toolkit.data.templates import IGNORE
+from toolkit.data.encode import IGNORE
 
 if TYPE_CHECKING:
     from peft import PeftModel

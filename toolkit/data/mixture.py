@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.errors import UserError
+from toolkit.common import UserError
 
 Indices = NDArray[np.int64]
 

@@ -17,18 +17,17 @@ from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.cache import build_once, cache_dir
+from toolkit.common import UserError, build_once, cache_dir
 from toolkit.data import audit as auditing
+from toolkit.data.encode import Encoder
 from toolkit.data.mixture import Indices, mix
-from toolkit.data.packing import pack
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text, from_json
 from toolkit.data.sources import Reader, open_source
+from toolkit.data.statistics import Counted, record
 from toolkit.data.streaming import AUDITED_ROWS, stream
-from toolkit.data.tables import Cutter, Use, collect, tokenise
-from toolkit.data.templates import Encoder
-from toolkit.errors import UserError
-from toolkit.plan.counted import Counted, record
-from toolkit.recipe.schema import Recipe, Source
+from toolkit.data.tokenization import Cutter, Use, collect, pack, tokenise
+from toolkit.recipe import Recipe
+from toolkit.recipe.schema import Source
 
 CODE_VERSION = 1
 """Raise when the same data and settings would give other tokens than before."""

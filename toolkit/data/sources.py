@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import datasets
 import xxhash
 
-from toolkit.data import files
-from toolkit.errors import UserError
+from toolkit.common import UserError
+from toolkit.data import readers
 from toolkit.recipe.schema import Source
 
 RawRow = tuple[str, dict[str, Any]]
@@ -96,11 +96,11 @@ class _Local:
             if self.streaming:
                 digest.update(f"{status.st_mtime_ns}\n".encode())
             else:
-                files.update_hash(digest, path)
+                readers.update_hash(digest, path)
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:
-        rows = itertools.chain.from_iterable(files.read(path) for path in self.paths)
+        rows = itertools.chain.from_iterable(readers.read(path) for path in self.paths)
         yield from _limited(rows, self.source)
 
 
@@ -125,7 +125,7 @@ class _Builtin:
                 f"`{self.source.path}` has only the split `train`, not `{self.source.split}`",
                 "hold a fraction out with `data.eval_split: 0.1`",
             )
-        from toolkit.builtin import docstring_rows
+        from toolkit.data.builtin import docstring_rows
 
         return docstring_rows()
 
@@ -151,7 +151,7 @@ class _Hub:
                 revision=source.revision,
                 streaming=self.streaming,
             )
-            rows = ((f"{source.path} row {n}", files.without_nulls(row)) for n, row in enumerate(dataset, 1))
+            rows = ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in enumerate(dataset, 1))
             yield from _limited(rows, source)
 
 
@@ -192,7 +192,7 @@ def _local_files(source: Source) -> list[Path] | None:
             "name a hub data set by its id (`owner/name`), or download the file and name its local path",
         )
     if path.is_file():
-        files.kind(path)
+        readers.kind(path)
         if source.split not in ("train", split_of(path.name)):
             raise UserError(
                 f"data source `{source.path}` is one file and has no split `{source.split}`",
@@ -210,11 +210,11 @@ def _local_files(source: Source) -> list[Path] | None:
     else:
         raise _missing(source, path)
     named = (p for p in candidates if p.is_file() and not NOT_DATA.fullmatch(p.name))
-    found = sorted(p for p in named if files.kind(p, strict=False))
-    if any(files.kind(p) != "text" for p in found):
-        found = [p for p in found if files.kind(p) != "text"]
+    found = sorted(p for p in named if readers.kind(p, strict=False))
+    if any(readers.kind(p) != "text" for p in found):
+        found = [p for p in found if readers.kind(p) != "text"]
     if not found:
-        raise UserError(f"no data files at `{source.path}`", f"accepted are {files.ACCEPTED}")
+        raise UserError(f"no data files at `{source.path}`", f"accepted are {readers.ACCEPTED}")
     return _of_split(source, {p: str(p.relative_to(root)) for p in found})
 
 
@@ -250,7 +250,7 @@ def _names_hub_data(given: str, path: Path) -> bool:
     """Whether a path where nothing is can be the id of a hub data set, and not a mistyped file."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", given):
         return False
-    return files.kind(path, strict=False) is None if len(path.parts) == 1 else not path.parent.is_dir()
+    return readers.kind(path, strict=False) is None if len(path.parts) == 1 else not path.parent.is_dir()
 
 
 def _missing(source: Source, path: Path) -> UserError:

@@ -8,11 +8,11 @@ from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, interleave_datasets
 
-from toolkit.data.packing import pack
+from toolkit.common import UserError
 from toolkit.data.sources import Reader
-from toolkit.data.tables import Cutter, Use, is_empty, shaped
-from toolkit.errors import UserError
-from toolkit.recipe.schema import Recipe, Source
+from toolkit.data.tokenization import Cutter, Use, is_empty, pack, shaped
+from toolkit.recipe import Recipe
+from toolkit.recipe.schema import Source
 
 AUDITED_ROWS = 1000
 """The audit of a stream sees so many rows of every source."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.recipe.problems import Problem, RecipeError, did_you_mean
+from toolkit.recipe.errors import Problem, RecipeError, did_you_mean
 from toolkit.recipe.schema import sections
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")

@@ -12,8 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
 from toolkit.recipe.files import NAME, locate, options
-from toolkit.recipe.problems import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 
 _INSTEAD = {

@@ -11,34 +11,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from toolkit.recipe.section import PositiveInt, Section
-from toolkit.recipe.strategy import Strategy
+from toolkit.recipe.sections import (
+    ActivationCheckpointing,
+    Batch,
+    Checkpoint,
+    Evaluation,
+    Logging,
+    Method,
+    Optimizer,
+    Output,
+    PositiveInt,
+    Schedule,
+    Section,
+    Strategy,
+)
 
-OPTIMIZERS = (
-    # Short names of the field first, then what Transformers' Trainer offers under its own names.
-    *("adamw", "lion"),
-    *("adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_anyprecision"),
-    *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_8bit", "adamw_bnb_8bit"),
-    *("paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit"),
-    *("paged_ademamix_8bit", "sgd", "adagrad", "adafactor", "lion_32bit", "lion_8bit", "paged_lion_32bit"),
-    *("paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-    *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise"),
-    *("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"),
-    *("lomo", "adalomo", "grokadamw", "stable_adamw"),
-    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-)
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-)
 ATTENTION_BACKENDS = (
     "auto",
     "eager",
@@ -50,11 +37,6 @@ ATTENTION_BACKENDS = (
     "flash_attention_4",
 )
 ROW_FORMATS = ("auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "source_target")
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Scalar = bool | int | float | str
-# Names of a Python function's arguments; never `_target_`, which other tools take for code to run.
-Arguments = dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Scalar]
 
 
 class Model(Section):
@@ -159,167 +141,6 @@ class Data(Section):
     def _complete(self, source: Source) -> Source:
         defaults = {"format": self.format, "columns": self.columns}
         return source.model_copy(update={k: v for k, v in defaults.items() if getattr(source, k) is None})
-
-
-class Method(Section):
-    """Which parameters are trained, and how the frozen ones are stored."""
-
-    main_key: ClassVar[str | None] = "name"
-
-    name: Literal["full", "lora"] = "full"
-    """All parameters, or low-rank adapters. QLoRA is `lora` with `quantization: nf4` (group `method: qlora`)."""
-    r: PositiveInt = 16
-    """Rank of the adapters."""
-    lora_alpha: Annotated[float, Field(gt=0)] = 32
-    """Scale of the adapters: updates are multiplied by lora_alpha / r (by lora_alpha / sqrt(r) with rsLoRA)."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input."""
-    target_modules: str | list[str] = "all-linear"
-    """`all-linear` (without the output head), or a list of module names."""
-    modules_to_save: list[str] = []
-    """Modules trained in full beside the adapters, e.g. `[embed_tokens, lm_head]`."""
-    use_rslora: bool = False
-    """Rank-stabilised scaling (Kalajdzievski 2023)."""
-    use_dora: bool = False
-    """Weight-decomposed adapters (Liu et al. 2024)."""
-    quantization: Literal["none", "nf4", "int8"] = "none"
-    """Storage of the frozen base: 4-bit NormalFloat (QLoRA) or 8-bit integers."""
-    double_quantization: bool = True
-    """With nf4, quantize the quantization constants too (0.37 bits per parameter less)."""
-    freeze: list[str] = []
-    """Full fine-tuning: parameters whose names match one of these patterns (`model.embed_tokens.*`) stay fixed."""
-
-
-class Optimizer(Section):
-    """The update rule. Norm weights and biases are never decayed."""
-
-    main_key: ClassVar[str | None] = "name"
-
-    name: Literal[OPTIMIZERS] = "adamw"  # type: ignore[valid-type]
-    """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion; all other names are those of Transformers' Trainer."""
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment (Adam and Lion families)."""
-    beta2: Fraction = 0.999
-    """Decay of the second moment (Adam and Lion families)."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator (Adam family)."""
-    momentum: Fraction = 0.9
-    """Momentum of SGD."""
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are clipped to this norm; 0 switches clipping off."""
-    args: Arguments = {}
-    """Further arguments of the chosen optimizer, by its own names."""
-
-
-class Schedule(Section):
-    """How long training lasts and how the learning rate moves."""
-
-    main_key: ClassVar[str | None] = "name"
-
-    name: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
-    """Shape of the learning rate after warm-up."""
-    num_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training rows; 1 if neither this nor `max_steps` is set."""
-    max_steps: PositiveInt | None = None
-    """Optimizer steps, instead of `num_epochs`."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Steps of linear warm-up."""
-    warmup_ratio: Fraction | None = None
-    """Warm-up as a share of all steps, instead of `warmup_steps`."""
-    args: Arguments = {}
-    """Further arguments of the schedule, e.g. `{min_lr_rate: 0.1}`."""
-
-
-class Batch(Section):
-    """How many tokens make a step. Gradient accumulation follows from the number of processes."""
-
-    main_key: ClassVar[str | None] = "global_batch_size"
-
-    seq_len: PositiveInt = 2048
-    """Longest sequence in tokens; with packing the length of every sequence."""
-    global_batch_size: PositiveInt | None = None
-    """Sequences per optimizer step over all processes; 16 if `tokens_per_step` is not set either."""
-    tokens_per_step: PositiveInt | None = None
-    """The same in tokens: global_batch_size x seq_len."""
-    micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Sequences per process and forward pass; by default as many as stay within 16,384 tokens. `auto`: the number that
-    is fastest by the plan and fits."""
-
-    @property
-    def sequences_per_step(self) -> int:
-        """The global batch in sequences, however it is stated."""
-        return self.global_batch_size or max(1, (self.tokens_per_step or 16 * self.seq_len) // self.seq_len)
-
-
-class ActivationCheckpointing(Section):
-    """Trades compute for memory: activations are recomputed, or moved to the host, for the backward pass."""
-
-    main_key: ClassVar[str | None] = "mode"
-
-    mode: Literal["none", "full", "selective", "offload", "auto"] = "none"
-    """`full` recomputes layers, `selective` keeps attention outputs and recomputes the rest, `offload` recomputes
-    layers and holds their inputs in host memory. `auto`: the fastest by the plan that fits."""
-    every_n_layers: PositiveInt = 1
-    """With `full` and `offload`, checkpoint only every n-th layer."""
-
-
-class Checkpoint(Section):
-    """What is saved during training, and where training continues."""
-
-    save_steps: PositiveInt | None = None
-    """Save every so many steps."""
-    save_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Save every so many epochs, instead of `save_steps`."""
-    save_total_limit: PositiveInt = 2
-    """Keep only the newest checkpoints."""
-    resume: str = "auto"
-    """`auto` continues this recipe's run where it stopped; `never` starts a new run folder; or the path of a
-    checkpoint."""
-
-
-class Evaluation(Section):
-    """Held-out loss and perplexity, and what the model says."""
-
-    at_start: bool = True
-    """Evaluate before the first step."""
-    every_steps: PositiveInt | None = None
-    """Evaluate every so many steps, and always at the end."""
-    batch_size: PositiveInt | None = None
-    """Sequences per process and forward pass; by default the training's micro-batch."""
-    prompts: list[str] = []
-    """Prompts answered before and after training; by default the first held-out rows'."""
-    num_prompts: Annotated[int, Field(ge=0)] = 3
-    """How many prompts are answered before and after training."""
-    max_new_tokens: PositiveInt = 64
-    """Longest answer."""
-    generation_metrics: bool = False
-    """For `objective: seq2seq`: generate on the held-out rows and report BLEU, chrF and exact match."""
-    num_beams: PositiveInt = 1
-    """Beams when generating for metrics."""
-
-
-class Logging(Section):
-    """What is reported while training. `metrics.jsonl` in the run folder is always written."""
-
-    every_steps: PositiveInt = 1
-    """Write metrics every so many steps."""
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Experiment trackers to report to as well."""
-
-
-class Output(Section):
-    """Where the run folder is written."""
-
-    main_key: ClassVar[str | None] = "dir"
-
-    dir: str = "runs"
-    """Folder of run folders."""
-    name: str | None = None
-    """Name of the run folder; by default the recipe's name."""
 
 
 class Recipe(Section):

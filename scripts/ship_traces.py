@@ -1,0 +1,114 @@
+"""Remakes the traces that are shipped: the models of shipped recipes, in the settings that recipes and advice need."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.common import in_a_line, quiet_libraries
+from toolkit.distributed import batch_layout, dtypes
+from toolkit.models import attention
+from toolkit.planner.trace.fit import trace
+from toolkit.planner.trace.store import SHIPPED
+from toolkit.planner.trace.types import Setting, setting_of
+from toolkit.recipe import Recipe, list_recipes, load, model_configs, shipped_recipes
+from toolkit.recipe.rules import check
+
+_METHODS: tuple[Mapping[str, Any], ...] = (
+    {"name": "full"},
+    {"name": "lora"},
+    {"name": "lora", "quantization": "nf4"},
+)
+_MODES: tuple[Mapping[str, Any], ...] = ({"mode": "none"}, {"mode": "full"})
+_MORE_MODES: tuple[Mapping[str, Any], ...] = (
+    {"mode": "full", "every_n_layers": 2},
+    {"mode": "selective"},
+    {"mode": "offload"},
+)
+"""Only with the method that a recipe asks for."""
+_STRATEGIES = ("ddp", "zero2")
+"""Autocast over fp32 masters, and 16-bit parameters."""
+_ON_CPU = "builtin:"
+_OLD, _NEW = "7.5", "9.0"
+
+
+def settings() -> dict[str, Setting]:
+    """Key to setting: every shipped recipe as it stands, and the variants of it that advice considers."""
+    found: dict[str, Setting] = {}
+    for recipe, variants in _recipes():
+        config = model_configs.config_of(recipe.model)
+        assert config is not None, "the models of shipped recipes are bundled"
+        devices: list[str | None] = [_NEW, _OLD] if not recipe.model.path.startswith(_ON_CPU) else [_NEW, _OLD, None]
+        for capability in devices:
+            for variant in (recipe, *(variants if capability != _OLD else ())):
+                backend = attention.planned(variant.model.attention, config, dtypes(variant).compute, capability)
+                device = "cuda" if capability else "cpu"
+                each = setting_of(variant, config, device, backend, batch_layout(variant, 1))
+                found[each.key()] = each
+    return found
+
+
+def ship(folder: Path = SHIPPED) -> Iterator[str]:
+    """Writes one file for each architecture, leaving out traces that are there already; yields what was done."""
+    wanted: dict[str, dict[str, Setting]] = {}
+    for key, each in settings().items():
+        wanted.setdefault(each.architecture(), {})[key] = each
+    folder.mkdir(exist_ok=True)
+    for file in folder.glob("*.json.gz"):
+        if file.name.removesuffix(".json.gz") not in wanted:
+            file.unlink()
+    for architecture, group in sorted(wanted.items()):
+        file = folder / f"{architecture}.json.gz"
+        there = json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else {}
+        traces = {key: there[key] for key in group if key in there}
+        for key in sorted(group.keys() - traces.keys()):
+            try:
+                traces[key] = trace(group[key]).to_json()
+            except Exception as error:
+                yield f"{group[key].config['model_type']}: {in_a_line(error)}"
+            _write(file, traces)
+        _write(file, traces)
+        yield f"{file.name}: {len(traces)} traces of {next(iter(group.values())).config['model_type']}"
+
+
+def _write(file: Path, traces: Mapping[str, Any]) -> None:
+    """Without a time in it, the same traces make the same file."""
+    content = json.dumps(traces, sort_keys=True, separators=(",", ":"))
+    file.write_bytes(gzip.compress(content.encode(), mtime=0))
+
+
+def _recipes() -> Iterator[tuple[Recipe, list[Recipe]]]:
+    """The shipped recipes with their variants, and for each model of the shelf without one the recipe of its kind."""
+    folder = shipped_recipes()
+    recipes = [load(name, (), folder).recipe for name in list_recipes([folder])]
+    yield from ((recipe, list(_variants(recipe))) for recipe in recipes)
+    kinds = {
+        known.config["model_type"]: recipe for recipe in recipes if (known := model_configs.facts_of(recipe.model))
+    }
+    used = {known.model for recipe in recipes if (known := model_configs.facts_of(recipe.model))}
+    for model, known in model_configs.bundled().items():
+        if model not in used and known.config["model_type"] in kinds:
+            recipe = kinds[known.config["model_type"]].with_values({"model.path": model})
+            yield recipe, [each for each in _variants(recipe) if each.strategy.name == "ddp"]
+
+
+def _variants(recipe: Recipe) -> Iterator[Recipe]:
+    """Other methods, activation checkpointing and strategies, as far as the rules allow them."""
+    own = recipe.model_dump(exclude_unset=True)
+    asked = own.get("method", {})
+    settings = [*itertools.product(_METHODS, _MODES, _STRATEGIES), *itertools.product([asked], _MORE_MODES, ["ddp"])]
+    for method, mode, strategy in settings:
+        changes = {"method": {**method}, "activation_checkpointing": {**mode}, "strategy": {"name": strategy}}
+        variant = Recipe.model_validate(own | changes)
+        if not check(variant):
+            yield variant
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    for line in ship():
+        print(line, flush=True)

@@ -1,0 +1,243 @@
+"""Writes `docs/strategies.md`: what goes with what, from the rules and the engines' settings themselves.
+
+`python scripts/strategies_doc.py` writes it, `--check` fails when it is stale.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.distributed.engines import dtypes
+from toolkit.recipe import Recipe, shipped_recipes
+from toolkit.recipe.errors import as_text
+from toolkit.recipe.files import locate, options
+from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.rules import RULES
+from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
+from toolkit.recipe.sections import Strategy
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "strategies.md"
+
+_TIED = {"tie_word_embeddings": True}
+"""The part of a model's config that these rules read: the harder case."""
+_LORA = {"name": "lora"}
+_METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, some frozen": {"freeze": ["*.embed_tokens.*"]},
+    "LoRA": _LORA,
+    "DoRA": {**_LORA, "use_dora": True},
+    "LoRA and tied embeddings": {**_LORA, "modules_to_save": ["lm_head"]},
+    "QLoRA (nf4)": {**_LORA, "quantization": "nf4"},
+    "QDoRA (nf4)": {**_LORA, "quantization": "nf4", "use_dora": True},
+    "LoRA on int8": {**_LORA, "quantization": "int8"},
+}
+_PRECISIONS = ("fp32", "fp16", "bf16", "pure_bf16")
+_CHECKPOINTING = ("full", "selective", "offload")
+_ENGINES = {"`single`, `ddp`": "ddp", "`zero1`, `zero2`, `zero3`": "zero2", "`fsdp`": "fsdp"}
+
+_INTRODUCTION = """\
+# Strategies
+
+`strategy` in a recipe says how training is spread over devices. The recipe owns it: `accelerate launch` only starts the
+processes. Losses do not depend on it, so choose by memory and speed:
+
+| when | take |
+| --- | --- |
+| you want it chosen | `auto`: the fastest that fits these devices, by the [plan](plan.md); the manifest says why |
+| model, gradients and optimizer state fit on one device | `ddp` (also on one device); adapters nearly always do |
+| they nearly fit | `zero1`, then `zero2`: the same traffic as `ddp`, less held twice |
+| they do not | `fsdp` or `zero3`: each layer is gathered when it is computed with |
+| several machines with slow links between them | `fsdp_hybrid`: shards in the node, replicas across nodes |
+| too few devices for any of these | `zero2_offload`, `zero3_offload`, `fsdp_offload`: host memory, over PCIe |
+| host memory is not enough either | `zero3_nvme` |
+
+`strategy=zero3_offload` on the command line takes that file of `recipes/strategy/`; `strategy.name=zero3` changes the
+one key.
+
+## Memory
+
+Bytes that a device holds per trained parameter between two steps, for `precision: bf16`, AdamW and N processes.
+Activations, buckets and the layers that are gathered at the moment come on top:
+[plan](plan.md).
+
+| strategy | weights | gradients | masters and moments |
+| --- | --- | --- | --- |
+| `ddp` | (they are the masters) | 4 | 12 |
+| `zero1` | 2 | 4 | 12 / N |
+| `zero2` | 2 | 4 / N | 12 / N |
+| `zero3` | 2 / N | 4 / N | 12 / N |
+| `fsdp` | (they are the masters) | 4 / N | 12 / N |
+
+Offloading moves the last column to the host (ZeRO: the gradients it waits for too), `offload_param` the weights; FSDP
+moves all of its row. A frozen base costs its weights alone: 2 bytes per parameter, about 0.5 with nf4; `zero3` and
+`fsdp` divide them by N, but with a quantized base every process reads the whole before it keeps its part.
+
+## NVMe
+
+`offload_optimizer: nvme` and `offload_param: nvme` write to `strategy.nvme_path`, a folder on a local drive, through
+DeepSpeed's `async_io`. It is compiled at first use and needs libaio's headers and a compiler:
+
+```
+apt install libaio-dev g++
+```
+
+Before training, the run checks that the folder can be written, that the drive has room for this node's share, and that
+`async_io` is built. Each process has a folder of its own below it; the launch's folder is removed at the end.
+
+## What goes with what
+
+Everything below is made from the rules that `toolkit validate` applies, by trying each combination. A cell that does
+not say yes names the rules that refuse it. Each rule has a test that runs what it refuses and shows the failure, or a
+reference where that needs other hardware.
+"""
+_NUMERICS = """\
+## What is held in which type
+
+The same on every engine, which differ by default: DeepSpeed would upcast or round, FSDP follow the weights as they were
+read. *Loaded* is how weights are read, for adapters the frozen base; *local* how trained parameters lie in the model
+between steps; *reduced* in what gradients are summed over micro-batches and processes (without an engine: in the type
+of the parameters); *masters* what the optimizer updates, and AdamW's moments with them. 8-bit and 4-bit optimizers
+round their moments: under ZeRO in blocks of the flattened parameters, elsewhere in blocks of each parameter, so that
+their losses agree to about 0.1 %, not exactly. Under ZeRO fp32 masters start from weights rounded to the compute
+precision.
+"""
+
+
+def strategies_markdown() -> str:
+    """The whole document."""
+    strategies = _strategies()
+    parts = [
+        _INTRODUCTION,
+        "### Methods",
+        _matrix(strategies, {name: {"method": method} for name, method in _METHODS.items()}),
+        "### Precision",
+        "Full fine-tuning; for adapters the same.",
+        _matrix(strategies, {name: {"precision": name} for name in _PRECISIONS}),
+        "### Activation checkpointing",
+        _matrix(strategies, _checkpointing()),
+        "### Optimizers",
+        "Whether their packages are installed, and whether the device can run them, is checked when a run starts.",
+        _optimizers(strategies),
+        "## Rules",
+        _rules(),
+        _NUMERICS,
+        _types(),
+        "## Keys",
+        _keys(),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _strategies() -> dict[str, dict[str, Any]]:
+    """Name to section of every shipped strategy, lightest first."""
+    folders = [shipped_recipes()]
+    found = {}
+    for name in options("strategy", folders):
+        file = locate(f"strategy/{name}", folders)
+        assert file is not None
+        section = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if section["name"] == "auto":
+            continue
+        found[name] = {key: "/scratch" if value == "???" else value for key, value in section.items()}
+    order = [*Strategy.model_fields["name"].annotation.__args__]  # type: ignore[union-attr]
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[1]["name"]), len(item[1]), item[0])))
+
+
+def _recipe(**sections: Any) -> Recipe:
+    return Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d"]}, **sections})
+
+
+def _cell(sections: Mapping[str, Any]) -> str:
+    recipe = _recipe(**sections)
+    refused = [f"`{rule.id}`" for rule in RULES if rule.broken(recipe, _TIED)]
+    return " ".join(refused) or "yes"
+
+
+def _matrix(strategies: Mapping[str, Any], columns: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [
+        [f"`{name}`", *(_cell({"strategy": strategy, **column}) for column in columns.values())]
+        for name, strategy in strategies.items()
+    ]
+    return _table(["strategy", *columns], rows)
+
+
+def _checkpointing() -> dict[str, dict[str, Any]]:
+    return {
+        f"`{mode}` with {method}": {"activation_checkpointing": {"mode": mode}, "method": _METHODS[method]}
+        for mode in _CHECKPOINTING
+        for method in ("full", "LoRA")
+    }
+
+
+def _optimizers(strategies: Mapping[str, Any]) -> str:
+    """Optimizers that every strategy treats alike share a row."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in OPTIMIZERS:
+        schedule = {"name": "constant"} if name.startswith("schedule_free") else {}
+        # What updates during the backward pass cannot clip.
+        column = {"optimizer": {"name": name, "max_grad_norm": 0.0}, "schedule": schedule}
+        cells = tuple(_cell({"strategy": strategy, **column}) for strategy in strategies.values())
+        groups.setdefault(cells, []).append(name)
+    rows = [[", ".join(f"`{name}`" for name in names), *cells] for cells, names in groups.items()]
+    return _table(["optimizer", *(f"`{name}`" for name in strategies)], rows)
+
+
+def _rules() -> str:
+    rows = [
+        [f"`{rule.id}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
+        for rule in STRATEGY_RULES
+    ]
+    return _table(["rule", "at", "why", "change"], rows)
+
+
+def _words(text: str) -> str:
+    """A rule's text with dots for the figures that depend on the recipe."""
+    return re.sub(r"\{\w+\}", "…", text)
+
+
+def _types() -> str:
+    rows = []
+    for engine, name in _ENGINES.items():
+        for precision in _PRECISIONS:
+            for method in ("full", "LoRA", "QLoRA (nf4)"):
+                recipe = _recipe(strategy={"name": name}, precision=precision, method=_METHODS[method])
+                types = dtypes(recipe)
+                load = "4 bits" if recipe.method.quantization == "nf4" else types.load
+                rows.append([engine, precision, method, load, types.local, types.compute, types.reduce, types.master])
+    return _table(["strategy", "precision", "method", "loaded", "local", "computed", "reduced", "masters"], rows)
+
+
+def _keys() -> str:
+    rows = []
+    for key, names in KEYS.items():
+        field = Strategy.model_fields[key]
+        meaning = " ".join((field.description or "").split())
+        rows.append([f"`{key}`", ", ".join(f"`{name}`" for name in names), f"`{as_text(field.default)}`", meaning])
+    return _table(["key", "read by", "default", "meaning"], rows)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def main() -> int:
+    """Writes the page, or with `--check` returns 1 where it says something else."""
+    text = strategies_markdown()
+    if sys.argv[1:] == ["--check"]:
+        current = PAGE.read_text(encoding="utf-8") == text
+        print(f"{PAGE.name} is " + ("current" if current else "stale: run python scripts/strategies_doc.py"))
+        return 0 if current else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""The commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import environment, write_recipe
+from tiny import chat_rows, tiny_model
+
+from toolkit.cli.main import main
+from toolkit.recipe import list_recipes, shipped_recipes
+from toolkit.recipe.rules import load_checked
+from toolkit.recipe.show import json_schema
+
+COMMANDS = ["ls", "show", "validate", "schema", "init", "cp", "doctor", "data", "report", "generate", "merge"]
+COMMANDS += ["plan", "calibrate", "launch", "render"]
+FAST = ["ls", "show recipe=gpt2_xl_clm", "validate recipe=gpt2_xl_clm", "schema", "init", "cp recipe=gpt2_xl_clm mine"]
+SHELF = list(list_recipes([shipped_recipes()]))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, as wide a terminal as most."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "toolkit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment())
+
+
+def test_from_an_empty_folder_to_a_recipe_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init"]) == 0
+    assert json.loads(Path("recipes/schema.json").read_text()) == json_schema()
+    assert main(["validate", "recipe=mine"]) == 0
+    assert main(["cp", "recipe=mine", "bigger", "seq_len=1024", "method=qlora", "~schedule.max_steps"]) == 0
+    assert yaml.safe_load(Path("recipes/bigger.yaml").read_text()) == {
+        "description": "mine with seq_len=1024 method=qlora ~schedule.max_steps",
+        "defaults": ["mine", {"override /method": "qlora"}, "_self_"],
+        "schedule": {"max_steps": None},
+        "batch": {"seq_len": 1024},
+    }
+    assert main(["validate", "--all"]) == 0
+    capsys.readouterr()
+    assert main(["show", "recipe=bigger"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"seq_len: 1024 +# recipes/bigger.yaml:\d+", shown)
+    assert re.search(r"quantization: nf4 +# shipped:method/qlora.yaml:2", shown)
+    assert main(["ls"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.index("mine") < listed.index("shipped") < listed.index("smollm2_135m_lora_demo")
+
+
+def test_first_recipe_trains_on_own_data_as_its_comment_says(place: Path) -> None:
+    assert main(["init"]) == 0
+    text = Path("recipes/mine.yaml").read_text()
+    text = "".join(line for line in text.splitlines(keepends=True) if "- data:" not in line)
+    text = text.replace("data:\n  over_long", "data:\n  sources: [data/train.jsonl]\n  eval_split: 0.05\n  over_long")
+    Path("recipes/mine.yaml").write_text(text)
+    data = load_checked("mine").recipe.data
+    assert (data.sources[0].path, data.eval_split, data.over_long) == ("data/train.jsonl", 0.05, "drop")
+
+
+def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/schema.json").write_text("{}")
+    assert main(["init"]) == 0
+    Path("recipes/mine.yaml").write_text("mine\n")
+    assert main(["init"]) == 1
+    assert main(["cp", "recipe=gpt2_xl_clm", "mine"]) == 1
+    assert "recipes/mine.yaml exists already" in capsys.readouterr().err
+    assert Path("recipes/mine.yaml").read_text() == "mine\n"
+    assert Path("recipes/schema.json").read_text() == "{}"
+
+
+# What a user changes, one of these at random for each recipe of the shelf.
+CHANGES = [
+    ["seq_len=128"],
+    ["method.name=lora", "method.r=4", "method.lora_dropout=0.1", "~optimizer.learning_rate"],
+    ["method=dora", "seed=3"],
+    ["model=gpt2", "batch.seq_len=512"],
+    ["data=[a.jsonl,{path: b.jsonl, weight: 2.0}]", "data.eval_split=0.1", "data.columns.prompt=question"],
+    ["data=wikitext", "data.format=text"],
+    ["optimizer=sgd", "optimizer.args={nesterov: true}", "optimizer.momentum=0.8"],
+    ["~checkpoint", "~evaluation", "description='a, b: {c}'"],
+    ["output.dir='${oc.env:HOME}/runs'", "prompts=['a, b','é ${oc.env:HOME}']", "num_prompts=5"],
+    [
+        "schedule.num_epochs=null",
+        "schedule.max_steps=7",
+        "schedule.name=cosine_with_min_lr",
+        "schedule.args.min_lr_rate=0.1",
+    ],
+]
+
+
+@pytest.mark.parametrize("parent", SHELF)
+def test_copy_loads_to_exactly_its_parent_with_the_changes(parent: str, place: Path) -> None:
+    changes = random.Random(parent).choice(CHANGES)
+    # A change that this recipe cannot take is refused by `cp` just as it is by `validate`.
+    valid = main(["validate", f"recipe={parent}", *changes]) == 0
+    assert main(["cp", f"recipe={parent}", "copy", *changes]) == (0 if valid else 2)
+    assert Path("recipes/copy.yaml").exists() == valid
+    if not valid:
+        return
+    wanted, copy = load_checked(parent, changes), load_checked("copy")
+    described = any(change.startswith("description") for change in changes)
+    ignored = set() if described else {"description"}
+    assert copy.recipe.model_dump(exclude=ignored) == wanted.recipe.model_dump(exclude=ignored)
+    text = Path("recipes/copy.yaml").read_text()
+    assert len(text.splitlines()) < 30, "a diff, not a dump"
+    assert str(Path.home()) not in text
+
+
+def test_most_changes_are_taken_by_the_demo() -> None:
+    """The test above must not pass because everything is refused."""
+    refused = []
+    for number, changes in enumerate(CHANGES):
+        if main(["cp", "recipe=smollm2_135m_lora_demo", f"copy_{number}", *changes]):
+            refused.append(changes)
+    assert refused == []
+
+
+def test_copy_of_a_copy_in_a_sub_folder() -> None:
+    write_recipe(Path(), "team/first", "defaults: [smollm2_135m_lora_demo]\nseed: 5\n")
+    assert main(["cp", "recipe=team/first", "elsewhere", "seq_len=64"]) == 1
+    assert main(["cp", "recipe=team/first", "team/second", "seq_len=64"]) == 0
+    assert main(["cp", "recipe=team/second", "--recipes", "recipes", "team/third", "method.r=4"]) == 0
+    recipe = load_checked("team/third").recipe
+    assert (recipe.seed, recipe.batch.seq_len, recipe.method.r) == (5, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["cp", "recipe=gpt2_xl_clm"], 1, "one new name"),
+        (["cp", "recipe=gpt2_xl_clm", "a", "b"], 1, "one new name"),
+        (["cp", "recipe=gpt2_xl_clm", "../outside"], 1, "cannot name a recipe"),
+        (["cp", "recipe=gpt2_xl_clm", "_part"], 1, "cannot name a recipe"),
+        (["cp", "recipe=gpt2_xl_clm", "model/mine"], 1, "cannot name a recipe"),
+        (["cp", "recipe=gpt2_xl_clm", "gpt2_xl_clm"], 1, "choose another name"),
+        (["cp", "recipe=gpt2_xl_clm", "mine", "seed=x"], 2, "a whole number"),
+        (["cp", "recipe=team/args", "team/less", "~optimizer.args.nesterov"], 1, "cannot take keys out"),
+        (["validate"], 2, "name one recipe"),
+        (["validate", "gpt2_xl_clm"], 2, "did you mean recipe=gpt2_xl_clm"),
+        (["validate", "recipe=gpt2_xl_clm", "recipe=x"], 2, "name one recipe"),
+        (["validate", "--all", "recipe=gpt2_xl_clm"], 1, "--all"),
+        (["validate", "recipe=gpt2_xl_clm", "--recipes", "nowhere"], 2, "is not a folder"),
+        (["ls", "--recipes", "nowhere"], 2, "is not a folder"),
+        (["report", "nowhere"], 1, "there is no folder"),
+        (["generate", "nowhere"], 1, "there is no folder"),
+        (["merge", "nowhere"], 1, "there is no folder"),
+        (["schema", "--output", "nowhere/schema.json"], 1, "nowhere/schema.json"),
+    ],
+)
+def test_wrong_use_is_one_message(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "defaults: [smollm2_135m_lora_demo]\noptimizer: {name: sgd, args: {nesterov: true, dampening: 0}}\n"
+    write_recipe(Path(), "team/args", text)
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and words in captured.err
+    assert captured.out == ""
+    assert [file.name for file in Path().rglob("*.yaml")] == ["args.yaml"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["lss"], ["validate", "--al"], ["ls", "extra"], ["data", "recipe=x", "--show", "0"]]
+)
+def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: toolkit" in capsys.readouterr().err
+
+
+def test_options_may_stand_between_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(Path(), "mine", "defaults: [smollm2_135m_lora_demo]\n")
+    assert main(["show", "--recipes", "recipes", "recipe=mine", "seq_len=64"]) == 0
+    assert main(["show", "recipe=mine", "--recipes", "recipes", "seq_len=64"]) == 0
+    first, second = capsys.readouterr().out.split("description:")[1:]
+    assert first == second and "seq_len: 64" in first
+
+
+def test_validate_all_reports_every_wrong_recipe_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(Path(), "good", "defaults: [smollm2_135m_lora_demo]\n")
+    write_recipe(Path(), "bad", "defaults: [smollm2_135m_lora_demo]\nsed: 1\n")
+    write_recipe(Path(), "broken", "defaults: [\n")
+    assert main(["validate", "--all"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "3 recipes checked, 2 with problems\n"
+    assert "recipe bad: 1 problem" in captured.err and "recipe broken: 1 problem" in captured.err
+
+
+def test_list_survives_files_that_are_no_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(Path(), "good", "description: |\n  two\n  lines\n")
+    write_recipe(Path(), "broken", "[")
+    Path("recipes/latin.yaml").write_bytes(b"description: caf\xe9\n")
+    Path("recipes/dangling.yaml").symlink_to("nowhere")
+    assert main(["ls"]) == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"^good +two lines$", listed, re.MULTILINE)
+    assert all(f"\n{name}" in listed for name in ("broken", "latin", "dangling"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^    {command}( |$)", text, re.MULTILINE) for command in COMMANDS)
+    assert max(map(len, text.splitlines())) <= 90
+    for line in re.findall(r"^  toolkit (cp .*?)  ", text, re.MULTILINE):
+        Path("recipes/mine.yaml").unlink(missing_ok=True)
+        assert main(line.split()) == 0
+
+
+def test_fast_commands_import_no_framework() -> None:
+    program = (
+        "import sys; from toolkit.cli import main\n"
+        f"codes = [main(line.split()) for line in {FAST}]\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)\n"
+        "print(codes, sorted(heavy), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    # `cp` finds the recipe that `init` wrote, and leaves it alone.
+    assert done.stderr.splitlines()[-1] == "[0, 0, 0, 0, 0, 1] []", done.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "schema"])
+def test_output_can_be_cut_short(command: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
+def test_wrong_recipe_ends_with_code_2() -> None:
+    done = run("validate", "recipe=smollm2_135m_lora_demo", "seq_length=5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean `batch.seq_len`?" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_data_is_audited_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", place / "model")
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
+    write_recipe(place, "mine", f"model: {{path: {model}}}\ndata: {{sources: [rows.jsonl], over_long: truncate}}\n")
+    assert main(["data", "recipe=mine", "--show", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "rows" in text and "rows.jsonl" in text
+    assert "what does str." in text

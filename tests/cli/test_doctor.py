@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import doctor
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return doctor.collect()
+
+
+def test_report_names_what_a_bug_report_needs(facts):
+    text = doctor.render(facts)
+    for expected in (
+        "python",
+        "memory",
+        "torch",
+        "transformers",
+        "cuda" if "cuda:0" in text else "CPU",
+        "toolkit cache",
+    ):
+        assert expected in text
+    assert importlib.metadata.version("transformers") in text
+    assert facts["libraries"]["bitsandbytes"].startswith("ok")
+    assert facts["libraries"]["deepspeed"].startswith("ok")
+
+
+def test_attention_backends_are_reported_one_by_one(facts):
+    assert facts["attention"]["sdpa"] == "ok"
+    assert "flash_attention_2" in facts["attention"]
+
+
+def test_a_tested_environment_has_no_problems(facts):
+    assert facts["problems"] == []
+    assert doctor.render(facts).endswith("no problems found")
+
+
+def test_missing_and_untested_versions_are_flagged_with_the_pip_command(monkeypatch):
+    stated = ["torch>=2.10", "transformers>=99,<100", "nowhere-to-be-found>=1", 'wandb; extra == "trackers"']
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: stated)
+    packages, problems = doctor._packages()
+    assert packages["nowhere-to-be-found"] == "missing"
+    installed = importlib.metadata.version("transformers")
+    assert problems == [
+        f"transformers {installed} is outside the tested range: pip install 'transformers<100,>=99'",
+        "nowhere-to-be-found is missing: pip install 'nowhere-to-be-found>=1'",
+    ]
+
+
+def test_a_library_that_breaks_at_import_is_a_line_and_not_a_crash(monkeypatch):
+    def broken() -> str:
+        raise OSError("libcuda.so.1: cannot open shared object file\nmore")
+
+    monkeypatch.setattr(doctor, "_deepspeed", broken)
+    facts = doctor.collect()
+    assert "deepspeed: fails: OSError: libcuda.so.1: cannot open shared object file" in facts["problems"]
+    assert "libcuda.so.1" in doctor.render(facts)
+
+
+def test_no_secret_and_no_home_folder_leaks(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
+    monkeypatch.setenv("WANDB_API_KEY", "secretsecret")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "deep" / "cache"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    text = doctor.render(doctor.collect())
+    assert "secret" not in text
+    assert str(tmp_path) not in text
+    assert f"~{Path('/deep/cache')}" in text

@@ -1,0 +1,250 @@
+"""`toolkit launch`: the line of every machine, and the batch script run with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import environment, losses, write_recipe
+from small import RECIPE, populate
+
+from toolkit.cli.main import main
+
+BATCH = "batch.global_batch_size=96"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_recipe(tmp_path, "small", RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
+    """The printed command lines, in words."""
+    assert main(["launch", "recipe=small", "--print", *arguments]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def understood(words: list[str]) -> tuple[dict[str, str], dict[str, object]]:
+    """The variables before a command, and what accelerate's own parser makes of it."""
+    from accelerate.commands.launch import launch_command_parser
+
+    start = next(index for index, word in enumerate(words) if "=" not in word)
+    assert Path(words[start]).name == "accelerate" and words[start + 1] == "launch"
+    options = launch_command_parser().parse_args(words[start + 2 :])
+    return dict(word.split("=", 1) for word in words[:start]), vars(options)
+
+
+def test_one_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = printed(capsys, "--gpus", "4", "strategy=zero3", BATCH, "output.name=it's mine")
+    variables, options = understood(words)
+    assert variables == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    assert (options["num_processes"], options["num_machines"], options["multi_gpu"]) == (4, 1, True)
+    assert options["main_process_port"] == 0
+    assert (options["module"], options["training_script"]) == (True, "toolkit.run")
+    assert options["training_script_args"] == ["recipe=small", "strategy=zero3", BATCH, "output.name=it's mine"]
+    # No engine, no precision: the recipe has them.
+    assert not options["use_deepspeed"] and not options["use_fsdp"] and options["mixed_precision"] is None
+    assert Path(str(options["config_file"])).is_file()
+
+
+def test_several_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [BATCH, "--gpus", "8", "--nodes", "2", "--head", "node-a", "--port", "1234"]
+    lines = printed(capsys, *asked)
+    for rank, words in enumerate(lines):
+        options = understood(words)[1]
+        assert (options["num_processes"], options["num_machines"], options["machine_rank"]) == (16, 2, rank)
+        assert (options["main_process_ip"], options["main_process_port"]) == ("node-a", 1234)
+        assert options["multi_gpu"]
+    assert len(lines) == 2
+    assert printed(capsys, *asked, "--rank", "1") == [lines[1]]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "processes", "devices"),
+    [("0,1,2", None, 3, None), ("2,3", "1", 1, "2"), ("5", "1", 1, None), ("0,1", "0", 1, ""), ("", None, 1, None)],
+)
+def test_gpus_of_this_machine(
+    visible: str,
+    gpus: str | None,
+    processes: int,
+    devices: str | None,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (words,) = printed(capsys, BATCH, *(["--gpus", gpus] if gpus else []))
+    variables, options = understood(words)
+    assert (options["num_processes"], options["multi_gpu"]) == (processes, processes > 1)
+    assert variables.get("CUDA_VISIBLE_DEVICES") == devices
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--gpus", "3"], 1, "a global batch of 4 sequences does not divide into 3 processes x batch.micro_batch_size"),
+        (["--gpus", "2", "strategy=single"], 1, "strategy.name=single"),
+        (["--gpus", "2", "strategy=fsdp_hybrid"], 1, "hybrid_shard"),
+        (["--gpus", "2", "stratgy=ddp"], 2, "unknown key"),
+        (["--gpus", "1", "--nodes", "2"], 1, "--head"),
+        (["--gpus", "1", "--nodes", "2", "--head", "a"], 1, "--rank"),
+        (["--gpus", "1", "--nodes", "2", "--head", "a", "--rank", "2"], 1, "--rank 2"),
+        (["--gpus", "1", "--nodes", "2", "--head", "a", "--rank", "2", "--print"], 1, "--rank 2"),
+        # A forgotten --nodes would start a run of its own on every machine.
+        (["--gpus", "2", "--rank", "1"], 1, "--nodes"),
+        (["--gpus", "2", "--head", "a"], 1, "--nodes"),
+        (["--gpus", "2", "--time", "4:00:00", "--cores", "2"], 1, "--time and --cores would be ignored"),
+        (["--slurm"], 1, "--gpus"),
+        (["--slurm", "--gpus", "1", "--nodes", "2", "--head", "a"], 1, "leave out --head"),
+        (["--slurm", "--gpus", "1", "checkpoint.resume=never"], 1, "checkpoint.resume=auto"),
+    ],
+)
+def test_nothing_is_started_that_cannot_work(
+    arguments: list[str],
+    status: int,
+    words: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "execvpe", lambda *args: pytest.fail("started"))
+    assert main(["launch", "recipe=small", *arguments]) == status
+    assert words in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "execvpe", lambda *args: pytest.fail("started"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(["launch", "recipe=small", BATCH, "--gpus", "4"]) == 1
+    assert "set --gpus 2" in capsys.readouterr().err
+    # A line for another machine may be printed here.
+    assert printed(capsys, BATCH, "--gpus", "4")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [(["--gpus", "two"], "two is not a whole number from 0"), (["--port", "70000"], "from 1 to 65535")],
+)
+def test_numbers_say_their_range(option: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "recipe=small", *option])
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_printed_is_what_is_started(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda file, words, env: started.append((words, env)))
+    asked = [BATCH, "--gpus", "0", "--nodes", "2", "--head", "a", "--rank", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (words,) = printed(capsys, *asked)
+    assert main(["launch", "recipe=small", *asked]) == 0
+    ((line, env),) = started
+    assert words[2:] == line and words[:2] == [
+        f"{key}={env[key]}" for key in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "CUDA_VISIBLE_DEVICES")
+    ]
+    assert env["PATH"] == os.environ["PATH"]
+
+
+def test_printing_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from toolkit.cli import main; main(['launch', 'recipe=small', '--gpus', '2', '--print']); "
+        "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done.stderr
+
+
+def test_batch_script_is_written_once_and_reads_as_bash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["launch", "recipe=small", BATCH, "--slurm", "--gpus", "2", "--nodes", "2"]
+    assert main([*asked, "--time", "4:00:00", "--account", "lab"]) == 0
+    assert "sbatch small.sbatch" in capsys.readouterr().out
+    text = (folder / "small.sbatch").read_text()
+    for line in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=2", "time=4:00:00", "account=lab", "requeue"):
+        assert f"\n#SBATCH --{line}\n" in text
+    assert "--partition" not in text
+    check = shutil.which("shellcheck")
+    command = [check] if check else ["bash", "-n"]
+    done = subprocess.run([*command, "small.sbatch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert main([*asked, "--time", "5:00:00"]) == 1
+    assert "small.sbatch exists" in capsys.readouterr().err
+    assert "4:00:00" in (folder / "small.sbatch").read_text()
+
+
+# Slurm's commands as far as the script uses them: one task per node, signals handed on, the first failure counts.
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do shift; done
+for ((node = 0; node < SLURM_NNODES; node++)); do
+    SLURM_STEP_ID=0 SLURM_PROCID=$node SLURM_LOCALID=0 SLURM_NTASKS=$SLURM_NNODES SLURM_NODEID=$node "$@" &
+    tasks+=($!)
+done
+trap 'kill -USR1 "${tasks[@]}"' USR1
+status=0
+for task in "${tasks[@]}"; do
+    while kill -0 "$task" 2>/dev/null; do wait "$task"; done
+    wait "$task" || status=$?
+done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >> scontrol.log
+[ "$1" = show ] && printf '127.0.0.1\\n127.0.0.2\\n'
+exit 0
+"""
+
+
+def stand_ins(folder: Path) -> dict[str, str]:
+    """The environment of a batch script on two nodes."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        file = folder / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    job |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2"}
+    return environment() | job | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+@pytest.mark.slow
+def test_batch_script_trains_on_two_nodes_and_continues_after_its_time_limit(folder: Path) -> None:
+    populate(folder, "llama")
+    # What the user's accelerate is set up for has no say.
+    default = folder / "home" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("{distributed_type: FSDP, mixed_precision: fp16, gpu_ids: '7', num_processes: 1}")
+    job = ["launch", "recipe=small", "max_steps=30", "output.name=job", "--slurm", "--gpus", "1", "--nodes", "2"]
+    assert main(job) == 0
+    run, env = folder / "runs" / "job", stand_ins(folder) | {"HF_HOME": str(folder / "home")}
+    with (folder / "first.log").open("w") as log:
+        first = subprocess.Popen(["bash", "job.sbatch"], env=env, stdout=log, stderr=log)
+        deadline = time.monotonic() + 240
+        while not (run / "metrics.jsonl").is_file() or len(losses(run)) < 3:
+            assert first.poll() is None and time.monotonic() < deadline, (folder / "first.log").read_text()[-3000:]
+            time.sleep(0.05)
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait(timeout=120) == 0, (folder / "first.log").read_text()[-3000:]
+    assert (folder / "scontrol.log").read_text().splitlines()[-1] == f"requeue {env['SLURM_JOB_ID']}"
+    assert 3 <= len(losses(run)) < 30
+    assert list((run / "checkpoints").iterdir())
+    # Slurm starts the same file again.
+    second = subprocess.run(["bash", "job.sbatch"], env=env, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 0, second.stdout[-2000:] + second.stderr[-2000:]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+    assert manifest["resumed_from"] and len(losses(run)) == 30
+    assert len((folder / "scontrol.log").read_text().splitlines()) == 3

@@ -1,0 +1,259 @@
+"""`toolkit plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, environment, write_recipe
+
+from toolkit.cli.main import _parser, main
+from toolkit.cli.plan import questions
+from toolkit.planner.plan import Plan, Refused, json_schema
+from toolkit.recipe import split_arguments
+from toolkit.recipe.rules import load_checked
+from toolkit.report.plan_view import ALL_PARTS
+
+SMALL = ["recipe=smollm2_135m_lora", "max_steps=100", "hardware=h200"]
+DOCS, README = EXAMPLES = ROOT / "docs" / "plan.md", ROOT / "README.md"
+BLOCK = re.compile(r"```\n\$ (toolkit plan (?:.*\\\n)*.*)\n((?:.*\n)*?)```")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, as wide a terminal as most."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def planned(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compare", "sweeps", "asked"),
+    [
+        (["recipe=a", "seed=1"], [], [], ["recipe=a seed=1"]),
+        (["recipe=a", "x=1"], ["b", "c y=2"], [], ["recipe=a x=1", "recipe=b x=1", "recipe=c x=1 y=2"]),
+        ([], ["a", "b", "hardware=h100"], [], ["recipe=a hardware=h100", "recipe=b hardware=h100"]),
+        (["recipe=a"], ["recipe=b x=1"], [], ["recipe=a", "recipe=b x=1"]),
+        ([], ["a", "a"], [], ["recipe=a"]),
+        (
+            ["recipe=a"],
+            [],
+            [("x", ["1", "2"]), ("hardware", ["h100", "cpu"])],
+            [f"recipe=a x={x} hardware={name}" for x in (1, 2) for name in ("h100", "cpu")],
+        ),
+        (["recipe=a", "x=1"], [], [("recipe", ["b", "c"])], ["x=1 recipe=b", "x=1 recipe=c"]),
+        ([], ["a", "b"], [("x", ["1"])], ["recipe=a x=1", "recipe=b x=1"]),
+    ],
+    ids=["one", "beside", "only", "named", "twice", "grid", "of-recipes", "both"],
+)
+def test_what_a_command_line_asks_for(
+    arguments: list[str], compare: list[str], sweeps: list[tuple[str, list[str]]], asked: list[str]
+) -> None:
+    assert [" ".join(row) for row in questions(arguments, compare, sweeps)] == asked
+
+
+def test_a_plan_says_what_its_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(*SMALL, "--price", "2.5", capsys=capsys)
+    plan = Plan.model_validate_json(planned(*SMALL, "--price", "2.5", "--json", capsys=capsys))
+    assert text.startswith("smollm2_135m_lora max_steps=100 on h200\nFITS: ")
+    assert (plan.hardware, plan.devices, plan.work.steps, plan.fit.answer) == ("h200", 1, 100, "yes")
+    assert plan.overrides == ["max_steps=100"]
+    total = plan.memory[0].total.value / 2**30
+    assert f"{total:.2f} of 139.8 GiB device memory" in text or f"{total:.1f} of 139.8 GiB device memory" in text
+    assert plan.work.cost == pytest.approx(2.5 * (plan.work.gpu_hours or 0))
+    assert plan.advice, "there is something to say about a single plan"
+    assert "What to change" in text
+    assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
+
+
+def test_the_schema_describes_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = json.loads(planned("--schema", capsys=capsys))
+    assert schema == json_schema()
+    described = schema["$defs"]["Plan"]["properties"]
+    plan = json.loads(planned(*SMALL, "--json", capsys=capsys))
+    assert plan.keys() == described.keys()
+    for name, field in described.items():
+        assert "description" in field or "description" in schema["$defs"][field["$ref"].rpartition("/")[2]], name
+
+
+def test_a_sweep_is_a_row_for_each_value_and_says_why_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["--sweep", "strategy=ddp,single,zero3", "--sweep", "hardware=h200x2,a100"]
+    rows = json.loads(planned(*SMALL[:2], *sweep, "--json", capsys=capsys))
+    assert [(row["overrides"][-1], row["hardware"]) for row in rows] == [
+        (f"strategy={name}", hardware) for name in ("ddp", "single", "zero3") for hardware in ("h200x2", "a100")
+    ]
+    refused = [Refused.model_validate(row) for row in rows if "reason" in row]
+    assert [(row.overrides[-1], row.hardware) for row in refused] == [("strategy=single", "h200x2")]
+    text = planned(*SMALL[:2], *sweep, capsys=capsys)
+    assert re.search(r"^hardware=h200x2 strategy=single\s+refused$", text, re.M)
+    assert len(re.findall(r"^  [A-Z]+ *│", text, re.M)) == 5
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_hybrid_sharding_is_planned_over_nodes_and_advised_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of fewer devices, on a single node, cannot take it; that must not end the plan."""
+    wide = ["recipe=smollm2_135m_lora", "max_steps=100", "hardware=h200x8x2", "strategy=fsdp_hybrid"]
+    plan = Plan.model_validate_json(planned(*wide, "global_batch_size=16", "--json", capsys=capsys))
+    assert (plan.devices, plan.nodes) == (16, 2) and plan.advice
+    assert {"NVLink", "network"} <= {link.name for link in plan.work.links}
+
+
+def test_longer_sequences_take_more(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["--sweep", "seq_len=512,1024,2048", "micro_batch_size=1"]
+    plans = [Plan.model_validate(row) for row in json.loads(planned(*SMALL, *sweep, "--json", capsys=capsys))]
+    peaks = [plan.memory[0].allocated for plan in plans]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+    assert [plan.seq_len for plan in plans] == [512, 1024, 2048]
+    assert not any(plan.advice for plan in plans), "a table has no room for it"
+
+
+def test_recipes_are_compared_by_name(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    write_recipe(place, "mine", "defaults: [smollm2_135m_lora]\nmethod: {r: 64}\n")
+    names = ["--compare", "smollm2_135m_lora", "mine", "mine method.r=128", "hardware=h200", "--html", "plans.html"]
+    text = planned(*names, capsys=capsys)
+    labels = re.findall(r"^(\S.*?) +yes ", text, re.M)
+    assert labels == ["smollm2_135m_lora", "mine", "mine method.r=128"]
+    html = Path("plans.html").read_text(encoding="utf-8")
+    assert html.count('class="track"') == 3 and "mine method.r=128" in html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "name one recipe"),
+        (["smollm2_135m_lora"], 2, "did you mean recipe=smollm2_135m_lora"),
+        (["recipe=smollm2_135m_lra", "hardware=h200"], 2, "smollm2_135m_lora"),
+        (["recipe=smollm2_135m_lora", "hardware=h20"], 1, "did you mean `h200`"),
+        (["recipe=smollm2_135m_lora", "hardware=h200", "model=qwen3_9b"], 2, "did you mean `qwen3_8b`"),
+        (["recipe=smollm2_135m_lora", "hardware=h200", "model.path=Qwen/Qwen3-9B"], 1, "Qwen/Qwen3-8B"),
+        (["recipe=smollm2_135m_lora", "hardware=h200", "--sweep", "seq_lenn=1,2"], 2, "did you mean `batch.seq_len`"),
+        (["recipe=smollm2_135m_lora", "--sweep", "hardware=h200,h20"], 1, "did you mean `h200`"),
+        (["recipe=smollm2_135m_lora", "--compare", "strategy=fsdp"], 1, "--compare names no recipe"),
+        (["recipe=smollm2_135m_lora", "hardware=h200", "--html", "nowhere/plan.html"], 1, "nowhere/plan.html"),
+        (["recipe=smollm2_135m_lora", "hardware=h200x8", "global_batch_size=12"], 1, "global_batch_size=8 or 16"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_message(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llamma", "hidden_size": 96, "num_hidden_layers": 2, "vocab_size": 64}, "`llamma`"),
+        ({"model_type": "vit", "hidden_size": 96, "num_hidden_layers": 2}, "vocabulary"),
+    ],
+    ids=["unknown", "images"],
+)
+def test_formulas_do_not_plan_what_transformers_cannot_build(
+    config: dict[str, Any], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "config.json").write_text(json.dumps(config))
+    assert main(["plan", *SMALL, f"model.path={place}"]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["seq_len", "seq_len=", "=1,2", "seq_len=1,,2", "seq_len=1,"])
+def test_a_malformed_sweep_is_explained(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *SMALL, "--sweep", text])
+    assert caught.value.code == 2
+    assert f"{text} is not KEY=V1,V2,… such as seq_len=2048,4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("price", ["-1", "nan", "cheap", "inf"])
+def test_a_price_is_an_amount(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *SMALL, f"--price={price}"])
+    assert "is not a price" in capsys.readouterr().err
+
+
+def test_a_known_trace_needs_no_framework_and_little_time(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(*SMALL, capsys=capsys)
+    program = (
+        "import resource, sys; from toolkit.cli import main\n"
+        f"code = main({['plan', *SMALL]!r})\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)\n"
+        "print(code, sorted(heavy), used.ru_utime + used.ru_stime < 2, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert done.stderr.splitlines()[-1] == "0 [] True", done.stderr
+
+
+def printed(command: str, cache: Path) -> str:
+    """What a command line of the documentation prints. Advice knows the traces that are shipped or in the cache."""
+    words = shlex.split(command.replace("\\\n", " "))
+    own = environment() | {"TOOLKIT_CACHE": str(cache)}
+    done = subprocess.run([sys.executable, "-m", *words], env=own, cwd=cache, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_the_examples_are_what_the_commands_print(file: Path, place: Path) -> None:
+    """To renew them: `python tests/cli/test_plan.py`."""
+    blocks = BLOCK.findall(file.read_text(encoding="utf-8"))
+    assert blocks
+    for command, shown in blocks:
+        assert printed(command, place) == shown, command
+
+
+def test_the_worked_example_is_right_by_hand() -> None:
+    """The arithmetic that docs/plan.md does beside the figures."""
+    parameters, adapters = 8_030_261_248, 41_943_040
+    shown = BLOCK.findall(DOCS.read_text(encoding="utf-8"))[0][1]
+    assert re.search(rf"^  parameters +{2 * parameters / GIB:.1f} ", shown, re.M)
+    assert re.search(rf"^  adapters +{4 * adapters / GIB:.2f} ", shown, re.M)
+    assert re.search(rf"^  optimizer +· +{8 * adapters / GIB:.2f} ", shown, re.M)
+
+
+def test_every_part_and_every_key_is_documented() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    parts, keys = (
+        set(re.findall(r"`(\w+)`", text.split(start)[1].split(end)[0]))
+        for start, end in (("### Parts", "### Phases"), ("## JSON", "## Limits"))
+    )
+    assert parts == set(ALL_PARTS)
+    assert set(Plan.model_fields) <= keys
+
+
+def test_commands_of_the_readme_load() -> None:
+    commands = re.findall(r"^toolkit plan (.*?)(?: #.*)?$", README.read_text(encoding="utf-8"), re.M)
+    assert len(commands) >= 3
+    for command in commands:
+        options = _parser().parse_args(["plan", *shlex.split(command)])
+        for row in questions(options.arguments, options.compare, options.sweep):
+            name, overrides = split_arguments([word for word in row if not word.startswith("hardware=")])
+            load_checked(name, overrides)
+
+
+def renew(file: Path) -> None:
+    """Replaces the examples of a file by what their commands print."""
+    with tempfile.TemporaryDirectory() as cache:
+        text = file.read_text(encoding="utf-8")
+        new = BLOCK.sub(lambda block: f"```\n$ {block[1]}\n{printed(block[1], Path(cache))}```", text)
+        file.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for example in EXAMPLES:
+        renew(example)

@@ -1,0 +1,196 @@
+"""A packed batch computes exactly what its documents compute alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
+from toolkit.data.encode import IGNORE
+
+SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROPE = {**SIZE, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+ISOLATING = {
+    "llama": LlamaConfig(**ROPE, **TOKENS),
+    "qwen3": Qwen3Config(**ROPE, **TOKENS),
+    "gemma": GemmaConfig(**ROPE, **TOKENS),
+    "sliding_window": MistralConfig(**ROPE, **TOKENS, sliding_window=4),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, **NO_DROPOUT, **TOKENS),
+}
+LEAKING = {
+    "alibi": BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, **TOKENS),
+    "recurrent": MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, **TOKENS),
+    # Takes position_ids, yet attends across documents.
+    "positions_only": OPTConfig(**SIZE, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, **TOKENS),
+}
+PACKED = [[5, 1, 9], [3, 7]]  # lengths of the documents in each row; the second row is padded
+
+
+def model_of(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+    for parameter in model.parameters():  # weights large enough that what a token sees shows in the logits
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
+def documents() -> list[list[list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randint(1, 97, (n,), generator=generator).tolist() for n in row] for row in PACKED]
+
+
+def example(*parts: list[int]) -> dict[str, Any]:
+    return {
+        "input_ids": [token for part in parts for token in part],
+        "labels": [label for part in parts for label in (IGNORE, *part[1:])],
+        "seq_lengths": [len(part) for part in parts],
+    }
+
+
+def logits_and_gradients(model: PreTrainedModel, batches: list[dict[str, Any]]) -> tuple[list, list]:
+    """Logits of every batch, and the gradients of the loss summed over all trained tokens of all batches."""
+    model.zero_grad()
+    logits = []
+    for batch in batches:
+        labels = batch.pop("labels")
+        logits.append(model(**batch).logits)
+        shifted = logits[-1][:, :-1].reshape(-1, 97)
+        torch.nn.functional.cross_entropy(shifted, labels[:, 1:].reshape(-1), reduction="sum").backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [part.detach() for part in logits], gradients
+
+
+def split(logits: torch.Tensor) -> list[torch.Tensor]:
+    """Logits of each document of the packed batch; those of padding are left out."""
+    return [part for row, n in zip(logits, PACKED, strict=True) for part in row[: sum(n)].split(n)]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ISOLATING)
+def test_packed_equals_unpacked(name: str, attention: str) -> None:
+    model = model_of(ISOLATING[name], attention)
+    rows = documents()
+    each = [example(document) for row in rows for document in row]
+    packed, packed_gradients = logits_and_gradients(model, [Collator(0, "packed")([example(*row) for row in rows])])
+    padded, padded_gradients = logits_and_gradients(model, [Collator(0, "padded")(each)])
+    alone, alone_gradients = logits_and_gradients(model, [Collator(0, "padded")([one]) for one in each])
+    lengths = [length for row in PACKED for length in row]
+    for one, in_pack, in_padding, length in zip(alone, split(packed[0]), padded[0], lengths, strict=True):
+        torch.testing.assert_close(in_pack, one[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(in_padding[:length], one[0], atol=1e-5, rtol=1e-5)
+    scale = max(gradient.abs().max() for gradient in alone_gradients)
+    for one, in_pack, in_padding in zip(alone_gradients, packed_gradients, padded_gradients, strict=True):
+        torch.testing.assert_close(in_pack / scale, one / scale, atol=1e-5, rtol=0)
+        torch.testing.assert_close(in_padding / scale, one / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
+@pytest.mark.parametrize("attention", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
+def test_a_document_does_not_see_its_neighbours(attention: str) -> None:
+    model = model_of(ISOLATING["llama"], attention)
+    row, other = documents()
+    changed = [[token % 96 + 1 for token in row[0]], *row[1:]]
+    # Flex attention has no backward pass on the CPU.
+    with torch.no_grad():
+        before, after = (
+            model(**Collator(0, "packed")([example(*first), example(*other)])).logits for first in (row, changed)
+        )
+    (first, *rest), (first_changed, *rest_changed) = split(before), split(after)
+    assert not torch.allclose(first, first_changed, atol=1e-2)
+    for one, same in zip(rest, rest_changed, strict=True):
+        torch.testing.assert_close(one, same, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_isolation_is_measured_on_the_model(attention: str) -> None:
+    for name, config in ISOLATING.items():
+        model = model_of(config, attention)
+        assert isolates(model, "packed"), name
+        assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    for name, config in LEAKING.items():
+        if attention == "eager":
+            assert not isolates(model_of(config, attention), "packed"), name
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_isolation_with_frozen_weights_and_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model_of(ISOLATING["llama"]), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert isolates(model, "packed")
+
+
+def test_a_layout_that_the_backend_does_not_read_does_not_isolate() -> None:
+    # With a cache, Transformers makes no mask from positions, and eager attention reads no lengths.
+    assert not isolates(model_of(ISOLATING["llama"]), "flat")
+
+
+def test_flat_layout_states_boundaries_as_host_integers() -> None:
+    rows = documents()
+    batch = Collator(0, "flat", pad_to_multiple_of=8)([example(*row) for row in rows])
+    lengths = [5, 1, 9, 3, 7]
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 32)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18, 25, 32]
+    assert batch["cu_seq_lens_k"].dtype == torch.int32
+    assert type(batch["max_length_q"]) is int and batch["max_length_q"] == batch["max_length_k"] == 9
+    assert batch["position_ids"][0].tolist() == [p for n in [*lengths, 7] for p in range(n)]
+    assert batch["labels"][0, 25:].eq(IGNORE).all()
+    for start in batch["cu_seq_lens_q"][:-1]:
+        assert batch["labels"][0, start] == IGNORE
+    plain = [{"input_ids": row[0], "labels": example(row[0])["labels"]} for row in rows]
+    without_lengths = Collator(0, "flat")(plain)
+    assert without_lengths["cu_seq_lens_q"].tolist() == [0, 5, 8]
+    assert set(without_lengths) == set(batch) and "attention_mask" not in batch
+
+
+def test_padded_layout() -> None:
+    batch = Collator(7, "padded", pad_to_multiple_of=4)([example([1, 2, 3]), example([4, 5, 6, 7, 8])])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 7, 7, 7, 7], [4, 5, 6, 7, 8, 7, 7, 7]]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 5]
+    assert batch["labels"][0].tolist() == [IGNORE, 2, 3] + [IGNORE] * 5
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_first_token_of_a_document_must_not_be_trained() -> None:
+    row = example([1, 2], [3, 4])
+    row["labels"][2] = 3
+    with pytest.raises(AssertionError, match="first token"):
+        Collator(0, "packed")([row])
+    with pytest.raises(AssertionError, match="isolation"):
+        Collator(0, "padded")([example([1, 2], [3, 4])])
+
+
+def test_padding_of_sources_and_targets_does_not_change_the_loss() -> None:
+    torch.manual_seed(0)
+    size = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = BartForConditionalGeneration(
+        BartConfig(vocab_size=97, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0, **size)
+    ).eval()
+    rows = [{"input_ids": [5, 6, 7], "labels": [8, 2]}, {"input_ids": [9, 2], "labels": [11, 12, 13, 2]}]
+    collator = Seq2SeqCollator(pad_token_id=1)
+    batch = collator(rows)
+    assert batch["labels"].tolist() == [[8, 2, IGNORE, IGNORE], [11, 12, 13, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    alone = sum(model(**collator([row])).loss * len(row["labels"]) for row in rows)
+    torch.testing.assert_close(model(**batch).loss * 6, alone)

@@ -1,0 +1,37 @@
+"""What docs/data.md says about shapes and settings is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from toolkit.data.formats import SHAPES, recognise
+from toolkit.data.readers import COMPRESSIONS, KINDS
+from toolkit.data.sources import SPLITS
+from toolkit.recipe.schema import Data, Source
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE))
+
+
+def test_every_shape_has_an_example() -> None:
+    assert EXAMPLES.keys() == SHAPES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_what_they_say(name: str) -> None:
+    objective = "seq2seq" if name == "source_target" else "sft"
+    row = json.loads(EXAMPLES[name])
+    shape = recognise([row], Source(path="d"), objective, "auto", True)
+    assert shape.format == name and shape.convert(row, "d:1")
+
+
+def test_all_settings_and_file_types_are_explained() -> None:
+    settings = {"num_proc", "sources", "format", "columns"}  # of which the last three are explained by example
+    for name in Data.model_fields.keys() - settings:
+        assert f"data.{name}" in PAGE, name
+    for word in [*KINDS, *COMPRESSIONS, *SPLITS, *(alias for aliases in SPLITS.values() for alias in aliases)]:
+        assert f"`{word}`" in PAGE, word

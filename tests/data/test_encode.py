@@ -1,0 +1,468 @@
+"""Which tokens of a row are trained, for the structures that chat templates of real models have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_fixtures import chatml_tokenizer, plain_tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from toolkit.common import UserError
+from toolkit.data.encode import CHATML, IGNORE, Encoded, Encoder, load_chat_template
+from toolkit.data.rows import Chat, Completion, Pair, Row, Text
+
+LLAMA_3 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n\\n" }}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim }}
+        {{- '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' + (tool_call.arguments | tojson) + "}" }}
+        {{- "<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content + "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls is defined %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for tool_call in message.tool_calls %}
+            {{- (tool_call.function|tojson) + ("]" if loop.last else ", ") }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token}}
+    {%- elif message["role"] == "tool" %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content|string + "}[/TOOL_RESULTS]" }}
+    {%- endif %}
+{%- endfor %}
+"""
+GEMMA = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
+{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}\
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
+QWEN_3 = """\
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = message.reasoning_content or '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n' + tool_call.function | tojson + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+LLAMA_2 = """\
+{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
+{% set system_message = messages[0]['content'] %}\
+{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}\
+{% for message in loop_messages %}\
+{% if loop.index0 == 0 and system_message != false %}\
+{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}\
+{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"""
+DEEPSEEK = """\
+{% set ns = namespace(is_tool=false, system_prompt='') %}\
+{%- for message in messages %}{%- if message['role'] == 'system' %}\
+{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system_prompt }}\
+{%- for message in messages %}\
+{%- if message['role'] == 'user' %}{%- set ns.is_tool = false -%}{{'<|User|>' + message['content']}}{%- endif %}\
+{%- if message['role'] == 'assistant' and 'tool_calls' in message %}{%- set ns.is_tool = false -%}\
+{%- for tool in message['tool_calls'] %}\
+{{'<|Assistant|><|call|>' + tool['function']['name'] + '\\n' + tool['function']['arguments'] + '<|/call|>'}}\
+{%- endfor %}{{ eos_token }}{%- endif %}\
+{%- if message['role'] == 'assistant' and 'tool_calls' not in message %}\
+{%- if ns.is_tool %}{{'<|/outputs|>' + message['content'] + eos_token}}{%- set ns.is_tool = false -%}\
+{%- else %}{{'<|Assistant|>' + message['content'].split('</think>')[-1] + eos_token}}{%- endif %}{%- endif %}\
+{%- if message['role'] == 'tool' %}{%- set ns.is_tool = true -%}{{'<|outputs|>' + message['content']}}{%- endif %}\
+{%- endfor -%}{% if ns.is_tool %}{{'<|/outputs|>'}}{% endif %}\
+{% if add_generation_prompt and not ns.is_tool %}{{'<|Assistant|><think>\\n'}}{% endif %}"""
+PHI_3 = """\
+{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+ALPACA = """\
+{% for message in messages %}
+{%- if message.role == 'user' %}### Instruction:
+{{ message.content }}
+
+{% elif message.role == 'assistant' %}### Response:
+{{ message.content }}{{ eos_token }}
+
+{% endif %}{% endfor %}"""
+BY_INDEX = """\
+{%- for index in range(messages|length) %}
+    {%- if messages[index].role == 'system' %}{% continue %}{% endif %}
+    {{- messages[index].role | upper + ': ' + messages[index].content + eos_token }}
+{%- endfor %}
+{{- 'ASSISTANT: ' if add_generation_prompt }}"""
+# The stop token is written where the next turn begins, and after the last one.
+STOP_BEFORE_NEXT = """\
+{%- for message in messages %}
+    {{- '<|end|>\\n' if not loop.first }}
+    {{- '<|' + message.role + '|>\\n' + message.content }}
+{%- endfor %}
+{{- '<|end|>' }}{{ '\\n<|assistant|>\\n' if add_generation_prompt }}"""
+# No loop over the messages, and a join that marks would disturb.
+JOINED = "{{ messages | map(attribute='content') | join('<|end|>') }}<|end|>"
+RECURSIVE_MACRO = """\
+{%- macro turn(i) %}{% if i < messages|length %}
+{{- '<|im_start|>' + messages[i].role + '\\n' + messages[i].content + '<|im_end|>\\n' + turn(i + 1) }}
+{%- endif %}{% endmacro %}{{ turn(0) }}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+GENERATION = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}"""
+
+# TRL carries the templates of released models; those for images read no plain text.
+RELEASED = [
+    Path(str(path))
+    for path in sorted(files("trl").joinpath("chat_templates").iterdir(), key=str)
+    if path.name.endswith(".jinja") and not path.name.startswith(("llava", "idefics", "smolvlm"))
+]
+
+SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]", "[TOOL_CALLS]"]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<|user|>", "<|assistant|>", "<|system|>"]
+SPECIAL += ["<|User|>", "<|Assistant|>", "<|call|>", "<|end|>", "<s>", "</s>"]
+STOPS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "</s>")
+
+USER = {"role": "user", "content": "Hi there"}
+HELLO = {"role": "assistant", "content": "Hello!"}
+MORE = {"role": "user", "content": "What is 2+2?"}
+FOUR = {"role": "assistant", "content": "<b>4</b>, of\ncourse"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+}
+RESULT = {"role": "tool", "name": "add", "content": "4 from the tool"}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = plain_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<|im_start|>", "<|im_end|>"]})
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template = "<s>", "</s>", template
+    return tokenizer
+
+
+def encoder_for(template: str, train_on: str = "auto") -> Encoder:
+    tokenizer = tokenizer_with(template)
+    return Encoder(tokenizer, train_on, frozenset(tokenizer.convert_tokens_to_ids(list(STOPS))))
+
+
+def trained(encoder: Encoder, row: Row) -> list[str]:
+    """The runs of trained tokens as text; checks what holds for every decoder-only row."""
+    encoded = encoder(row)
+    assert encoded.labels[0] == IGNORE
+    assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
+    if isinstance(row, Chat):
+        messages = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in row.messages]
+        assert encoded.input_ids == ids_of(encoder.tokenizer, messages, row.tools)
+    return runs(encoder.tokenizer, encoded)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any) -> list[int]:
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
+    except TypeError:  # templates that want the arguments of tool calls as JSON text
+        messages = copy.deepcopy(messages)
+        for message in messages:
+            for call in message.get("tool_calls", []):
+                call["function"] = {**call["function"], "arguments": '{"a": 2, "b": 2}'}
+        return tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
+
+
+def runs(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+    groups: list[list[int]] = []
+    previous = IGNORE
+    for label in encoded.labels:
+        if label != IGNORE:
+            if previous == IGNORE:
+                groups.append([])
+            groups[-1].append(label)
+        previous = label
+    return [tokenizer.decode(group) for group in groups]
+
+
+CASES = {
+    "chatml": (CHATML, "<|im_end|>", "", True),
+    "llama_3": (LLAMA_3, "<|eot_id|>", "", True),
+    "mistral": (MISTRAL, "</s>", " ", True),
+    "gemma": (GEMMA, "<end_of_turn>", "", False),
+    "zephyr": (ZEPHYR, "</s>", "", True),
+    "llama_2": (LLAMA_2, " </s>", " ", True),
+    "deepseek": (DEEPSEEK, "</s>", "", True),
+    "phi_3": (PHI_3, "<|end|>", "", True),
+    "alpaca": (ALPACA, "</s>", "", True),
+    "by_index": (BY_INDEX, "</s>", "", True),
+    "stop_before_next": (STOP_BEFORE_NEXT, "<|end|>", "", True),
+    "recursive_macro": (RECURSIVE_MACRO, "<|im_end|>", "", True),
+    "generation": (GENERATION, "<|im_end|>", "", True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_assistant_turns_and_their_stop_tokens_are_trained(name: str) -> None:
+    template, stop, lead, takes_system = CASES[name]
+    messages = [*([SYSTEM] if takes_system else []), USER, HELLO, MORE, FOUR]
+    first, second = (lead + turn["content"] + stop for turn in (HELLO, FOUR))
+    assert trained(encoder_for(template), Chat(messages)) == [first, second]
+    assert trained(encoder_for(template, "last_assistant"), Chat(messages)) == [second]
+    muted = [m if m is not HELLO else {**HELLO, "train": False} for m in messages]
+    assert trained(encoder_for(template), Chat(muted)) == [second]
+    assert trained(encoder_for(template, "completion"), Chat(muted)) == [second]
+
+
+@pytest.mark.parametrize(
+    ("template", "call", "answer"),
+    [
+        (CHATML, '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>', "<|im_end|>"),
+        (LLAMA_3, '{"name": "add", "parameters": {"a": 2, "b": 2}}<|eot_id|>', "<|eot_id|>"),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 2}}]</s>', "</s>"),
+        (DEEPSEEK, '<|call|>add\n{"a": 2, "b": 2}<|/call|></s>', "</s>"),
+    ],
+    ids=["chatml", "llama_3", "mistral", "deepseek"],
+)
+def test_tool_calls_are_trained_and_tool_results_are_not(template: str, call: str, answer: str) -> None:
+    row = Chat([MORE, CALL, RESULT, HELLO], TOOLS)
+    lead = " " if template is MISTRAL else ""
+    assert trained(encoder_for(template), row) == [call, f"{lead}Hello!{answer}"]
+
+
+def test_reasoning_that_the_template_strips_from_history_is_trained_only_where_it_is_rendered() -> None:
+    thinking = [{**HELLO, "content": "<think>\nhm\n</think>\n\nHello!"}, {**FOUR, "reasoning_content": "2 and 2"}]
+    row = Chat([SYSTEM, USER, thinking[0], MORE, thinking[1]])
+    last = "<think>\n2 and 2\n</think>\n\n<b>4</b>, of\ncourse<|im_end|>"
+    assert trained(encoder_for(QWEN_3), row) == ["Hello!<|im_end|>", last]
+    assert trained(encoder_for(QWEN_3, "last_assistant"), row) == [last]
+    call = {**CALL, "reasoning_content": "use the tool"}
+    assert trained(encoder_for(QWEN_3), Chat([MORE, call, RESULT, HELLO], TOOLS)) == [
+        "<think>\nuse the tool\n</think>\n\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nHello!<|im_end|>",
+    ]
+
+
+def test_generation_marks_give_the_mask_of_transformers() -> None:
+    encoder = encoder_for(GENERATION)
+    row = Chat([USER, HELLO, MORE, FOUR])
+    mask = encoder.tokenizer.apply_chat_template(row.messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert [int(label != IGNORE) for label in encoder(row).labels] == mask["assistant_masks"]
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.stem)
+def test_templates_of_released_models_train_what_the_assistant_says_and_nothing_else(path: Path) -> None:
+    encoder = encoder_for(path.read_text(encoding="utf-8"))
+    pieces = trained(encoder, Chat([USER, HELLO, MORE, FOUR]))
+    text = "".join(pieces)
+    assert "Hello!" in text and "<b>4</b>, of\ncourse" in text
+    assert "Hi there" not in text and "What is" not in text
+    assert "Hello!" not in "".join(trained(encoder, Chat([USER, {**HELLO, "train": False}, MORE, FOUR])))
+
+
+def test_everything_is_trained_on_request_except_turns_that_are_excluded() -> None:
+    encoder = encoder_for(CHATML, "all")
+    encoded = encoder(Chat([SYSTEM, USER, HELLO]))
+    assert encoded.labels == [IGNORE, *encoded.input_ids[1:]]
+    assert "".join(trained(encoder, Chat([SYSTEM, {**USER, "weight": 0}, HELLO]))) == (
+        "system\nBe kind.<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+    )
+
+
+def test_a_template_that_hides_its_turns_is_refused_with_the_remedy() -> None:
+    row = Chat([USER, HELLO, MORE, FOUR])
+    hidden = "{{ messages | map(attribute='content') | join(' ') | upper }}{{ messages | length }}"
+    with pytest.raises(UserError, match=r"last_assistant.*generation"):
+        encoder_for(hidden)(row)
+    assert trained(encoder_for(JOINED), row) == ["Hello!<|end|>", "<b>4</b>, of\ncourse<|end|>"]
+
+
+def test_a_template_that_leaves_out_what_the_assistant_says_is_refused() -> None:
+    silent = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    with pytest.raises(UserError, match=r"leaves out the tool calls of message 1[\s\S]*model\.chat_template"):
+        encoder_for(silent)(Chat([MORE, CALL, RESULT, HELLO], TOOLS))
+    part = "{% for p in m.content if p.text is defined %}{{ p.text }}{% endfor %}"
+    parts_only = f"{{% for m in messages %}}{{{{ m.role }}}}:{part}{{% endfor %}}"
+    with pytest.raises(UserError, match=r"leaves out the text of message 1"):
+        encoder_for(parts_only, "all")(Chat([USER, HELLO]))
+
+
+def test_what_a_template_refuses_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"System role not supported[\s\S]*model\.chat_template"):
+        encoder_for(GEMMA)(Chat([SYSTEM, USER, HELLO]))
+    with pytest.raises(UserError, match=r"no chat template[\s\S]*model\.chat_template"):
+        Encoder(plain_tokenizer(), "auto", frozenset())(Chat([USER, HELLO]))
+
+
+def test_marks_and_flags_never_reach_the_tokens() -> None:
+    dump = "{% for m in messages %}{{ m | tojson }}<|end|>{% endfor %}"
+    encoder = encoder_for(dump)
+    text = encoder.tokenizer.decode(encoder(Chat([USER, {**HELLO, "train": True, "weight": 1}])).input_ids)
+    assert text == '{"role": "user", "content": "Hi there"}<|end|>{"role": "assistant", "content": "Hello!"}<|end|>'
+    forged = {"role": "user", "content": "\U000ff0a0T0:1\U000ff0a1 not me"}
+    assert trained(encoder_for(CHATML), Chat([forged, HELLO])) == ["Hello!<|im_end|>"]
+
+
+def test_text_is_trained_whole_and_ends_with_the_end_of_sequence() -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    encoded = encoder(Text("The quick brown fox"))
+    assert encoder.tokenizer.decode(encoded.input_ids) == "The quick brown fox<|endoftext|>"
+    assert encoded.labels == [IGNORE, *encoded.input_ids[1:]]
+
+
+def test_only_the_completion_is_trained() -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    row = Completion("The quick brown", " fox jumps")
+    assert trained(encoder, row) == [" fox jumps<|endoftext|>"]
+    assert not encoder(row).boundary_merged
+    merged = encoder(Completion("The quick br", "own fox"))
+    assert merged.boundary_merged
+    assert runs(encoder.tokenizer, merged) == [" brown fox<|endoftext|>"]
+    everything = Encoder(plain_tokenizer(), "all", frozenset({0}))(row)
+    assert everything.labels == [IGNORE, *everything.input_ids[1:]]
+
+
+def test_the_target_of_a_pair_is_trained_whole() -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    encoded = encoder(Pair("What does this", "It returns"))
+    assert encoder.tokenizer.decode(encoded.input_ids) == "What does this"
+    assert encoder.tokenizer.decode(encoded.labels) == "It returns<|endoftext|>"
+
+
+def test_train_on_that_does_not_suit_the_rows_is_an_error() -> None:
+    rows = [("assistant", Text("a")), ("last_assistant", Completion("a", "b")), ("completion", Chat([USER, HELLO]))]
+    for train_on, row in rows:
+        with pytest.raises(UserError, match=r"Set data\.train_on to one of: auto"):
+            Encoder(chatml_tokenizer(), train_on, frozenset({2}))(row)
+
+
+def test_prompts_end_where_the_model_speaks() -> None:
+    encoder = Encoder(chatml_tokenizer(), "auto", frozenset({2}))
+    prompt, answer = encoder.prompt_text(Chat([USER, HELLO, MORE, FOUR]))
+    assert prompt.endswith("What is 2+2?<|im_end|>\n<|im_start|>assistant\n") and answer == FOUR["content"]
+    row = Chat([USER, HELLO])
+    encoded = encoder(row)
+    first = next(i for i, label in enumerate(encoded.labels) if label != IGNORE)
+    assert encoder.prompt_ids(row) == encoded.input_ids[:first]
+    assert encoder.prompt_text(Completion("a", "b")) == ("a", "b")
+    assert encoder.prompt_text(Text("one two three four")) == ("one two", " three four")
+
+
+def test_an_encoder_survives_pickling() -> None:
+    encoder = encoder_for(QWEN_3)
+    row = Chat([USER, HELLO])
+    assert pickle.loads(pickle.dumps(encoder))(row) == encoder(row)
+
+
+def test_tokenizers_without_offsets_or_end_of_sequence_are_refused() -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="end-of-sequence"):
+        Encoder(tokenizer, "auto", frozenset())(Text("a b c"))
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        Encoder(Slow(), "auto", frozenset())  # type: ignore[arg-type]
+
+
+def test_chat_templates_come_by_name_or_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(ZEPHYR, encoding="utf-8")
+    assert load_chat_template("chatml") == CHATML
+    assert load_chat_template(str(path)) == ZEPHYR
+    path.write_text("fine\n{% for m in messages %}", encoding="utf-8")
+    with pytest.raises(UserError, match=r"own\.jinja, line 2"):
+        load_chat_template(str(path))
+    with pytest.raises(UserError, match="chatml"):
+        load_chat_template("chatlm")

@@ -1,0 +1,383 @@
+"""Prepared data: the right rows the right number of times, built once, and never silently changed."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
+
+from toolkit.common import UserError
+from toolkit.data import sources
+from toolkit.data.audit import DataError
+from toolkit.data.mixture import mix
+from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.preview import show
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def texts(prepared: Prepared, side: str = "train") -> list[str]:
+    tokenizer = chatml_tokenizer()
+    return [tokenizer.decode(row["input_ids"]) for row in getattr(prepared, side)]
+
+
+def documents(path: Path, count: int, prefix: str = "document") -> Path:
+    return write_jsonl(path, ({"text": f"{prefix} {n}"} for n in range(count)))
+
+
+def test_unicode_chat_rows_round_trip(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("naïve 😀", "日本\r\nok"), chat_row("b", "c")])
+    prepared = prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache)
+    assert prepared.train.column_names == ["input_ids", "labels"]
+    assert texts(prepared)[0].startswith(
+        "<|im_start|>user\nnaïve 😀<|im_end|>\n<|im_start|>assistant\n日本\r\nok<|im_end|>"
+    )
+    row = prepared.train[0]
+    trained = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label == token]
+    assert chatml_tokenizer().decode(trained) == "日本\r\nok<|im_end|>"
+    assert prepared.samples[0] == {
+        "prompt": "naïve 😀",
+        "input_text": "<|im_start|>user\nnaïve 😀<|im_end|>\n<|im_start|>assistant\n",
+        "input_ids": chatml_tokenizer()(prepared.samples[0]["input_text"])["input_ids"],
+        "reference": "日本\r\nok",
+    }
+
+
+def test_tool_calls_are_not_given_foreign_keys(tmp_path: Path, cache: Path) -> None:
+    def row(arguments: dict[str, Any]) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return {
+            "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        }
+
+    path = write_jsonl(tmp_path / "a.jsonl", [row({"city": "Rome"}), row({"n": 1})])
+    found = texts(prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache))
+    assert '"arguments": {"city": "Rome"}' in found[0] and '"arguments": {"n": 1}' in found[1]
+
+
+def test_loads_again_without_reading_rows_and_notices_an_edit(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = documents(tmp_path / "a.jsonl", 5)
+    first = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(sources.files, "read", lambda path: pytest.fail("read again"))
+        again = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    assert again.fingerprint == first.fingerprint and again.train[:] == first.train[:]
+    documents(path, 6)
+    edited = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    assert edited.fingerprint != first.fingerprint and len(edited.train) == 6
+
+
+def test_fingerprint_covers_settings_template_and_tokenizer(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row(f"q{n}", f"a{n}") for n in range(10)])
+    other_template, other_tokens = chatml_tokenizer(), chatml_tokenizer()
+    other_template.chat_template = other_template.chat_template.replace("{% endfor", " {% endfor")
+    other_tokens.add_tokens(["hello"])
+    base = recipe(path)
+    found = {
+        prepare(base, chatml_tokenizer(), STOP, cache).fingerprint,
+        prepare(base, other_template, STOP, cache).fingerprint,
+        prepare(base, other_tokens, STOP, cache).fingerprint,
+        prepare(recipe(path, train_on="all"), chatml_tokenizer(), STOP, cache).fingerprint,
+        prepare(recipe(path, seq_len=128), chatml_tokenizer(), STOP, cache).fingerprint,
+        prepare(recipe(path, eval_split=0.2), chatml_tokenizer(), STOP, cache).fingerprint,
+    }
+    assert len(found) == 6
+    padded = chatml_tokenizer()
+    padded(["a", "b c"], padding=True, truncation=True, max_length=4)  # leaves its traces in the backend
+    assert prepare(base, padded, STOP, cache).fingerprint in found
+    assert prepare(recipe(path, num_proc=2), chatml_tokenizer(), STOP, cache).fingerprint in found
+
+
+def test_two_processes_build_once(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 50)
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+from pathlib import Path
+import toolkit.data.prepare as module
+from data_fixtures import chatml_tokenizer
+from data_fixtures import STOP, recipe
+build = module._Build.run
+module._Build.run = lambda *args: (print("built"), build(*args))[1]
+prepared = module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
+print("rows", len(prepared.train))
+"""
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    output = "".join(process.communicate()[0] for process in started)
+    assert output.count("built") == 1 and output.count("rows 50") == 2
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 5)
+    with path.open("a") as file:
+        file.write("{broken\n")
+    with pytest.raises(UserError, match=r"a.jsonl:6 column 2"):
+        prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    assert not [entry for entry in cache.iterdir() if entry.is_dir()]
+
+
+def test_weights_repeat_small_sources(tmp_path: Path, cache: Path) -> None:
+    big, small = documents(tmp_path / "big.jsonl", 60, "big"), documents(tmp_path / "small.jsonl", 8, "small")
+    weighted = recipe({"path": str(big), "weight": 3.0}, {"path": str(small), "weight": 1.0})
+    prepared = prepare(weighted, chatml_tokenizer(), STOP, cache)
+    counts = Counter(texts(prepared))
+    by_source = Counter("big" if "big" in text else "small" for text in counts.elements())
+    assert by_source == {"big": 60, "small": 20}
+    assert {counts[text] for text in counts if "small" in text} == {2, 3}
+    assert [round(source["share"], 2) for source in prepared.audit["sources"]] == [0.75, 0.25]
+    assert len(prepare(recipe(big, small), chatml_tokenizer(), STOP, cache).train) == 68
+
+
+def test_mixture_uses_every_row_and_nothing_more() -> None:
+    source = np.array([0] * 7 + [1] * 100 + [2] * 3)
+    mixture = mix(source, np.arange(110), [0.2, 0.7, 0.1], seed=0)
+    assert set(mixture.train.tolist()) == set(range(110))
+    assert np.bincount(source[mixture.train]).tolist() == [29, 100, 15]
+    assert mix(source, np.arange(110), [0.2, 0.7, 0.1], seed=0).train.tolist() == mixture.train.tolist()
+    assert mix(source, np.arange(110), [None] * 3, shuffle=False, seed=0).train.tolist() == list(range(110))
+
+
+def test_eval_fraction_never_shares_content_with_train(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {n % 40}"} for n in range(80)])
+    other = documents(tmp_path / "b.jsonl", 20, "row")
+    weighted = recipe({"path": str(path), "weight": 1.0}, {"path": str(other), "weight": 1.0}, eval_split=0.25)
+    prepared = prepare(weighted, chatml_tokenizer(), STOP, cache)
+    assert not set(texts(prepared)) & set(texts(prepared, "eval"))
+    assert len(set(texts(prepared, "eval"))) == 10
+    assert prepared.audit["in_train_and_eval"] == 0 and prepared.audit["duplicates"] == 60
+    assert len(prepared.samples) == 8
+    assert all(
+        sample["input_text"] + sample["reference"] + "<|im_end|>" in texts(prepared, "eval")
+        for sample in prepared.samples
+    )
+
+
+def test_deduplicate_and_max_samples(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {n % 10}", "id": n} for n in range(30)])
+    prepared = prepare(recipe(path, deduplicate=True), chatml_tokenizer(), STOP, cache)
+    assert sorted(texts(prepared)) == [f"row {n}<|im_end|>" for n in range(10)]
+    limited = prepare(recipe(path, deduplicate=True, max_samples=4), chatml_tokenizer(), STOP, cache)
+    assert len(limited.train) == 4 and set(texts(limited)) < set(texts(prepared))
+
+
+def test_eval_from_split_and_own_sources(tmp_path: Path, cache: Path) -> None:
+    documents(tmp_path / "d" / "train.jsonl", 10)
+    documents(tmp_path / "d" / "validation.jsonl", 4, "held out")
+    extra = documents(tmp_path / "extra.jsonl", 3, "extra")
+    settings = recipe(tmp_path / "d", eval_split="validation", eval_sources=[str(extra)])
+    prepared = prepare(settings, chatml_tokenizer(), STOP, cache)
+    assert len(prepared.train) == 10 and len(prepared.eval or []) == 7
+    fewer = prepare(
+        recipe(tmp_path / "d", eval_split="validation", eval_max_samples=2), chatml_tokenizer(), STOP, cache
+    )
+    assert len(fewer.eval or []) == 2
+    leaking = prepare(recipe(extra, eval_sources=[str(extra)]), chatml_tokenizer(), STOP, cache)
+    assert leaking.audit["in_train_and_eval"] == 3
+    assert any("also trained on" in problem["what"] for problem in leaking.audit["problems"])
+
+
+def test_one_row_cannot_be_split(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 1)
+    assert len(prepare(recipe(path), chatml_tokenizer(), STOP, cache).train) == 1
+    with pytest.raises(UserError, match=r"eval_split: 0.5"):
+        prepare(recipe(path, eval_split=0.5), chatml_tokenizer(), STOP, cache)
+
+
+def test_over_long_rows(tmp_path: Path, cache: Path) -> None:
+    rows = [chat_row("q", "short"), chat_row("q", "x y z " * 200), chat_row("long question " * 100, "cut off")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    tokenizer = chatml_tokenizer()
+    with pytest.raises(UserError) as caught:
+        prepare(recipe(path, seq_len=64), tokenizer, STOP, cache)
+    assert "2 of 3 training rows are longer than `batch.seq_len: 64`" in str(caught.value)
+    assert "a.jsonl:" in str(caught.value) and "data.over_long" in str(caught.value)
+    assert isinstance(caught.value, DataError)
+    assert caught.value.audit["train"]["lengths"]["percentiles"]["max"] > 64  # the figures to choose seq_len by
+
+    dropped = prepare(recipe(path, seq_len=64, over_long="drop"), tokenizer, STOP, cache)
+    assert len(dropped.train) == 1 and dropped.audit["train"]["over_long"]["rows"] == 2
+
+    cut = prepare(recipe(path, seq_len=64, over_long="truncate", shuffle=False), tokenizer, STOP, cache)
+    assert [len(row["input_ids"]) for row in cut.train] == [len(dropped.train[0]["input_ids"]), 64]
+    assert texts(cut)[1].startswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nx y z")
+    assert cut.audit["train"]["untrained_rows"] == 1
+    with pytest.raises(UserError, match="split` is for text"):
+        prepare(recipe(path, seq_len=64, over_long="split"), tokenizer, STOP, cache)
+
+
+def test_long_text_is_split_without_losing_a_token(tmp_path: Path, cache: Path) -> None:
+    document = "The quick brown fox. " * 4000
+    (tmp_path / "a.txt").write_text(document)
+    settings = recipe(tmp_path / "a.txt", seq_len=128, over_long="split", objective="language_modelling", shuffle=False)
+    prepared = prepare(settings, chatml_tokenizer(), STOP, cache)
+    assert "".join(texts(prepared)) == document + "<|im_end|>"
+    assert {len(row["input_ids"]) for row in prepared.train.select(range(len(prepared.train) - 1))} == {128}
+
+
+def test_packing_keeps_every_row(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row(f"q{n}", f"answer {n} " * (n % 9 + 1)) for n in range(60)])
+    unpacked = prepare(recipe(path, eval_split=0.1), chatml_tokenizer(), STOP, cache)
+    packed = prepare(recipe(path, eval_split=0.1, packing=True), chatml_tokenizer(), STOP, cache)
+    parts = []
+    for row in packed.train:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 256
+        edges = list(itertools.accumulate(row["seq_lengths"], initial=0))
+        parts += [tuple(row["input_ids"][a:b]) for a, b in itertools.pairwise(edges)]
+    assert sorted(parts) == sorted(tuple(row["input_ids"]) for row in unpacked.train)
+    assert packed.eval is not None and packed.eval.column_names == ["input_ids", "labels"]
+    assert 0.8 < packed.audit["packing"]["efficiency"] <= 1
+    text = show(packed, chatml_tokenizer(), 1, color=False)
+    assert "┄┄ document 2" in text and "«answer" in text and "<|im_start|>" in text
+
+
+def test_seq2seq_labels_are_the_target(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"source": "one two three", "target": "zwei"}] * 2)
+    prepared = prepare(recipe(path, objective="seq2seq"), plain_tokenizer(), frozenset({0}), cache)
+    tokenizer = plain_tokenizer()
+    assert tokenizer.decode(prepared.train[0]["input_ids"]) == "one two three"
+    assert tokenizer.decode(prepared.train[0]["labels"]) == "zwei<|endoftext|>"
+    assert prepared.audit["train"]["tokens"] == 2 * sum(
+        len(prepared.train[0][name]) for name in ("input_ids", "labels")
+    )
+    assert "«zwei<|endoftext|>»" in show(prepared, tokenizer, 1, color=False)
+
+
+def test_several_processes_tokenise_the_same(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 300)
+    one = prepare(recipe(path), chatml_tokenizer(), STOP, cache / "one")
+    two = prepare(recipe(path, num_proc=2), chatml_tokenizer(), STOP, cache / "two")
+    assert one.train[:] == two.train[:]
+
+
+def test_errors_in_rows_name_the_row(tmp_path: Path, cache: Path) -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("a", "b")])
+    with pytest.raises(UserError, match=r"a.jsonl:1.*roles must alternate"):
+        prepare(recipe(path), tokenizer, STOP, cache)
+    (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n{"text": "half \\ud83d"}\n')
+    with pytest.raises(UserError, match=r"b.jsonl:2 holds half of a surrogate pair \(\\ud83d\)"):
+        prepare(recipe(tmp_path / "b.jsonl"), chatml_tokenizer(), STOP, cache)
+
+
+def test_streaming_gives_the_same_tokens_and_begins_again(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 40)
+    held_out = documents(tmp_path / "b.jsonl", 3, "held out")
+    settings = {"shuffle": False, "eval_sources": [str(held_out)]}
+    prepared = prepare(recipe(path, streaming=True, **settings), chatml_tokenizer(), STOP, cache)
+    whole = list(prepare(recipe(path, **settings), chatml_tokenizer(), STOP, cache).train)
+    assert list(itertools.islice(prepared.train, 90)) == [*whole, *whole, *whole[:10]]
+    assert "first 1,000 rows" in prepared.audit["scope"] and len(prepared.eval or []) == 3
+    shuffled = prepare(recipe(path, streaming=True), chatml_tokenizer(), STOP, cache).train
+    rows = [tuple(row["input_ids"]) for row in itertools.islice(shuffled, 80)]
+    assert sorted(rows[:40]) == sorted(rows[40:]) == sorted(tuple(row["input_ids"]) for row in whole)
+    assert rows[:40] != rows[40:]
+
+
+def test_packed_stream_keeps_every_row_and_is_not_sorted_by_length(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ({"text": f"{n} " + "word " * (n % 50)} for n in range(1000)))
+    settings = recipe(path, streaming=True, packing=True)
+    packed = prepare(settings, chatml_tokenizer(), STOP, cache).train
+    rows = list(itertools.islice(packed, 200))
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 256 for row in rows)
+    longest = [max(row["seq_lengths"]) for row in rows]
+    assert abs(np.corrcoef(longest, range(len(longest)))[0, 1]) < 0.3
+    lengths: list[int] = []
+    for row in packed:
+        lengths += row["seq_lengths"]
+        if len(lengths) >= 1000:
+            break
+    whole = prepare(recipe(path), chatml_tokenizer(), STOP, cache).train
+    assert sorted(lengths) == sorted(len(row["input_ids"]) for row in whole)
+
+
+def test_streaming_mixes_by_weight_and_refuses_what_needs_all_rows(tmp_path: Path, cache: Path) -> None:
+    big, small = documents(tmp_path / "big.jsonl", 300, "big"), documents(tmp_path / "small.jsonl", 10, "small")
+    settings = recipe({"path": str(big), "weight": 0.5}, {"path": str(small), "weight": 0.5}, streaming=True)
+    stream = prepare(settings, chatml_tokenizer(), STOP, cache).train
+    first = [chatml_tokenizer().decode(row["input_ids"]) for row in itertools.islice(stream, 200)]
+    assert 70 < sum("small" in text for text in first) < 130
+    for wrong in ({"deduplicate": True}, {"max_samples": 3}, {"eval_split": 0.1}):
+        with pytest.raises(UserError, match=r"data\.streaming"):
+            prepare(recipe(big, streaming=True, **wrong), chatml_tokenizer(), STOP, cache)
+
+
+def test_a_streamed_source_without_a_usable_row_is_an_error_and_no_endless_search(tmp_path: Path, cache: Path) -> None:
+    empty = write_jsonl(tmp_path / "empty.jsonl", [{"text": " "}] * 3)
+    good = documents(tmp_path / "good.jsonl", 20)
+    settings = recipe({"path": str(good), "weight": 1.0}, {"path": str(empty), "weight": 1.0}, streaming=True)
+    with pytest.raises(UserError, match=r"empty\.jsonl` has no row with a trained token"):
+        list(itertools.islice(prepare(settings, chatml_tokenizer(), STOP, cache).train, 30))
+
+
+def test_conversations_that_the_assistant_begins_are_trained(tmp_path: Path, cache: Path) -> None:
+    greeting = {"messages": [{"role": "assistant", "content": "hello"}]}
+    path = write_jsonl(tmp_path / "a.jsonl", [greeting, chat_row("q", "a")])
+    prepared = prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache)
+    assert len(prepared.train) == 2 and [sample["prompt"] for sample in prepared.samples] == ["q"]
+
+
+def test_an_interrupted_build_is_neither_used_nor_left_behind(tmp_path: Path, cache: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 20)
+    code = f"""
+import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+from pathlib import Path
+import toolkit.data.prepare as module
+from data_fixtures import chatml_tokenizer
+from data_fixtures import STOP, recipe
+module._write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert [entry for entry in cache.iterdir() if entry.is_dir()]
+    prepared = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    assert len(prepared.train) == 20
+    assert [entry for entry in cache.iterdir() if entry.is_dir()] == [prepared.path]
+
+
+def test_conversational_completion_trains_the_completion(tmp_path: Path, cache: Path) -> None:
+    row = {
+        "prompt": [*chat_row("a", "before")["messages"], {"role": "user", "content": "b"}],
+        "completion": [{"role": "assistant", "content": "after"}],
+    }
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    for train_on in ("auto", "completion"):
+        prepared = prepare(recipe(path, train_on=train_on), chatml_tokenizer(), STOP, cache)
+        assert "before<|im_end|>" in (text := show(prepared, chatml_tokenizer(), 1, color=False))
+        assert text.count("«") == 1 and "«after<|im_end|>»" in text
+    everything = prepare(recipe(path, objective="language_modelling"), chatml_tokenizer(), STOP, cache)
+    assert sum(label == -100 for label in everything.train[0]["labels"]) == 1
+
+
+def test_unwritable_cache_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="TOOLKIT_CACHE"):
+        prepare(recipe(documents(tmp_path / "a.jsonl", 3)), chatml_tokenizer(), STOP, tmp_path / "file" / "cache")
+
+
+def test_show_does_not_let_data_steer_the_terminal(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("\x1b[2J\rhi", "yo\tyo\x07")])
+    text = show(prepare(recipe(path), chatml_tokenizer(), STOP, cache), chatml_tokenizer(), 1, color=False)
+    assert "␛[2J␍hi" in text and "«yo\tyo␇<|im_end|>»" in text
+    assert not set(text) & {"\x1b", "\r", "\x07"}
+
+
+def test_show_marks_trained_text(tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("hi", "yo 😀")])
+    prepared = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    text = show(prepared, chatml_tokenizer(), 3, color=False)
+    assert "user\nhi<|im_end|>\n<|im_start|>assistant\n«yo 😀<|im_end|>»" in text
+    trained = sum(label != -100 for label in prepared.train[0]["labels"])
+    assert f"row 1: {len(prepared.train[0]['input_ids'])} tokens, {trained} trained" in text
+    assert "\x1b[32myo 😀<|im_end|>\x1b[0m" in show(prepared, chatml_tokenizer(), 1, color=True)

@@ -1,0 +1,245 @@
+"""Every kind of file is read as it is, and every damaged one is named with the place and the cure."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_fixtures import write_jsonl
+from datasets import Dataset, DatasetDict
+
+from toolkit.common import UserError
+from toolkit.data import sources
+from toolkit.data.sources import open_source, split_of
+from toolkit.recipe.schema import Source
+
+
+def read(path: Path | str, **settings: Any) -> list[dict[str, Any]]:
+    return [row for _, row in open_source(Source(path=str(path), **settings)).rows()]
+
+
+def refused(path: Path | str, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read(path, **settings)
+    assert caught.value.change
+    return str(caught.value)
+
+
+ROWS = [{"prompt": "naïve 😀", "completion": "日本"}, {"prompt": "b", "completion": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS).encode()),
+        ("a.jsonl", "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()),
+        ("bom.jsonl", b"\xef\xbb\xbf" + "\n".join(json.dumps(row) for row in ROWS).encode()),
+        ("a.json", json.dumps(ROWS, indent=2).encode()),
+        ("a.json", json.dumps({"version": 1, "data": ROWS}).encode()),
+        ("lines.json", "\n".join(json.dumps(row) for row in ROWS).encode()),
+        ("a.csv", 'prompt,completion\r\n"naïve 😀",日本\r\nb,c\r\n'.encode()),
+        ("bom.tsv", "\ufeffprompt\tcompletion\nnaïve 😀\t日本\nb\tc\n".encode()),
+        ("a.jsonl.gz", gzip.compress("\n".join(json.dumps(row) for row in ROWS).encode(), mtime=0)),
+        ("a.csv.bz2", bz2.compress("prompt,completion\nnaïve 😀,日本\nb,c\n".encode())),
+    ],
+)
+def test_formats_give_the_same_rows(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert read(tmp_path / name) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("excel.csv", "prompt;completion\r\nnaïve 😀;日本\r\nb;c\r\n".encode()),
+        ("pandas.csv", ",prompt,completion\n0,naïve 😀,日本\n1,b,c\n".encode()),
+        ("spaced.csv", 'prompt, completion\nnaïve 😀, "日本"\nb, c\n'.encode()),
+        ("array.jsonl", json.dumps(ROWS).encode()),
+    ],
+)
+def test_what_other_programs_write_is_read(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    rows = [{key: value for key, value in row.items() if key != "index"} for row in read(tmp_path / name)]
+    assert rows == ROWS
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    whole = Dataset.from_list(ROWS * 3)
+    DatasetDict({"train": whole.select([3, 4]), "test": whole.select([1])}).save_to_disk(str(tmp_path / "both"))
+    whole.save_to_disk(str(tmp_path / "one"))
+    assert read(tmp_path / "both") == ROWS[1:] + ROWS[:1]
+    assert read(tmp_path / "both", split="test") == ROWS[1:]
+    assert read(tmp_path / "one") == ROWS * 3
+
+
+def test_zstd(tmp_path: Path) -> None:
+    with pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as file:
+        file.write("\n".join(json.dumps(row) for row in ROWS).encode())
+    assert read(tmp_path / "a.jsonl.zst") == ROWS
+
+
+def test_csv_fields_may_hold_commas_quotes_and_line_breaks(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,x\n"a, ""b""\nc",1\n')
+    assert read(tmp_path / "a.csv") == [{"text": 'a, "b"\nc', "x": "1"}]
+
+
+def test_nested_objects_keep_their_own_keys(tmp_path: Path) -> None:
+    rows = [{"messages": [{"arguments": {"city": "Rome"}}]}, {"messages": [{"arguments": {"n": 3, "list": [1, "a"]}}]}]
+    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == rows
+    pq.write_table(
+        pa.Table.from_pylist([{"m": [{"a": 1}], "x": None}, {"m": [{"b": 2}], "x": "y"}]), tmp_path / "a.parquet"
+    )
+    assert read(tmp_path / "a.parquet") == [{"m": [{"a": 1}], "x": None}, {"m": [{"b": 2}], "x": "y"}]
+
+
+def test_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    assert read(tmp_path / "a.txt") == [{"text": "one\n\ntwo\n"}]
+
+
+def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(9)])
+    assert read(path, max_samples=2) == [{"n": 0}, {"n": 1}]
+
+
+def test_folder_has_the_splits_of_its_file_names(tmp_path: Path) -> None:
+    for name in ("train-1.jsonl", "train-2.jsonl", "dev.jsonl", "more/test.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    (tmp_path / "README.md").write_text("# Card")
+    assert [row["text"] for row in read(tmp_path)] == ["train-1.jsonl", "train-2.jsonl"]
+    assert [row["text"] for row in read(tmp_path, split="validation")] == ["dev.jsonl"]
+    assert [row["text"] for row in read(tmp_path, split="test")] == ["more/test.jsonl"]
+    assert [row["text"] for row in read(f"{tmp_path}/*.jsonl")] == ["train-1.jsonl", "train-2.jsonl"]
+    assert [row["text"] for row in read(f"{tmp_path}/d*.jsonl")] == ["dev.jsonl"]
+
+
+def test_split_names() -> None:
+    assert split_of("train-00000-of-00001.parquet") == "train"
+    assert split_of("my_valid.jsonl") == "validation"
+    assert split_of("contest.jsonl") is None
+
+
+def test_folder_without_split_names_is_train(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "part1.jsonl", [{"n": 1}])
+    write_jsonl(tmp_path / "part2.jsonl", [{"n": 2}])
+    assert read(tmp_path) == [{"n": 1}, {"n": 2}]
+    message = refused(tmp_path, split="validation")
+    assert "no split `validation`" in message and "`train`: part1.jsonl" in message and "data.eval_split" in message
+
+
+def test_documentation_and_metadata_in_a_folder_are_no_data(tmp_path: Path) -> None:
+    for name in ("README.md", "LICENSE.txt", "book.txt"):
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path) == [{"text": "book.txt"}]
+    write_jsonl(tmp_path / "data.jsonl", [{"text": "row"}])
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
+    assert read(tmp_path) == [{"text": "row"}]
+
+
+def test_settings_of_hub_data_are_refused_for_local_files(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"n": 1}])
+    assert "only hub data sets have a `name`" in refused(path, name="en")
+    assert "only hub data sets have a `revision`" in refused("builtin:stdlib-docstrings", revision="main")
+    assert "is a slice" in refused(tmp_path, split="train[:10%]")
+    assert "is an address" in refused("https://example.org/a.jsonl")
+    assert "is no file or folder" in refused("/dev/null")
+    assert "cannot be read" in refused("long name " * 100)
+
+
+def test_invalid_json_names_line_and_column(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": "\u2028"}\n\n{"a": 1,}\n')
+    assert "a.jsonl:3 column 9 is not valid JSON" in refused(tmp_path / "a.jsonl")
+    (tmp_path / "a.json").write_text('[\n{"a": 1},\n{"a" 2}\n]')
+    assert "a.json:3 column 6" in refused(tmp_path / "a.json")
+
+
+def test_not_utf8_names_line_and_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"a": "caf\xe9"}\n')
+    message = refused(tmp_path / "a.jsonl")
+    assert "line 2, byte 19 is 0xe9" in message and "UTF-8" in message
+    (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n\xff,3\n")
+    assert "line 3, byte 8 is 0xff" in refused(tmp_path / "a.csv")
+    (tmp_path / "b.jsonl").write_bytes('{"a": 1}'.encode("utf-16"))
+    assert "iconv -f UTF-16" in refused(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"\n \n", "no rows"),
+        ("a.json", b"[]", "no rows"),
+        ("a.csv", b"a,b\n", "no rows"),
+        ("a.csv", b"hello,\nx,y\n", "no header"),
+        ("a.csv", b"a,b\n1,2,3\n", "a.csv:2 has 3 fields, the header has 2"),
+        ("a.csv", b'a,b\n1,"2\n3,4\n', "a.csv:2: unexpected end of data"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl:2 is not an object but: array"),
+        ("a.json", b'"text"', "holds a single string"),
+        ("a.xlsx", b"PK", "unknown extension `.xlsx`"),
+        ("a.parquet", b"PAR1 not really", "cannot be read"),
+        ("a.jsonl.gz", b"not gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}' * 1000, mtime=0)[:30], "cannot be read"),
+        ("a.json", gzip.compress(b"[]", mtime=0), "gzip data, not what its name says"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
+        ("a.csv", b"PK\x03\x04excel", "zip archive"),
+        ("a.json", b'{"a": [1, 2], "b": [3, 4]}', "one object with the keys 'a', 'b' instead of rows"),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "a.jsonl:1 cannot be read as JSON"),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", "a.jsonl:1 cannot be read as JSON"),
+        ("a.arrow", b"not arrow", "cannot be read"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    message = refused(tmp_path / name)
+    assert words in message and name.split(".")[0] in message
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{}])
+    assert "did you mean" in (message := refused(tmp_path / "trian.jsonl")) and "train.jsonl" in message
+    assert "there is no folder" in refused(tmp_path / "nowhere" / "a.jsonl")
+    assert "no data files" in refused(f"{tmp_path}/*.csv")
+
+
+def test_relative_mistyped_file_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "data" / "train.jsonl", [{}])
+    assert "did you mean `data/train.jsonl`" in refused("data/train.jsonnl")
+    assert "does not exist" in refused("train.jsonl")
+
+
+def test_unreachable_hub_data_set_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refused("nobody/no-such-data")
+    assert "nobody/no-such-data" in message and "hub" in message
+    with pytest.raises(UserError):
+        open_source(Source(path="nobody/no-such-data")).fingerprint()
+
+
+def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
+    before = open_source(Source(path=str(path))).fingerprint()
+    path.touch()
+    assert open_source(Source(path=str(path))).fingerprint() == before
+    write_jsonl(path, [{"n": 2}])
+    assert open_source(Source(path=str(path))).fingerprint() != before
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_reader_on_a_folder_in_hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    write_jsonl(tmp_path / "d" / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "d" / "test.jsonl", ROWS[:1])
+    reader = sources._Hub(Source(path=str(tmp_path / "d"), split="test"), streaming)
+    assert [row for _, row in reader.rows()] == ROWS[:1]
+    before = reader.fingerprint()
+    assert before == reader.fingerprint()
+    with pytest.raises(UserError, match="dev"):
+        list(sources._Hub(Source(path=str(tmp_path / "d"), split="dev"), streaming).rows())

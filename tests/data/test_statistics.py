@@ -1,0 +1,82 @@
+"""Prepared data is counted, and taken for counted only while nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_fixtures import chatml_tokenizer, write_jsonl
+
+from toolkit.data.prepare import prepare
+from toolkit.data.statistics import Counted, counted
+from toolkit.recipe import Recipe
+
+STOP = frozenset({2})
+
+
+def recipe(path: Path, seq_len: int = 64, **data: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"model": {"path": "x"}, "data": {"sources": [str(path)], **data}, "batch": {"seq_len": seq_len}}
+    )
+
+
+def documents(path: Path, count: int) -> Path:
+    return write_jsonl(path, ({"text": f"{n} " + "fox " * (1 + n % 7)} for n in range(count)))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_figures_are_those_of_the_rows(tmp_path: Path, packing: bool) -> None:
+    wanted = recipe(documents(tmp_path / "a.jsonl", 40), packing=packing, eval_split=0.25)
+    assert counted(wanted, tmp_path / "cache") is None
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    found = counted(wanted, tmp_path / "cache")
+    assert found is not None and found == prepared.counted
+    assert prepared.eval is not None
+    rows, held_out = list(prepared.train), list(prepared.eval)
+    lengths = [len(row["input_ids"]) for row in rows]
+    parts = [length for row in rows for length in row.get("seq_lengths", [len(row["input_ids"])])]
+    assert (found.rows, found.tokens) == (len(rows), sum(lengths))
+    assert found.trained_tokens == sum(label != -100 for row in rows for label in row["labels"])
+    assert (found.documents, found.squared_tokens) == (30, sum(part**2 for part in parts))
+    assert (found.quantiles[0], found.quantiles[-1]) == (min(lengths), max(lengths))
+    assert (found.eval_rows, found.eval_tokens) == (10, sum(len(row["input_ids"]) for row in held_out))
+
+
+def test_changed_data_and_settings_are_not_counted(tmp_path: Path) -> None:
+    path, cache = documents(tmp_path / "a.jsonl", 40), tmp_path / "cache"
+    prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    assert counted(recipe(path, num_proc=2), cache) is not None  # how it is made does not matter
+    for other in (recipe(path, seq_len=65), recipe(path, packing=True), recipe(path, max_samples=30)):
+        assert counted(other, cache) is None
+    os.utime(path, ns=(1, 1))
+    assert counted(recipe(path), cache) is None
+    prepare(recipe(path), chatml_tokenizer(), STOP, cache)  # the same content: loaded, and counted again
+    assert counted(recipe(path), cache) is not None
+
+
+def test_a_file_that_joins_a_folder_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    documents(folder / "a.jsonl", 20)
+    prepare(recipe(folder), chatml_tokenizer(), STOP, tmp_path / "cache")
+    assert counted(recipe(folder), tmp_path / "cache") is not None
+    documents(folder / "b.jsonl", 20)
+    assert counted(recipe(folder), tmp_path / "cache") is None
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_longest_of_a_batch(size: int) -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 0.8, 20_000)
+    figures = Counted(1, 1, 1, 1, 1, tuple(np.percentile(lengths, np.linspace(0, 100, 1001)).tolist()))
+    drawn = np.random.default_rng(1).choice(lengths, (20_000, size)).max(axis=1).mean()
+    assert figures.longest_of(size) == pytest.approx(drawn, rel=0.06)
+
+
+def test_counting_imports_no_framework() -> None:
+    code = "import sys, toolkit.plan.counted; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -1,0 +1,41 @@
+"""A stream feeds several processes what it feeds one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import launch, losses, write_recipe
+from tiny import tiny_model
+
+from toolkit.train.main import main
+
+RECIPE = """
+model: {path: MODEL}
+data: {sources: [{path: a.jsonl, weight: 3.0}, {path: b.jsonl, weight: 1.0}], streaming: true}
+objective: language_modelling
+precision: fp32
+optimizer: {learning_rate: 1.0e-3}
+schedule: {max_steps: 12, warmup_steps: 0}
+batch: {seq_len: 64, global_batch_size: 8, micro_batch_size: 2}
+evaluation: {num_prompts: 0}
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_the_rows_of_one_past_the_end_of_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, rows in (("a", 50), ("b", 7)):
+        lines = (json.dumps({"text": f"{name} {n} " + "word " * (n % 9)}) + "\n" for n in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "model")
+    write_recipe(tmp_path, "stream", RECIPE.replace("MODEL", str(model)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe=stream", "output.name=one"]) == 0
+    done = launch(tmp_path, "recipe=stream", "output.name=two", processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one = losses(tmp_path / "runs" / "one")
+    assert len(one) == 12
+    assert losses(tmp_path / "runs" / "two") == pytest.approx(one, abs=1e-5)

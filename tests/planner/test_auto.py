@@ -1,0 +1,203 @@
+"""`auto` in a recipe: what it becomes on which hardware, why, and in a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from arithmetic import Arithmetic, recipe
+from harness import RUN, environment, losses, write_recipe
+from small import RECIPE, populate
+
+from toolkit.cli.main import main as toolkit
+from toolkit.common import UserError
+from toolkit.distributed import batch_layout
+from toolkit.planner.auto import resolve
+from toolkit.planner.hardware import find
+from toolkit.recipe import Recipe
+from toolkit.recipe.rules import check, load_checked
+from toolkit.train.main import main
+
+AUTO = {
+    "strategy": {"name": "auto"},
+    "activation_checkpointing": {"mode": "auto"},
+    "batch": {"micro_batch_size": "auto"},
+}
+ON_THE_LINE = ["strategy=auto", "micro_batch_size=auto", "activation_checkpointing=auto"]
+
+
+def decided(made: Recipe) -> tuple[object, ...]:
+    strategy, checkpointing = made.strategy, made.activation_checkpointing
+    return strategy.name, strategy.offload_optimizer, checkpointing.mode, made.batch.micro_batch_size
+
+
+@pytest.mark.parametrize(
+    ("billions", "hardware", "expected"),
+    [
+        # All of it fits: nothing is sharded or recomputed.
+        (1, "h200", ("ddp", "none", "none", 4)),
+        (1, "h200x8", ("ddp", "none", "none", 2)),
+        # 16 bytes per parameter do not fit on one device; the lightest sharding that does is as fast as any.
+        (8, "h200x8", ("zero1", "none", "none", 2)),
+        # One device has nobody to share with, so the host takes the optimizer.
+        (8, "h200", ("zero2", "cpu", "none", 4)),
+        # A small card: the activations of four sequences would take 3.8 GiB, and recomputing costs more than smaller
+        # micro-batches.
+        (1, "rtx3090", ("ddp", "none", "none", 4)),
+    ],
+)
+def test_the_fastest_that_fits(billions: float, hardware: str, expected: tuple[object, ...]) -> None:
+    made, chosen = resolve(recipe(**AUTO), find(hardware), Arithmetic(billions))
+    assert decided(made) == expected
+    assert not made.undecided and check(made) == []
+    batch_layout(made, find(hardware).devices)
+    for path, text in chosen.items():
+        section, _, key = path.partition(".")
+        assert text.startswith(f"{getattr(getattr(made, section), key)}: ")
+
+
+def test_what_the_recipe_says_stands() -> None:
+    hardware, plans = find("h200x8"), Arithmetic(8)
+    asked = recipe(strategy={"name": "auto", "sharding": "shard_grad_op"})
+    made, chosen = resolve(asked, hardware, plans)
+    assert (made.strategy.name, made.strategy.sharding) == ("fsdp", "shard_grad_op")
+    assert chosen.keys() == {"strategy.name"}
+    made, _ = resolve(recipe(strategy={"name": "auto", "offload_optimizer": "cpu"}), hardware, plans)
+    assert (made.strategy.name, made.strategy.offload_optimizer) == ("zero2", "cpu")
+    asked = recipe(activation_checkpointing={"mode": "auto", "every_n_layers": 3})
+    made, _ = resolve(asked, find("h200x2"), Arithmetic(1))
+    assert (made.activation_checkpointing.mode, made.activation_checkpointing.every_n_layers) == ("full", 3)
+    made, chosen = resolve(recipe(batch={"micro_batch_size": "auto"}, method={"name": "lora"}), hardware, plans)
+    assert decided(made) == ("ddp", "none", "none", 2) and chosen.keys() == {"batch.micro_batch_size"}
+
+
+def test_reasons_name_what_does_not_fit_and_what_is_slower() -> None:
+    _, chosen = resolve(recipe(**AUTO), find("h200x8"), Arithmetic(8))
+    assert re.match(r"zero1: ddp might not fit \(1\d\d\.\d of 139\.\d GiB of device memory\);", chosen["strategy.name"])
+    assert "zero2 would be no faster" in chosen["strategy.name"]
+    _, chosen = resolve(recipe(**AUTO), find("h200"), Arithmetic(8))
+    assert chosen["strategy.offload_optimizer"] == "cpu: goes with strategy"
+    assert "fsdp with offload_param=cpu" in chosen["strategy.name"]
+
+
+def test_the_answer_does_not_depend_on_what_was_planned_before() -> None:
+    """Processes of one launch may find different traces in the cache."""
+    for known in (Arithmetic(8), Arithmetic(8, without=("full", "selective", "none"))):
+        made, chosen = resolve(recipe(**AUTO), find("h200x8"), known)
+        assert made.strategy.name == "zero1"
+    assert chosen == resolve(recipe(**AUTO), find("h200x8"), Arithmetic(8))[1]
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(recipe(**AUTO), find("h200"), Arithmetic(70))
+    assert "the least that is needed is" in caught.value.what and "strategy.offload_optimizer=cpu" in caught.value.what
+    first, *others = caught.value.change.removeprefix("set ").split(", or ")
+    assert first.startswith("method.name=lora method.quantization=nf4 (")
+    assert others and all(re.match(r"hardware=h200x\d \(", other) for other in others)
+    # What is said to fit does.
+    changed = recipe(**AUTO, method={"name": "lora", "quantization": "nf4"})
+    assert resolve(changed, find("h200"), Arithmetic(70))[0].strategy.name == "ddp"
+
+
+def test_devices_that_cannot_take_the_batch() -> None:
+    with pytest.raises(UserError, match="a global batch of 16 sequences does not divide into 3 processes"):
+        resolve(recipe(**AUTO), find("h200x3"), Arithmetic(1))
+
+
+def test_on_a_cpu_processes_are_replicas() -> None:
+    made, _ = resolve(recipe(**AUTO), find("cpux2"), Arithmetic(0.01))
+    assert made.strategy.name == "ddp" and made.activation_checkpointing.mode in ("none", "full", "selective")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    populate(tmp_path, "llama")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["strategy=auto"], ""),
+        (["strategy=auto", "optimizer=adafactor"], ""),
+        (["strategy=auto", "activation_checkpointing=auto", "every_n_layers=2"], ""),
+        # No strategy reads it without offloading.
+        (["strategy=auto", "nvme_path=/scratch"], "strategy.nvme_path"),
+        (["micro_batch_size=auto", "tokens_per_step=100"], "must be a multiple of batch.seq_len"),
+        (["micro_batch_size=0"], "> 0 or auto"),
+    ],
+)
+def test_rules_know_what_could_be_chosen(place: Path, overrides: list[str], problem: str) -> None:
+    if not problem:
+        assert load_checked("small", overrides).recipe.undecided
+        return
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        load_checked("small", overrides)
+
+
+def test_a_run_takes_it_and_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", *ON_THE_LINE]) == 0
+    assert "auto strategy.name" in capsys.readouterr().out
+    run = place / "runs" / "small"
+    manifest = json.loads((run / "manifest.json").read_text())
+    kept = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert (
+        kept["strategy"]["name"] == "ddp" and kept["batch"]["micro_batch_size"] == manifest["batch"]["micro_batch_size"]
+    )
+    assert manifest["chosen"].keys() >= {"strategy.name", "batch.micro_batch_size", "activation_checkpointing.mode"}
+    assert manifest["chosen"]["strategy.name"].startswith("ddp: ")
+    # The same command finds the same run, and the choice moves no weight.
+    assert main(["recipe=small", *ON_THE_LINE]) == 0
+    assert "This run is finished" in capsys.readouterr().out
+    assert main(["recipe=small", "output.name=stated"]) == 0
+    assert losses(place / "runs" / "stated") == pytest.approx(losses(run), rel=1e-5)
+
+
+def test_the_value_may_come_from_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a run keep interpolations as they stand, but not where they say `auto`."""
+    monkeypatch.setenv("STRATEGY", "auto")
+    write_recipe(place, "small", RECIPE + "strategy: {name: '${oc.env:STRATEGY}'}\n")
+    assert main(["recipe=small"]) == 0
+    assert yaml.safe_load((place / "runs" / "small" / "recipe.yaml").read_text())["strategy"]["name"] == "ddp"
+
+
+@pytest.mark.slow
+def test_all_processes_agree(place: Path) -> None:
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(RUN), "recipe=small", *ON_THE_LINE]
+    done = subprocess.run(line, cwd=place, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(place / "runs" / "small")) == 2
+
+
+def test_launch_refuses_what_could_not_be_chosen(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["launch", "recipe=small", *ON_THE_LINE, "--print"]
+    assert toolkit([*asked, "--force"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[-5:] == ["recipe=small", *ON_THE_LINE, "--force"]
+    # Nothing is known of other machines but how the batch divides.
+    assert toolkit([*asked, "--slurm", "--gpus", "4", "--nodes", "1"]) == 0
+    assert toolkit([*asked, "--slurm", "--gpus", "3"]) == 1
+    assert "does not divide into 3 processes" in capsys.readouterr().err
+
+
+def test_launching_imports_no_framework(place: Path) -> None:
+    code = "import sys; from toolkit.cli import main; main(sys.argv[1:]); print(*sys.modules, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "launch", "recipe=small", *ON_THE_LINE, "--print"],
+        env={**os.environ, **environment()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not {"torch", "transformers"} & set(done.stdout.split())

@@ -1,0 +1,124 @@
+"""How a plan is put together: what decides whether it fits, what counted data changes, when advice traces more."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from arithmetic import recipe
+
+from toolkit.data.statistics import Counted
+from toolkit.planner.build import fit, make_plan
+from toolkit.planner.hardware import find
+from toolkit.planner.plan import Disk, Host, Memory, Range
+from toolkit.planner.trace import store
+from toolkit.planner.trace.analytic import estimated
+from toolkit.planner.trace.types import Setting, Trace
+
+GIB = 2**30
+CONFIG = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def trace(setting: Setting) -> Trace:
+    """The usual transformer, as if it had been traced."""
+    return dataclasses.replace(estimated(setting, ""), origin="traced")
+
+
+def device_memory(low: float, value: float, high: float) -> list[Memory]:
+    """One rank that needs so many GiB."""
+    total = Range(value=value * GIB, low=low * GIB, high=high * GIB)
+    phases = {"backward": {"parameters": int(value * GIB)}}
+    return [
+        Memory(
+            ranks="every rank", phases=phases, peak_phase="backward", allocated=int(value * GIB), reserved=total,
+            context=0, total=total,
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("needed", "share_of_ram", "answer", "where"),
+    [
+        ((70, 75, 78), 0.5, "yes", "device memory"),
+        ((70, 76, 85), 0.99, "tight", "device memory"),
+        ((70, 78, 85), 1.01, "no", "host RAM"),
+        ((70, 95, 99), 1.01, "no", "device memory"),
+    ],
+)
+def test_the_place_that_may_run_out_decides(
+    needed: tuple[float, float, float], share_of_ram: float, answer: str, where: str
+) -> None:
+    """Host RAM has no range: nearly full it fits, where a device that is less full may not."""
+    hardware = find("h100")
+    ram = int(share_of_ram * hardware.node.ram)
+    found = fit(
+        hardware,
+        device_memory(*needed),
+        Host(parts={"loading": ram}, peak=ram),
+        Disk(checkpoint=0, kept=0, model=0, nvme=0),
+    )
+    assert (found.answer, found.where) == (answer, where)
+    assert found.margin == found.available - found.needed
+
+
+def test_rows_that_were_counted_bound_the_largest_micro_batch() -> None:
+    """A recipe may allow far longer sequences than its data has."""
+    short = Counted(1000, 100_000, 100_000, 1000, 12_000_000, (50.0, 100.0, 200.0))
+    asked = recipe(batch={"seq_len": 8192, "micro_batch_size": 4, "global_batch_size": 8})
+    stated = recipe(batch={"seq_len": 200, "micro_batch_size": 4, "global_batch_size": 8})
+    plans = [
+        make_plan(each, "short", find("h200"), config=CONFIG, rows=rows, tracer=trace, advice=False)
+        for each, rows in ((asked, None), (asked, short), (stated, None))
+    ]
+    full, counted, same = (plan.memory[0].phases["backward"]["activations"] for plan in plans)
+    assert counted == same < full / 20
+
+
+def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that was never planned before only the recipe as it stands is known."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    asked = recipe(method={"name": "lora"}, activation_checkpointing={"mode": "none"}, batch={"seq_len": 8192})
+
+    def obtain(setting: Setting) -> Trace:
+        store.keep(setting, trace(setting))
+        return trace(setting)
+
+    plan = make_plan(asked, "long", find("t4"), config=CONFIG, tracer=obtain)
+    assert plan.fit.answer == "no"
+    first = plan.advice[0]
+    assert first.kind == "as asked" and first.fits == "yes" and "activation_checkpointing.mode" in first.changes
+
+
+@pytest.mark.parametrize(("name", "kept"), [("t4", 2 * 8.125 * 2**20), ("a100", 2 * 8.125 * 2**20), ("h200", 2**26)])
+def test_a_gpu_keeps_workspaces_of_its_generation(name: str, kept: float) -> None:
+    answered = make_plan(recipe(precision="fp16"), "any", find(name), config=CONFIG, tracer=trace, advice=False)
+    assert answered.memory[0].phases["backward"]["workspace"] == kept
+
+
+@pytest.mark.parametrize("length", [128, 4096])
+def test_a_cpu_keeps_what_comes_and_goes_up_to_a_gib(length: int) -> None:
+    asked = recipe(batch={"seq_len": length, "micro_batch_size": 1}, precision="fp32", method={"name": "lora"})
+    answered = make_plan(asked, "any", find("cpu"), config=CONFIG, tracer=trace, advice=False)
+    (rank,) = answered.memory
+    goes = rank.allocated - sum(rank.phases["resume"].values())
+    assert (goes < GIB) == (length == 128)
+    assert answered.host.parts["fragmentation"] == pytest.approx(min(goes, GIB), abs=2)
+    assert answered.host.peak == pytest.approx(rank.total.value, abs=4)
+
+
+def test_why_there_is_no_trace_is_said_in_a_few_lines() -> None:
+    error = "ValueError: unknown model type, should be one of " + ", ".join(f"model_{each}" for each in range(300))
+    plan = make_plan(
+        recipe(), "new", find("h200"), config=CONFIG, tracer=lambda setting: estimated(setting, error), advice=False
+    )
+    (note,) = (each for each in plan.notes if "could not be traced" in each)
+    assert "unknown model type" in note and len(note) < 320
+    # Estimates are less sure than traces.
+    traced = make_plan(recipe(), "known", find("h200"), config=CONFIG, tracer=trace, advice=False)
+    assert plan.memory[0].total.high > traced.memory[0].total.high
+    assert plan.work.step_seconds.high > traced.work.step_seconds.high

@@ -1,0 +1,406 @@
+"""The catalogue against the chips' own arithmetic, words to machines, detection, and measured figures."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from toolkit.common import UserError
+from toolkit.planner.hardware import Hardware, find, names, nvidia, this_machine
+from toolkit.planner.hardware.calibration import path_of
+from toolkit.planner.hardware.catalogue import shipped
+from toolkit.planner.hardware.detect import amd, detect, ram
+from toolkit.recipe import RecipeError, list_recipes
+
+GIB = 2**30
+
+# Multiprocessors (AMD: compute units), boost clock in GHz, dense 16-bit operations of one per cycle with fp32
+# accumulation, gigabytes on the label. From the makers' architecture papers, not the datasheets of the catalogue.
+CHIPS = {
+    "t4": (40, 1.59, 1024, 16),
+    "a10": (72, 1.695, 1024, 24),
+    "a10g": (80, 1.71, 512, 24),
+    "l4": (58, 2.04, 1024, 24),
+    "l40s": (142, 2.52, 1024, 48),
+    "rtx3090": (82, 1.695, 512, 24),
+    "rtx4090": (128, 2.52, 512, 24),
+    "rtx5090": (170, 2.407, 512, 32),
+    "a100": (108, 1.41, 2048, 80),
+    "a100_40gb": (108, 1.41, 2048, 40),
+    "a100_pcie": (108, 1.41, 2048, 80),
+    "h100": (132, 1.83, 4096, 80),
+    "h100_pcie": (114, 1.62, 4096, 80),
+    "h200": (132, 1.83, 4096, 141),
+    "b200": (148, 1.85, 8192, 180),
+    "mi300x": (304, 2.1, 2048, 192),
+}
+
+
+def test_every_device_has_a_chip_here() -> None:
+    assert set(CHIPS) == set(shipped()) == set(names())
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_peaks_are_dense_with_fp32_accumulation(name: str) -> None:
+    processors, gigahertz, per_cycle, _ = CHIPS[name]
+    flops = find(name).device.flops
+    assert flops["fp16"] == pytest.approx(processors * gigahertz * 1e9 * per_cycle, rel=0.03)
+    assert flops.get("bf16") == (None if name == "t4" else flops["fp16"])
+    if "fp8" in flops:
+        assert flops["fp8"] == pytest.approx(2 * flops["fp16"], rel=0.03)
+    if "tf32" in flops:
+        assert flops["tf32"] == pytest.approx(flops["fp16"] / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_entries_are_complete_and_say_where_they_come_from(name: str) -> None:
+    entry, device = shipped()[name], find(name).device
+    label = CHIPS[name][3]
+    # 24 GB on a label are 24 GiB of chips (HBM of Hopper and Blackwell: 10^9); ECC and the driver take up to a tenth.
+    assert 0.88 * label * GIB < device.memory < label * GIB
+    assert device.sources and all(source.startswith("https://") for source in device.sources)
+    assert entry.node.source and entry.reported
+    assert device.kind == ("rocm" if name == "mi300x" else "cuda")
+    for key in ("matmul", "attention", "bandwidth", "optimizer", "link", "pcie", "network"):
+        rate = getattr(device.efficiency, key)
+        assert 0 < rate.low < rate.value < rate.high <= 1, key
+        assert rate.measured == (name == "h200" and key == "matmul"), key
+    assert 1e-6 < device.efficiency.launch_seconds.value < 1e-4
+
+
+def test_words_say_devices_and_nodes() -> None:
+    one, eight, many = find("h200"), find("H200x8"), find("h200x8x4")
+    assert [each.devices for each in (one, eight, many)] == [1, 8, 32]
+    assert (many.name, many.devices_per_node, many.nodes) == ("h200x8x4", 8, 4)
+    assert one.device == many.device
+    # One GPU of eight is rented with an eighth of the host; a whole node is the same node in a cluster.
+    assert one.node.ram * 8 == eight.node.ram == many.node.ram
+    assert one.node.cores * 8 == eight.node.cores
+    assert eight.node.network == pytest.approx(8 * 400e9 / 8)
+    # Names may end in what looks like a count.
+    assert find("mi300xx8").devices == 8 and find("rtx4090").devices == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("h20", "`h200`"),
+        ("h2000x8", "`h200x8`"),
+        ("4090", "`rtx4090`"),
+        ("A100-40GBx2", "`a100_40gbx2`"),
+        ("a100-80gbx8", "`a100x8`"),
+        ("h200x8x4x2", "`h200x8x4`"),
+        ("", "known are t4, "),
+        ("8xh200", "write h200x8"),
+        ("h200x16", "write h200x8x2"),
+        ("h200x0", "NAMExDEVICES"),
+        ("cpux2x2", "cpux2"),
+        ("abacus", "known are t4, "),
+    ],
+)
+def test_wrong_words_are_answered_with_right_ones(text: str, change: str) -> None:
+    with pytest.raises(UserError) as error:
+        find(text)
+    assert change in error.value.change
+
+
+def own(folder: Path, text: str) -> Path:
+    recipes = folder / "recipes"
+    recipes.mkdir()
+    (recipes / "_hardware.yaml").write_text(text, encoding="utf-8")
+    return recipes
+
+
+def test_users_add_devices_and_change_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = own(
+        tmp_path,
+        """
+devices:
+  lab:
+    like: rtx4090
+    title: Our box
+    node: {devices: 10, ram_gib: 512}
+  half:
+    like: lab
+    efficiency: {matmul: [0.4, 0.3, 0.5]}
+  h200:
+    like: h200
+    node: {devices: 16}
+  new:
+    title: Something new
+    memory_gib: 64
+    tflops: {bf16: 400, fp32: 50}
+    bandwidth_gb_s: 2000
+    pcie_gb_s: 63
+""",
+    )
+    lab = find("labx10", folder)
+    assert lab.device.flops == find("rtx4090").device.flops
+    assert (lab.node.ram, lab.device.title) == (512 * GIB, "Our box")
+    half = find("half", folder).device
+    assert half.efficiency.matmul.value == 0.4 and half.efficiency.attention == lab.device.efficiency.attention
+    assert find("h200x16", folder).device == find("h200").device
+    assert find("new", folder).device.flops == {"bf16": 400e12, "fp32": 50e12}
+    monkeypatch.chdir(tmp_path)
+    assert find("lab").device == lab.device
+    assert "_hardware" not in list_recipes([folder])
+
+
+def test_mistakes_in_a_users_file_are_all_named(tmp_path: Path) -> None:
+    folder = own(
+        tmp_path,
+        """devices:
+  one:
+    like: h20
+  two:
+    like: h200
+    memory_gb: 80
+    node: {ram: 12}
+  three:
+    title: Three
+  four:
+    like: five
+  five:
+    like: four
+  Six: {like: h100}
+  seven:
+    like: h100
+    tflops: {bf16: fast}
+    efficiency: {matmul: [0.5]}
+  eight:
+    like: h100
+    tflops: {bf16: 148}
+    efficiency: {matmul: [0.5, 0.8, 0.9]}
+""",
+    )
+    with pytest.raises(RecipeError) as error:
+        find("h200", folder)
+    found = {problem.path: problem for problem in error.value.problems}
+    assert found["devices.one.like"].hint == "did you mean `h200`?"
+    assert found["devices.one.like"].where == f"{folder / '_hardware.yaml'}:3"
+    assert found["devices.two.memory_gb"].hint == "did you mean `memory_gib`?"
+    assert found["devices.two.node.ram"].where.endswith(":7") and "ram_gib" in found["devices.two.node.ram"].allowed
+    assert found["devices.three.tflops"].what == "is required"
+    assert found["devices.four.like"].what == "leads back to itself"
+    assert "devices.Six" in found
+    assert {"devices.seven.tflops.bf16", "devices.seven.efficiency.matmul"} <= set(found)
+    # Without it there is no peak for a recipe in fp32.
+    assert "fp32" in found["devices.eight.tflops"].allowed
+    assert "low" in found["devices.eight.efficiency.matmul"].allowed
+
+
+@pytest.mark.parametrize("text", ["devices: [a", "devices: [h100]", "machines: {}"], ids=["yaml", "list", "key"])
+def test_a_users_file_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RecipeError, match=r"_hardware\.yaml"):
+        find("h200", own(tmp_path, text))
+
+
+# --- this machine
+
+
+@pytest.mark.skipif(bool(nvidia.visible({})), reason="this machine has a GPU")
+def test_this_machine_is_its_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    here = this_machine()
+    assert (here.name, here.device.kind, here.devices) == ("cpu", "cpu", 1)
+    assert 0 < here.device.memory <= psutil.virtual_memory().total
+    assert here.device.memory == here.node.ram
+    # Wide: nothing was measured.
+    rate = here.device.efficiency.matmul
+    assert not here.device.efficiency.matmul.measured and rate.high / rate.low > 4
+    two = find("cpux2")
+    assert two.devices == 2 and two.device.memory == here.device.memory
+    assert two.device.flops["fp32"] == pytest.approx(here.device.flops["fp32"] / 2)
+
+
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_containers_limit_counts(tmp_path: Path, file: str) -> None:
+    limit = tmp_path / "sys/fs/cgroup" / file
+    limit.parent.mkdir(parents=True)
+    limit.write_text("max\n" if file == "memory.max" else f"{2**63 - 4096}\n")
+    assert ram(tmp_path) == psutil.virtual_memory().total
+    limit.write_text(f"{3 * GIB}\n")
+    assert ram(tmp_path) == 3 * GIB
+
+
+NVML = r"""
+#include <string.h>
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory;
+static const char *names[] = {NAMES};
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = sizeof names / sizeof *names; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(names + index); return 0; }
+int nvmlDeviceGetName(void *h, char *out, unsigned n) { strncpy(out, *(const char **)h, n); return 0; }
+int nvmlDeviceGetUUID(void *h, char *out, unsigned n) { strncpy(out, "GPU-00", n);
+    out[5] = '0' + ((const char **)h - names); return 0; }
+int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
+int nvmlDeviceGetMemoryInfo_v2(void *h, Memory *m) {
+    if (m->version != (sizeof(Memory) | 2u << 24)) return 25;
+    m->total = 143771ull << 20; m->reserved = 616ull << 20; return 0; }
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Builds a management library that knows some GPUs; its functions have the signatures of NVML's reference."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        pytest.skip("needs a C compiler")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def build(*gpus: str) -> None:
+        # The loader knows libraries by their path: each is another one.
+        source, library = tmp_path / "nvml.c", tmp_path / f"libnvml{len(list(tmp_path.glob('*.so')))}.so"
+        source.write_text(NVML.replace("NAMES", ", ".join(f'"{gpu}"' for gpu in gpus)))
+        subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+        monkeypatch.setattr(nvidia, "_LIBRARY", str(library))
+
+    return build
+
+
+def test_gpus_are_known_by_their_drivers_name(driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver("NVIDIA H200", "NVIDIA H200", "NVIDIA H200", "NVIDIA H200")
+    here = this_machine()
+    assert (here.name, here.devices, here.device.title) == ("h200x4", 4, "NVIDIA H200 SXM 141 GB")
+    # What the driver reserves is not there for torch; the host is this one.
+    assert here.device.memory == (143771 - 616) * 2**20
+    assert here.node.ram <= psutil.virtual_memory().total
+    for selection, devices in [("0,2", 2), ("GPU-03", 1), ("1,9,0", 1)]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
+        assert this_machine().devices == devices, selection
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_machine().device.kind == "cpu"
+
+
+def test_unknown_gpus_are_guessed_widely_and_different_ones_refused(driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver("NVIDIA Quadro X9")
+    device = this_machine().device
+    assert (device.name, device.kind, device.memory) == ("nvidia_quadro_x9", "cuda", (143771 - 616) * 2**20)
+    rate = device.efficiency.matmul
+    assert "not in the catalogue" in device.title and not rate.measured and rate.high / rate.low > 10
+    driver("NVIDIA H200", "NVIDIA L4")
+    with pytest.raises(UserError, match="NVIDIA H200, NVIDIA L4") as error:
+        this_machine()
+    assert "CUDA_VISIBLE_DEVICES" in error.value.change
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert this_machine().name == "l4"
+
+
+def test_the_drivers_command_answers_where_its_library_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia, "_LIBRARY", "libno-such-library.so")
+    command = tmp_path / "nvidia-smi"
+    # An old driver, which does not tell what it reserves.
+    line = "NVIDIA GeForce RTX 4090, 24564, [N/A], GPU-7, 8.9"
+    command.write_text(f"#!/bin/sh\necho '{line}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    here = detect()
+    assert here.name == "rtx4090"
+    assert here.device.memory == find("rtx4090").device.memory
+
+
+def test_amds_gpus_are_found_in_sysfs(tmp_path: Path) -> None:
+    for index, vendor in enumerate(["0x1002", "0x1a03", "0x1002"]):
+        folder = tmp_path / "class/drm" / f"card{index}" / "device"
+        folder.mkdir(parents=True)
+        for name, text in {"vendor": vendor, "device": "0x74a1", "mem_info_vram_total": f"{192 * GIB}"}.items():
+            (folder / name).write_text(f"{text}\n")
+    found = amd({}, tmp_path)
+    assert [gpu.memory for gpu in found] == [192 * GIB] * 2
+    assert found[0].name in shipped()["mi300x"].reported
+    assert len(amd({"HIP_VISIBLE_DEVICES": "1"}, tmp_path)) == 1
+
+
+# --- measured figures
+
+
+def store(device: str, **figures: object) -> None:
+    file = path_of(device)
+    file.parent.mkdir(parents=True)
+    facts = {"device": device, "title": "as reported", "processes": 1, "date": "2026-01-01", "versions": {}}
+    file.write_text(yaml.safe_dump({**facts, **figures}), encoding="utf-8")
+
+
+def test_measured_figures_replace_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    before: Hardware = find("a100x8")
+    store(
+        "a100",
+        matmul={"bf16": [234e12, 218.4e12, 249.6e12], "fp8": [1e12, 1e12, 1e12]},
+        attention={"bf16": [156e12, 125e12, 172e12]},
+        bandwidth=[1.6e12, 1.5e12, 2.2e12],
+        link=[240e9, 200e9, 250e9],
+        launch_seconds=[4e-6, 3e-6, 5e-6],
+    )
+    after = find("a100x8")
+    rates = after.device.efficiency
+    assert rates.matmul.measured and not before.device.efficiency.matmul.measured
+    assert (rates.matmul.value, rates.matmul.low, rates.matmul.high) == pytest.approx((0.75, 0.70, 0.80))
+    assert rates.attention.value == pytest.approx(0.5)
+    assert rates.link.value == pytest.approx(0.8)
+    assert rates.launch_seconds.value == 4e-6
+    # A peak that was passed was no peak; a dtype that the device lacks is no capability.
+    assert after.device.bandwidth == 2.2e12 and rates.bandwidth.high == 1
+    assert "fp8" not in after.device.flops
+    # What was not measured stays an estimate; other devices do too.
+    assert rates.pcie == before.device.efficiency.pcie
+    assert not find("h100").device.efficiency.matmul.measured
+
+
+def test_another_cpus_figures_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    store("cpu", matmul={"fp32": [1e12, 1e12, 1e12]})
+    assert not find("cpu").device.efficiency.matmul.measured
+
+
+def test_a_broken_file_of_figures_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    store("h100", matmul={"bf16": [1e12]})
+    with pytest.raises(UserError, match=r"h100\.yaml") as error:
+        find("h100")
+    assert "calibrate" in error.value.change
+
+
+def test_no_framework_is_imported() -> None:
+    code = "import sys; from toolkit.hardware import find, this_machine; find('h200'); this_machine(); "
+    check = code + "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_the_page_shows_the_catalogue() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    rows = {cells[0].strip("`"): cells[1:] for line in page.splitlines() if (cells := _cells(line))}
+    assert set(rows) == set(names())
+    for name, cells in rows.items():
+        device, node = find(name).device, shipped()[name].node
+        flops = [device.flops.get(dtype, 0) / 1e12 for dtype in ("bf16", "fp16", "fp8")]
+        wanted = [device.memory / GIB, *flops, device.bandwidth / 1e9, (device.link or 0) / 1e9, device.pcie / 1e9]
+        assert [float(cell or 0) for cell in cells[:7]] == pytest.approx(wanted, rel=0.005), name
+        assert cells[7] == f"{node.devices} x, {node.ram_gib:.0f} GiB"
+        rate = device.efficiency.matmul
+        text = f"{rate.value:.0%} ({rate.low:.0%} to {rate.high:.0%})"
+        assert cells[8] == (f"**{text}**" if rate.measured else text)
+
+
+def test_the_pages_example_works(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    folder = own(tmp_path, page.partition("```yaml\n")[2].partition("```")[0])
+    assert find("labx10", folder).node.ram == 512 * GIB
+    assert find("h200x16", folder).devices == 16
+    h20 = find("h20x8", folder)
+    assert h20.device.link == find("h200").device.link and h20.device.efficiency.matmul.value == 0.9
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| `") else []

@@ -1,0 +1,225 @@
+"""Planned memory against real trainings of tiny models on one process, and what must hold on any machine."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from harness import write_recipe
+from ranks import Ranks
+from small import INT8, LORA, MODELS, NF4, SEQ2SEQ
+from tiny import text_rows, tiny_model, tiny_tokenizer
+from tracker import measured, planned
+
+from toolkit.distributed import batch_layout
+from toolkit.planner.hardware import find
+from toolkit.planner.memory.device import memory
+from toolkit.planner.memory.host import disk, host
+from toolkit.planner.plan import PARTS, PHASES
+from toolkit.planner.trace.types import Amount, Moment, Tensors, Trace
+from toolkit.recipe import Recipe
+
+_RECIPE = """
+description: Full rows
+model: {path: llama}
+data: {sources: [text.jsonl], over_long: truncate}
+objective: language_modelling
+precision: fp32
+strategy: {name: single}
+schedule: {max_steps: 3}
+batch: {seq_len: 128, global_batch_size: 2, micro_batch_size: 2}
+evaluation: {num_prompts: 0}
+checkpoint: {resume: never}
+"""
+_BF16 = ["precision=bf16"]
+_SENTENCE = "Return a copy of the string with its first character capitalized and the rest lowercased."
+_PAIRS = [*SEQ2SEQ, f"batch.seq_len={len(tiny_tokenizer(encoder_decoder=True)(_SENTENCE)['input_ids'])}"]
+_CASES = {
+    "llama": [],
+    "llama_bf16": _BF16,
+    "llama_accumulating": ["batch.global_batch_size=4"],
+    "llama_pure_bf16": ["precision=pure_bf16"],
+    "llama_checkpointing": ["activation_checkpointing=full"],
+    "llama_every_second_layer": ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"],
+    "llama_selective": ["activation_checkpointing=selective", *_BF16],
+    # Nothing is padded, so there is no mask.
+    "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
+    "llama_8bit_optimizer": ["optimizer.name=adamw_8bit"],
+    "llama_lora": [*LORA, *_BF16],
+    "llama_qlora": NF4,
+    "llama_qdora": [*NF4, "method.use_dora=true"],
+    "llama_int8": INT8,
+    "qwen": ["model.path=qwen", *_BF16],
+    "gemma_lora": ["model.path=gemma", *LORA],
+    "gpt2": ["model.path=gpt2"],
+    "moe": ["model.path=moe"],
+    "blenderbot": _PAIRS,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    for name, config in MODELS.items():
+        tiny_model(config, folder / name)
+    rows = [row["text"] for row in text_rows(320)]
+    texts = [{"text": " ".join(rows[start : start + 8])} for start in range(0, len(rows), 8)]
+    # All of one length, because the ends of targets cannot be cut off.
+    pairs = [{"source": _SENTENCE, "target": _SENTENCE}] * 40
+    for name, each in (("text", texts), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+    write_recipe(folder, "full_rows", _RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    ranks = Ranks(folder / "log.txt")
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(_CASES))
+def test_planned_peak_is_that_of_the_training(case, folder, ranks, monkeypatch):
+    arguments = ["recipe=full_rows", f"output.name={case}", *_CASES[case]]
+    assert ranks.run(folder, *arguments, entry="tracker") == [0], ranks.said()[-2000:]
+    monkeypatch.chdir(folder)
+    plan, real = planned(*arguments), measured(folder, 1)
+    peak = max(real[phase] for phase in ("forward", "backward", "step"))
+    assert max(sum(plan.phases[phase].values()) for phase in ("forward", "backward", "step")) == pytest.approx(
+        peak, rel=0.03
+    )
+    # Between steps and while the optimizer updates there are states alone, which are exact but for the batch.
+    assert sum(plan.phases["step"].values()) == pytest.approx(real["step"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "zero2", "zero3", "fsdp"])
+def test_a_checkpoint_has_the_planned_size(strategy, folder, ranks, monkeypatch):
+    processes = 1 if strategy == "single" else 2
+    arguments = [
+        "recipe=full_rows", f"output.name=saves_{strategy}", f"strategy.name={strategy}", "model.path=qwen",
+        "checkpoint.save_steps=2", "batch.global_batch_size=4", *_BF16,
+    ]  # fmt: skip
+    assert set(ranks.run(folder, *arguments, processes=processes)) == {0}, ranks.said()[-2000:]
+    monkeypatch.chdir(folder)
+    (checkpoint,) = (folder / "runs" / f"saves_{strategy}").glob("checkpoints/checkpoint-2")
+    saved = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    beside = sum(
+        file.stat().st_size
+        for file in checkpoint.rglob("*")
+        if file.suffix in (".json", ".jinja") or file.name.startswith("rng")
+    )
+    # torch's distributed format has a header of a kilobyte for each tensor of each process, which are small here.
+    within = 0.08 if strategy == "fsdp" else 0.03
+    assert _plan_of(arguments, processes).disk.checkpoint == pytest.approx(saved - beside, rel=within)
+
+
+def _plan_of(arguments, processes):
+    from toolkit.planner.build import make_plan
+    from toolkit.recipe.rules import load_checked
+
+    loaded = load_checked("full_rows", arguments[1:])
+    return make_plan(loaded.recipe, "full_rows", find(f"cpux{processes}" if processes > 1 else "cpu"), advice=False)
+
+
+def _trace():
+    """Four layers of a million weights, which keep 1 kB per token each."""
+    activations = Amount((0.0, 2000.0), (0.0, 1000.0))
+    moments = [
+        Moment(phase, place, accumulating, activations, Amount(), Amount((0.0, 500.0)), Amount((2e6,)))
+        for accumulating in (False, True)
+        for phase, place in (
+            ("forward", "head"), ("backward", "last_layer"), ("backward", "first_layer"), ("evaluation", "head"),
+        )
+    ]  # fmt: skip
+    tensors = (
+        Tensors("embeddings", (500, 1000), 1, True, "base"),
+        Tensors("layer", (1000, 1000), 4, True, "base"),
+    )
+    return Trace(4, tensors, tuple(moments), {}, Amount((0.0, 2000.0)), 0, (1_000_000,) * 4)
+
+
+def _recipe(**sections):
+    strategy = sections.pop("strategy", {})
+    return Recipe.model_validate(
+        {
+            "model": {"path": "somewhere"},
+            "data": {"sources": ["rows.jsonl"]},
+            "batch": {"seq_len": 1024, "global_batch_size": 8, "micro_batch_size": 1},
+            "strategy": {"reduce_bucket_size": 100_000, "prefetch_bucket_size": 100_000, **strategy},
+            **sections,
+        }
+    )
+
+
+def _planned(hardware="h100x8", **sections):
+    recipe, machine = _recipe(**sections), find(hardware)
+    layout = batch_layout(recipe, machine.devices)
+    arguments = (recipe, layout, machine, _trace())
+    return SimpleNamespace(
+        memory=memory(*arguments),
+        host=host(*arguments),
+        disk=disk(*arguments),
+        states=sum(_states(memory(*arguments)[0])),
+    )
+
+
+def _states(found):
+    parts = found.phases["step"]
+    return [parts.get(part, 0) for part in ("parameters", "masters", "gradients", "optimizer")]
+
+
+def test_each_stage_divides_more_of_the_states():
+    sums = [_planned(strategy={"name": name}).states for name in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
+    assert sums[0] > sums[1] > sums[2] > sums[3] > sums[4]
+    # 4.5 million parameters: weights, gradients and moments in fp32; a step of FSDP holds an eighth of these.
+    assert sums[0] == 4_500_000 * 16
+    assert sums[4] == pytest.approx(4_500_000 * 16 / 8, rel=0.01)
+
+
+def test_phases_and_parts_are_those_of_the_result_and_add_up():
+    (rank,) = _planned(strategy={"name": "zero2"}).memory
+    assert set(rank.phases) == set(PHASES)
+    assert all(set(parts) <= set(PARTS) for parts in rank.phases.values())
+    assert rank.allocated == max(sum(parts.values()) for parts in rank.phases.values())
+    assert rank.allocated < rank.reserved.low < rank.reserved.value < rank.reserved.high < rank.total.high
+
+
+def test_offloading_moves_states_from_the_device_to_the_host():
+    stays = _planned(strategy={"name": "zero3"})
+    leaves = _planned(strategy={"name": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"})
+    gone = [stays.memory[0].phases["step"][part] for part in ("parameters", "masters", "optimizer")]
+    assert not any(leaves.memory[0].phases["step"].get(part) for part in ("parameters", "masters", "optimizer"))
+    assert leaves.host.peak - stays.host.peak >= 8 * sum(gone)
+    # On NVMe the host keeps buffers only, and the drive gets the rest.
+    nvme = _planned(
+        strategy={"name": "zero3", "offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/scratch"}
+    )
+    assert nvme.disk.nvme >= 8 * sum(gone) and leaves.disk.nvme == 0
+
+
+def test_accumulation_under_fsdp_keeps_whole_gradients():
+    """accelerate divides gradients at the last micro-batch only."""
+    once = _planned(strategy={"name": "fsdp"})
+    twice = _planned(strategy={"name": "fsdp"}, batch={"seq_len": 1024, "global_batch_size": 16, "micro_batch_size": 1})
+    more = twice.memory[0].allocated - once.memory[0].allocated
+    assert more == pytest.approx(4 * 4_500_000, rel=0.3)
+
+
+def test_a_layerwise_optimizer_holds_one_gradient_at_a_time():
+    usual, layerwise = (
+        _planned("h100", optimizer={"name": name}) for name in ("galore_adamw", "galore_adamw_layerwise")
+    )
+    assert "gradients" in usual.memory[0].phases["step"] and "gradients" not in layerwise.memory[0].phases["step"]
+
+
+def test_longer_rows_cost_activations_and_nothing_else():
+    short, long = (
+        _planned("h100", batch={"seq_len": length, "global_batch_size": 1, "micro_batch_size": 1}).memory[0]
+        for length in (1024, 4096)
+    )
+    assert long.phases["forward"]["activations"] == 4 * short.phases["forward"]["activations"]
+    assert long.phases["step"]["optimizer"] == short.phases["step"]["optimizer"]

@@ -1,0 +1,126 @@
+"""Bytes of states, against tables that others have published."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from toolkit.planner.memory.states import moment_bytes, per_parameter, stored_bytes, zero_paper
+from toolkit.planner.trace.types import Tensors
+from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.sections import Optimizer
+
+
+def _optimizer(name: str, **values: object) -> Optimizer:
+    return Optimizer(name=name, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)], ids=["whole", "zero1", "zero2", "zero3"]
+)
+def test_the_zero_papers_model_of_7_5_billion_on_64_devices(stage, gigabytes):
+    assert zero_paper(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_adamw_takes_16_bytes_per_parameter_in_fp32_and_in_mixed_precision():
+    adamw = _optimizer("adamw")
+    assert per_parameter(adamw).total == 16
+    mixed = per_parameter(adamw, weights="bfloat16", gradients="bfloat16", masters="float32")
+    assert (mixed.parameters, mixed.gradients, mixed.masters, mixed.optimizer) == (2, 2, 4, 8)
+    # Gradients that are summed in fp32, as our engines do.
+    assert per_parameter(adamw, weights="bfloat16", masters="float32").total == 18
+
+
+def test_optimizers_with_their_fp32_copy():
+    def copy_and_moments(name):
+        found = per_parameter(_optimizer(name), weights="bfloat16", masters="float32")
+        return found.masters + found.optimizer
+
+    assert copy_and_moments("adamw") == 12
+    # Beside two bytes of moments there is an fp32 scale for every 256 of them.
+    assert copy_and_moments("adamw_8bit") == pytest.approx(6 + 2 * 4 / 256)
+    assert copy_and_moments("sgd") == 8
+    assert copy_and_moments("adafactor") == 8  # Of a vector; a matrix has two vectors.
+
+
+def test_pure_bf16_keeps_torchs_moments_in_bf16_and_bitsandbytes_in_8_or_32_bits():
+    moments = {name: per_parameter(_optimizer(name), weights="bfloat16").optimizer for name in ("adamw", "lion", "sgd")}
+    assert moments == {"adamw": 4, "lion": 4, "sgd": 2}
+    assert per_parameter(_optimizer("adamw_8bit"), weights="bfloat16").optimizer == pytest.approx(2.03, abs=0.01)
+
+
+def test_sizes_of_whole_models():
+    adamw = _optimizer("adamw")
+    fp32 = per_parameter(adamw)
+    assert 1e9 * fp32.parameters == 4e9
+    # Gradients, moments and 8 bytes of activations: 20 extra bytes, so 24 with the weights.
+    assert 7e9 * (fp32.total + 8) == pytest.approx(168e9)
+    # BLOOM: bf16 weights, fp32 gradients, masters and moments.
+    mixed = per_parameter(adamw, weights="bfloat16", masters="float32")
+    assert 176e9 * mixed.total == pytest.approx(3e12, rel=0.06)
+    # A checkpoint has no gradients.
+    assert 70e9 * (mixed.total - mixed.gradients) == pytest.approx(980e9)
+
+
+def test_every_optimizer_of_the_recipe_has_a_size():
+    sizes = {name: moment_bytes(_optimizer(name), (4096, 4096)) / 4096**2 for name in OPTIMIZERS}
+    assert sizes["lomo"] == 0 and all(size > 0 for name, size in sizes.items() if name != "lomo")
+    assert sizes["ademamix"] == 12 and sizes["adamw_torch_4bit"] == pytest.approx(1.06, abs=0.01)
+    # Projected to rank 128 of 4096: a projection and two moments.
+    assert sizes["galore_adamw"] == pytest.approx(3 * 4 * 128 / 4096)
+    # ZeRO hands over vectors, which have neither rows and columns nor a projection.
+    assert moment_bytes(_optimizer("adafactor"), (4096, 4096), flat=True) == 4 * 4096**2
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "rmsprop"])
+def test_torchs_optimizers_hold_what_is_stated(name):
+    kinds = {"adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
+    parameter = torch.nn.Parameter(torch.zeros(64, 128, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9) if name == "sgd" else kinds[name]([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.ndim]
+    assert sum(each.nbytes for each in held) == moment_bytes(_optimizer(name), (64, 128), "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "ademamix_8bit", "lion"])
+@pytest.mark.parametrize("rows", [8, 64], ids=["small", "large"])
+def test_bitsandbytes_optimizers_hold_what_is_stated(name, rows):
+    import bitsandbytes as bnb
+
+    kinds = {
+        "adamw_8bit": bnb.optim.AdamW8bit, "lion_8bit": bnb.optim.Lion8bit, "lion": bnb.optim.Lion32bit,
+        "ademamix_8bit": bnb.optim.AdEMAMix8bit,
+    }  # fmt: skip
+    # What trainings in this process have said of their embeddings holds for any optimizer made later.
+    bnb.optim.GlobalOptimManager.get_instance().initialize()
+    parameter = torch.nn.Parameter(torch.zeros(rows, 128))
+    optimizer = kinds[name]([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value)}
+    own = sum(value.nbytes for key, value in held.items() if not key.startswith("qmap"))
+    assert own == moment_bytes(_optimizer(name), (rows, 128))
+
+
+@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
+def test_4_bit_weights_take_what_bitsandbytes_stores(double):
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(torch.randn(256, 384), quant_type="nf4", compress_statistics=double)
+    tensors = [packed, state.absmax, state.code]
+    if double:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    planned = stored_bytes(Tensors("layer", (256, 384), 1, False, "nf4"), 2, double)
+    assert planned == sum(each.nbytes for each in tensors)
+    # The paper's figures: 0.5 and 0.127 bits beside the four.
+    large = Tensors("layer", (8192, 8192), 1, False, "nf4")
+    bits = 8 * stored_bytes(large, 2, double) / large.numel
+    assert bits == pytest.approx(4.127 if double else 4.5, abs=0.001)
+
+
+def test_8_bit_weights_take_a_byte_and_a_scale_per_row():
+    assert stored_bytes(Tensors("layer", (256, 384), 1, False, "int8"), 2) == 256 * 384 + 4 * 256
+    assert math.isclose(stored_bytes(Tensors("layer", (256, 384), 1, False, "base"), 2), 2 * 256 * 384)

@@ -1,0 +1,375 @@
+"""Traces against the same model with real tensors, and against what is known of models on paper."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT
+from tiny import shrink, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, MarianConfig, T5Config
+
+from toolkit.distributed import BatchLayout, dtypes
+from toolkit.models.adapters import add_method
+from toolkit.models.load import load_model
+from toolkit.planner.trace import fake_kernels, fit, passes, store
+from toolkit.planner.trace.__main__ import _resolves as resolves
+from toolkit.planner.trace.analytic import UnknownSize, estimated
+from toolkit.planner.trace.fit import trace
+from toolkit.planner.trace.shallow import Shallow, _layers
+from toolkit.planner.trace.tracker import Ledger
+from toolkit.planner.trace.types import Moment, Setting, Shape, Trace, setting_of
+from toolkit.recipe import Recipe, model_configs
+
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+BATCH, LENGTH = 3, 96
+FULL: dict[str, Any] = {"name": "full"}
+LORA: dict[str, Any] = {"name": "lora", "r": 8}
+QLORA = LORA | {"quantization": "nf4"}
+CASES = [
+    ("meta-llama/Llama-3.2-1B", FULL, "fp32", "none", False),
+    ("meta-llama/Llama-3.2-1B", FULL, "bf16", "full", False),
+    ("meta-llama/Llama-3.2-1B", QLORA, "bf16", "none", True),
+    ("meta-llama/Llama-3.2-1B", LORA | {"quantization": "int8"}, "bf16", "full", False),
+    ("meta-llama/Llama-3.2-1B", LORA | {"use_dora": True}, "fp32", "none", False),
+    ("Qwen/Qwen3-0.6B", LORA, "bf16", "selective", True),
+    ("Qwen/Qwen3-0.6B", FULL, "fp32", "none", True),
+    ("google/gemma-3-1b-it", FULL, "bf16", "none", False),
+    ("google/gemma-3-1b-it", LORA, "fp32", "full", True),
+    ("openai-community/gpt2", FULL, "bf16", "none", False),
+    ("openai-community/gpt2", LORA, "fp32", "full", False),
+    ("Qwen/Qwen3-30B-A3B", FULL, "bf16", "none", False),
+    ("Qwen/Qwen3-30B-A3B", LORA, "fp32", "full", False),
+    ("facebook/blenderbot-400M-distill", FULL, "bf16", "none", False),
+    ("facebook/blenderbot-400M-distill", LORA, "fp32", "full", False),
+]
+
+
+def setting(model: str = LLAMA_8B, **changes: Any) -> Setting:
+    """A model of the shelf in full fine-tuning with bf16 autocast, packed, on a current GPU."""
+    values: dict[str, Any] = {
+        "config": model_configs.bundled()[model].config,
+        "device": "cuda",
+        "objective": "sft",
+        "method": {"name": "full", "freeze": []},
+        "load": "float32",
+        "local": "float32",
+        "autocast": "bfloat16",
+        "attention": "torch_varlen",
+        "layout": "flat",
+    }
+    return Setting(**values | changes)
+
+
+def peak(trace: Trace, shape: Shape, phase: str, accumulating: bool = False) -> float:
+    """Largest sum of a phase, in bytes."""
+
+    def total(moment: Moment) -> float:
+        parts = (moment.activations, moment.casts, moment.logits, moment.gradients)
+        return sum(part.at(shape) for part in parts)
+
+    return max(
+        total(moment) for moment in trace.moments if (moment.phase, moment.accumulating) == (phase, accumulating)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("model", "method", "precision", "mode", "packing"),
+    CASES,
+    ids=[f"{model.split('/')[1]}-{index}" for index, (model, *_) in enumerate(CASES)],
+)
+def test_a_trace_is_what_real_tensors_take(
+    model: str, method: dict[str, Any], precision: str, mode: str, packing: bool, tmp_path: Path
+) -> None:
+    folder = tiny_model(model, tmp_path)
+    recipe = Recipe.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "data": {"sources": ["unread"], "packing": packing},
+            "objective": "seq2seq" if "blenderbot" in model else "sft",
+            "method": method,
+            "precision": precision,
+            "activation_checkpointing": {"mode": mode},
+            "batch": {"seq_len": LENGTH},
+        }
+    )
+    config = json.loads((folder / "config.json").read_text())
+    cpu = setting_of(recipe, config, "cpu", "sdpa", BatchLayout(BATCH, BATCH, 1, 1, LENGTH))
+    base = load_model(recipe, dtypes(recipe), "sdpa")
+    trained = add_method(base, recipe, dtypes(recipe))
+    trained.train()
+
+    real = passes.run(Shallow(trained, _layers(base)), cpu, contextlib.nullcontext(), BATCH, LENGTH)
+    planned = trace(cpu)
+
+    shape = Shape(planned.layers, BATCH, LENGTH)
+    for name, timeline in real.timelines.items():
+        measured = max(sum(live) for live in timeline.live)
+        estimate = peak(planned, shape, name.removesuffix("+"), name.endswith("+"))
+        assert estimate == pytest.approx(measured, rel=0.025), name
+    parameters = sum(_numel(each) for each in trained.parameters())
+    assert planned.elements() == parameters
+    assert planned.elements(trained=True) == sum(each.numel() for each in trained.parameters() if each.requires_grad)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def test_a_shallow_trace_says_what_a_deep_one_would() -> None:
+    config = dict(model_configs.bundled()["meta-llama/Llama-3.2-1B"].config) | {"vocab_size": 1024}
+    deep = trace(setting(config={**config, "num_hidden_layers": 6}))
+    from_eight = trace(setting(config={**config, "num_hidden_layers": 8}))
+
+    shape = Shape(6, 2, 2048)
+    for phase in ("forward", "backward", "evaluation"):
+        assert peak(from_eight, shape, phase) == pytest.approx(peak(deep, shape, phase), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
+def test_one_trace_serves_batches_of_less_than_a_chunk_of_the_loss_too(method: dict[str, Any]) -> None:
+    qwen = model_configs.bundled()["Qwen/Qwen3-0.6B"].config | {"num_hidden_layers": 3}
+    checkpointed = {"method": method, "activation_checkpointing": {"mode": "full"}}
+    recipe = Recipe.model_validate(
+        {"model": {"path": "any"}, "data": {"sources": ["any"], "packing": True}} | checkpointed
+    )
+    long = setting_of(recipe, qwen, "cuda", "torch_varlen", BatchLayout(1, 1, 1, 1, 128))
+    served, short = trace(long), trace(dataclasses.replace(long, long=False))
+
+    for batch, length in ((1, 128), (1, 512), (2, 1024), (1, 4096)):
+        for phase in ("forward", "backward"):
+            shape = Shape(3, batch, length)
+            assert peak(served, shape, phase) == pytest.approx(peak(short, shape, phase), rel=0.025)
+
+
+def test_layers_for_images_are_not_those_that_text_goes_through() -> None:
+    text = model_configs.bundled()["google/gemma-3-1b-it"].config | {"num_hidden_layers": 14}
+    sees = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 27}
+    both = {"model_type": "gemma3", "text_config": text, "vision_config": sees | {"image_size": 56, "patch_size": 14}}
+    shape = Shape(14, 1, 4096)
+
+    alone, inside = (trace(setting(config=config, attention="sdpa", layout="packed")) for config in (text, both))
+
+    for phase in ("forward", "backward"):
+        assert peak(inside, shape, phase) == pytest.approx(peak(alone, shape, phase), rel=0.02)
+    assert inside.passes["forward"].matmul.at(shape) == pytest.approx(
+        alone.passes["forward"].matmul.at(shape), rel=0.01
+    )
+
+
+def test_layers_may_differ_in_any_pattern() -> None:
+    """Here six dense layers come first, of which no key that all models share says anything."""
+    qwen = shrink(model_configs.bundled()["Qwen/Qwen3-30B-A3B"].config)
+    config = qwen | {"num_hidden_layers": 12, "mlp_only_layers": list(range(6))}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+    found = trace(setting(config=config, attention="sdpa", layout="packed"))
+
+    assert found.elements() == sum(parameter.numel() for parameter in model.parameters())
+    assert len(set(found.layer_elements[:6])) == len(set(found.layer_elements[6:])) == 1
+    assert found.layer_elements[0] != found.layer_elements[6]
+
+
+@pytest.mark.parametrize("kind", [T5Config, MarianConfig])
+def test_encoder_decoders_of_any_make_are_traced(kind: Any) -> None:
+    """T5 leaves a parameter without a gradient; Marian needs a padding token that its own size has room for."""
+    size = {"vocab_size": 1000, "d_model": 64, "d_kv": 16, "num_layers": 4, "num_heads": 4, "decoder_start_token_id": 0}
+    layers = {"encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = kind(**size, pad_token_id=0, **(layers if kind is MarianConfig else {}))
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config)
+
+    values = {key: value for key, value in config.to_dict().items() if key != "pad_token_id"}
+    found = trace(setting(config=values, objective="seq2seq", layout="seq2seq", attention="sdpa"))
+
+    assert found.elements() == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_flops_are_those_of_the_paper() -> None:
+    """Llama 3.1 8B at 4096 tokens: 2 FLOPs per weight of every matrix and token, attention 4 x hidden x length."""
+    found = trace(setting())
+    shape = Shape(32, 2, 4096)
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    forward = 2 * shape.tokens * (32 * layer + 4096 * 128256)
+
+    assert found.elements() == 8_030_261_248
+    assert found.passes["forward"].matmul.at(shape) == pytest.approx(forward, rel=1e-3)
+    assert found.passes["forward"].attention.at(shape) == pytest.approx(32 * 4 * 4096 * shape.tokens * 4096, rel=1e-6)
+    # The loss repeats the output head's product in the backward pass instead of keeping its result.
+    head = 2 * shape.tokens * 4096 * 128256
+    assert found.passes["backward"].matmul.at(shape) == pytest.approx(2 * forward + head, rel=1e-3)
+    assert found.passes["backward"].attention.at(shape) == pytest.approx(2 * 32 * 4 * 4096 * shape.tokens * 4096)
+    assert found.passes["recompute"].matmul.at(shape) == pytest.approx(head, rel=1e-3)
+
+
+def test_checkpointing_trades_memory_for_work() -> None:
+    shape = Shape(32, 2, 4096)
+    kept, dropped = trace(setting()), trace(setting(checkpointing="full"))
+
+    assert peak(dropped, shape, "forward") < 0.6 * peak(kept, shape, "forward")
+    again = dropped.passes["recompute"]
+    # All of a layer but its last product, whose result the backward pass does not need.
+    assert again.matmul.at(shape) == pytest.approx(
+        kept.passes["forward"].matmul.at(shape) - 2 * shape.tokens * 32 * 4096 * 14336, rel=1e-3
+    )
+    assert again.attention.at(shape) == pytest.approx(kept.passes["forward"].attention.at(shape))
+    selective = trace(setting(checkpointing="selective"))
+    assert selective.passes["recompute"].attention.at(shape) == 0
+    assert peak(dropped, shape, "forward") < peak(selective, shape, "forward") < peak(kept, shape, "forward")
+
+
+def test_a_trace_survives_being_written_and_its_setting_being_traced() -> None:
+    asked = setting("meta-llama/Llama-3.2-1B", checkpointing="full")
+    key = asked.key()
+    found = trace(asked)
+
+    assert Trace.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert asked.key() == key
+
+
+def test_tracing_leaves_random_numbers_and_models_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+
+    trace(setting("Qwen/Qwen3-0.6B"))
+
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.nn.functional.layer_norm(torch.ones(1, 2, dtype=torch.bfloat16), (2,)).dtype == torch.bfloat16
+
+
+def test_code_that_cannot_be_traced_is_estimated_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    llama = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
+
+    found = store.obtain(setting(config={**llama, "model_type": "unheard_of"}))
+
+    assert found.origin == "formulas"
+    assert "unheard_of" in found.note
+    assert found.elements() == pytest.approx(1_235_814_400, rel=1e-3)
+    traced = trace(setting("meta-llama/Llama-3.2-1B"))
+    shape = Shape(16, 4, 4096)
+    assert peak(found, shape, "forward") == pytest.approx(
+        peak(traced, shape, "forward") - 2 * traced.elements(), rel=0.35
+    )
+
+
+@pytest.mark.parametrize("kind", ["t5", "marian", "led"])
+def test_the_estimate_of_an_encoder_decoder_has_both(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        real = sum(each.numel() for each in AutoModelForSeq2SeqLM.from_config(config).parameters())
+    found = estimated(setting(config=config.to_dict(), objective="seq2seq", layout="seq2seq"), "")
+    assert found.elements() == pytest.approx(real, rel=1 / 3)
+
+
+def test_a_gpu_is_spared_what_only_watching_allocates() -> None:
+    def live_at_the_sum(on_gpu: bool) -> int:
+        x = torch.randn(2**16, requires_grad=True)
+        ledger = Ledger([x], [], on_gpu)
+        timeline = ledger.begin()
+        with ledger:
+            (x.sin() + x.cos()).sum().backward()
+        return sum(timeline.live[len(timeline.names) - 1 - timeline.names[::-1].index("aten::add.Tensor")])
+
+    assert live_at_the_sum(on_gpu=False) - live_at_the_sum(on_gpu=True) == pytest.approx(4 * 2**16, rel=0.01)
+
+
+def test_dropout_on_a_gpu_keeps_a_byte_for_each_element() -> None:
+    x = torch.ones(8, requires_grad=True)
+    with fake_kernels.installed(setting()):
+        dropped = torch.nn.functional.dropout(x, 0.5)
+
+    assert dropped.grad_fn and dropped.grad_fn._saved_result1.dtype == torch.bool
+
+
+def test_a_hub_whose_name_is_not_known_is_not_waited_for(monkeypatch: Any) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    assert not resolves("https://hub.invalid")
+    assert resolves("http://localhost")
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
+    assert resolves("https://hub.invalid")
+
+
+def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    with pytest.raises(UnknownSize, match="states no hidden size"):
+        store.obtain(setting(config={"model_type": "unheard_of", "width": 64}))
+
+
+def test_tracing_ends_where_a_model_goes_through_its_tokens_one_by_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(fit, "_LIMIT", 0)
+    with pytest.raises(TimeoutError, match="too many operations"):
+        trace(setting("Qwen/Qwen3-0.6B"))
+
+
+def test_heads_are_joined_without_a_copy_on_a_gpu() -> None:
+    """As the kernels lay out their result; a copy would count it twice in every layer."""
+    with fake_kernels.installed(setting(attention="sdpa")):
+        query, key = (torch.empty(2, 6, heads, 8).transpose(1, 2).requires_grad_() for heads in (4, 4))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+    joined = out.transpose(1, 2).reshape(2, 6, 32)
+    assert joined.data_ptr() == out.data_ptr()
+
+
+def test_two_gradients_of_a_tensor_are_added_in_place_where_nobody_watches() -> None:
+    """What `ledger.py` says of torch, and why a GPU's trace is not what was seen under its own eyes."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def additions(watching: bool) -> set[str]:
+        x = torch.randn(64, requires_grad=True)
+        with torch.profiler.profile() as profile, Watching() if watching else contextlib.nullcontext():
+            (x.sin() + x.cos()).sum().backward()
+        names = [event.name for event in profile.events()]
+        # The first addition is the forward pass's own.
+        return set(names[names.index("aten::sum") :]) & {"aten::add", "aten::add_"}
+
+    assert additions(watching=False) == {"aten::add_"}
+    assert additions(watching=True) == {"aten::add"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "seconds"), [(LLAMA_8B, 15), ("meta-llama/Llama-3.1-70B", 30), ("Qwen/Qwen3-30B-A3B", 30)]
+)
+def test_the_first_plan_of_a_large_model_takes_seconds_and_little_memory(model: str, seconds: int) -> None:
+    """Measured in processor time, so that other work on the machine does not count."""
+    question = json.dumps({"trace": dataclasses.asdict(setting(model, checkpointing="full"))})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit.planner.trace"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write(question + "\n")
+    process.stdin.flush()
+    # Libraries print lines of their own before it.
+    answer = json.loads(next(line for line in process.stdout if line.startswith('{"')))
+    # Not `ru_maxrss`, which counts what the tests before held when they started this process.
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    process.stdin.close()
+    _, _, usage = os.wait4(process.pid, 0)
+    process.returncode = 0
+
+    assert Trace.from_json(answer["trace"]).origin == "traced"
+    assert usage.ru_utime + usage.ru_stime < seconds
+    assert peak < 3 * 2**30

@@ -1,0 +1,240 @@
+"""What a wrong recipe prints: every problem at once, each with place, value, allowed values and the likely mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import environment
+
+from toolkit.recipe import RecipeError, load
+from toolkit.recipe.rules import load_checked
+
+BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    return tmp_path
+
+
+def problems(text: str | bytes, *overrides: str) -> str:
+    """The message for a recipe with this text."""
+    content = text.encode() if isinstance(text, str) else text
+    Path("recipes/mine.yaml").write_bytes(content)
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine", overrides)
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert max(map(len, message.splitlines())) <= 100
+    assert "ScalarNode" not in message and "searchpath" not in message and "provider=" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["mine.yaml:1", "is empty", "model:"]),
+        ("# nothing\n", ["is empty"]),
+        ("- a\n- b\n", ["mine.yaml:1", "must be a mapping"]),
+        (BASE + "batch:\n\tseq_len: 5\n", ["mine.yaml:3", "tab"]),
+        (BASE + "batch:\n  seq_len: 5\n  seq_len: 6\nseed: 1\nseed: 2\n", ["2 problems", "mine.yaml:4", "mine.yaml:6"]),
+        (BASE.encode() + b"description: caf\xe9\n", ["mine.yaml:2", "UTF-8"]),
+        (BASE + "---\nseed: 2\n", ["mine.yaml:2", "second document"]),
+        (BASE + "description: a: b\n", ["mine.yaml:2", "quotes"]),
+        (BASE + "1: 2\nbatch: {5: 6}\n", ["mine.yaml:2", "mine.yaml:3", "not text"]),
+        (BASE + "seed: !!python/object/apply:os.system ['exit 1']\n", ["mine.yaml:2", "python/object", "not allowed"]),
+        (BASE + "evaluation: &a {prompts: *a}\n", ["mine.yaml:2", "alias"]),
+        ("# @package other\n" + BASE, ["mine.yaml:1", "@package"]),
+        (BASE + "hydra: {run: {dir: x}}\n", ["mine.yaml:2", "hydra", "unknown key"]),
+    ],
+    ids=lambda value: "",
+)
+def test_file_that_is_no_recipe(text: str | bytes, words: list[str]) -> None:
+    message = problems(text)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: x\n", ["mine.yaml:1", "must be a list", "[x, _self_]"]),
+        ("defaults:\nseed: 1\n", ["mine.yaml:1", "must be a list"]),
+        ("defaults: {model: x}\n", ["must be a list"]),
+        ("defaults: [smollm2_135m_lora_dmo]\n", ["mine.yaml:1", "did you mean `smollm2_135m_lora_demo`"]),
+        ("defaults: [qwen3_0_6b]\n", ["did you mean `model: qwen3_0_6b`"]),
+        ("defaults:\n  - {modle: gpt2}\n", ["mine.yaml:2", "no such group", "did you mean `model`"]),
+        ("defaults:\n  - {model: gpt3}\n", ["mine.yaml:2", "no such option", "smollm2_135m", "did you mean `gpt2`"]),
+        ("defaults: [{override /model: gpt2}]\n", ["nothing that this recipe extends", "without override"]),
+        ("defaults: [smollm2_135m_lora_demo, {override /model: x}]\n", ["no such option"]),
+        (
+            "defaults: [smollm2_135m_lora_demo, {model: gpt2}]\n",
+            ["mine.yaml:1", "is chosen in", "override /model: gpt2"],
+        ),
+        ("defaults: [{method: [lora, qlora]}]\n", ["is not an entry", "override"]),
+        ("defaults: [{optional model: gpt2}]\n", ["is not an entry"]),
+        ("defaults: [mine]\n", ["leads back", "mine.yaml", "another name"]),
+        ("defaults: [{data: loop}]\n", ["leads back", "loop.yaml"]),
+        ("defaults: [{data: crossing}]\n", ["crossing.yaml:1", "its own group"]),
+        ("defaults: [{data: wrapped}]\n", ["wrapped.yaml:1", "below `data:` already"]),
+        (
+            "defaults: [{model: gpt3}, {modle: x}, {override /method: qlra}]\nsed: 1\nbatch: {seq_len: '5'}\n",
+            ["6 problems", "gpt3", "modle", "qlora", "without override", "mine.yaml:2", "batch.seq_len"],
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
+    Path("recipes/data").mkdir()
+    Path("recipes/data/loop.yaml").write_text("defaults: [loop]\n")
+    Path("recipes/data/crossing.yaml").write_text("defaults: [{model: gpt2}]\nsources: [a]\n")
+    Path("recipes/data/wrapped.yaml").write_text("data: {sources: [a]}\n")
+    message = problems(text)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sed: 1\n", ["sed: unknown key", "mine.yaml:2", "given    1", "did you mean `seed`"]),
+        ("learning_rate: 1e-3\n", ["did you mean `optimizer.learning_rate`"]),
+        ("optimizer: {lr: 1e-3}\n", ["did you mean `optimizer.learning_rate`"]),
+        ("seqlen: 5\n", ["did you mean `batch.seq_len`"]),
+        ("batch: {seqlen: 5}\n", ["batch.seqlen: unknown key", "did you mean `batch.seq_len`"]),
+        ("x: {y: {z: 1}}\n", ["x: unknown key", "{y: {z: 1}}"]),
+        ("data: {sources: [{path: a, wieght: 2}]}\n", ["data.sources.0.wieght", "`data.sources.0.weight`"]),
+        ("_target_: os.system\n", ["_target_: unknown key"]),
+        ("model: {_target_: os.system}\n", ["model._target_: unknown key"]),
+        ("optimizer: {args: {_target_: builtins.print}}\n", ["optimizer.args._target_: unknown key"]),
+        ("model: null\n", ["model: must be a section", "given    null"]),
+        ("method: lora\n", ["method: must be a section", "{name: lora}"]),
+        ("data: {sources: [[a]]}\n", ["data.sources.0: must be a section"]),
+        ("data: {sources: [3]}\n", ["data.sources.0", "{path: 3}"]),
+        ("data: {sources: x.jsonl}\n", ["data.sources: is not valid", "a list", "write [x.jsonl]"]),
+        ("data: {sources: []}\n", ["data.sources", "at least one entry"]),
+        ("logging: {trackers: wandb}\n", ["a list", "write [wandb]"]),
+        ("logging: {trackers: [wandbb]}\n", ["tensorboard, wandb, mlflow, trackio", "did you mean `wandb`"]),
+        ("seed: null\n", ["seed: is not valid", "given    null", "a whole number"]),
+        ("seed: -1\n", ["given    -1", ">= 0"]),
+        ("seed: abc\n", ["abc (text)", "a whole number"]),
+        ("seed: '8'\n", ["'8' (text)", "without quotes"]),
+        ("schedule: {max_steps: 1e3}\n", ["1000.0 (number)", "write 1000"]),
+        ("batch: {seq_len: 5.5}\n", ["5.5 (number)", "a whole number"]),
+        ("optimizer: {learning_rate: -1e-4}\n", ["> 0"]),
+        ("optimizer: {weight_decay: .inf}\n", ["a finite number"]),
+        ("optimizer: {eps: .nan}\n", ["a finite number"]),
+        ("optimizer: {beta1: 2}\n", ["<= 1"]),
+        ("data: {packing: 'yes'}\n", ["'yes' (text)", "true or false"]),
+        ("tf32: 1\n", ["true or false"]),
+        ("precision: bf-16\n", ["fp32, fp16, bf16, pure_bf16", "did you mean `bf16`"]),
+        ("optimizer: {name: adamv}\n", ["schedule_free_sgd", "did you mean `adamw`"]),
+        ("method: {target_modules: {a: b}}\n", ["text or a list"]),
+        ("output: {dir: '${oc.env:UNSET_A}', name: '${oc.env:UNSET_B}'}\n", ["2 problems", "UNSET_A", "UNSET_B"]),
+        ("seed: ${batch.seq_len}\nbatch: {seq_len: '${seed}'}\n", ["recursive interpolation", "mine.yaml:2"]),
+        ("seed: ${batch.seqlen}\n", ["'batch.seqlen' not found", "mine.yaml:2"]),
+        ("seed: ${foo:1}\n", ["interpolation type foo"]),
+        ("seed: '???'\n", ["to be filled in", "mine.yaml:2"]),
+        ("data: {sources: ['${oc.env:NOT_SET}', b, 5]}\n", ["data.sources.0", "NOT_SET", "data.sources.2"]),
+    ],
+    ids=lambda value: "",
+)
+def test_wrong_key_or_value(text: str, words: list[str]) -> None:
+    message = problems(BASE + text)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("name=x", ["several sections", "method.name, strategy.name, optimizer.name, schedule.name, output.name"]),
+        ("every_steps=4", ["evaluation.every_steps, logging.every_steps"]),
+        ("args.x=1", ["optimizer.args.x, schedule.args.x"]),
+        ("seqlen=5", ["did you mean `batch.seq_len`"]),
+        ("foo.bar=1", ["foo: unknown key", "command line"]),
+        ("seed", ["is not an override", "key=value"]),
+        ("=5", ["is not an override"]),
+        ("seq-len=5", ["is not an override"]),
+        ("model@x=y", ["is not an override"]),
+        ("seed=", ["a whole number"]),
+        ("data=a,b", ["one value", "data=[a,b]", "data='\"a,b\"'"]),
+        ("seed=range(1,3)", ["one value"]),
+        ("prompts=[a,'b]", ["cannot be read", "bracket and quote"]),
+        ("method=qlra", ["dora, full, lora", "did you mean `qlora`"]),
+        ("model=smollm2_135n", ["did you mean `smollm2_135m`"]),
+        ("model=unheard_of", ["model.path=unheard_of"]),
+        ("optimizer=sdg", ["did you mean `sgd`"]),
+        ("evaluation=5", ["is a section", "evaluation.at_start"]),
+        ("method=null", ["is a section", "~method"]),
+        ("~metod", ["unknown key", "did you mean `~method`"]),
+        ("~method.rr", ["unknown key"]),
+        ("~model", ["model: is required"]),
+        ("data.sources.0.weight=2", ["data.sources=[…]"]),
+        ("hydra.run.dir=x", ["unknown key"]),
+        ("defaults=[x]", ["defaults: unknown key"]),
+        ("_target_=os.system", ["unknown key"]),
+        ("output.dir=${oc.env:NOT_SET}", ["NOT_SET is not set", "${oc.env:NOT_SET,default}"]),
+        ("seed=???", ["to be filled in"]),
+    ],
+)
+def test_wrong_override(override: str, words: list[str]) -> None:
+    message = problems(BASE, override)
+    assert "command line" in message or override == "~model"
+    for word in words:
+        assert word in message
+
+
+def test_all_problems_come_together() -> None:
+    """File, command line, types and rules between keys, in one message."""
+    message = problems(
+        BASE + "sed: 1\nschedule: {num_epochs: 2, max_steps: 5}\nmethod: {quantization: nf4}\noptimizer: {eps: x}\n",
+        *("foo", "data=a,b", "batch.seq_len=-1", "output.dir=${oc.env:NOT_SET}"),
+    )
+    assert "8 problems" in message
+    for word in ("sed", "foo", "data:", "batch.seq_len", "NOT_SET", "optimizer.eps", "the length twice", "adapters"):
+        assert word in message
+
+
+def test_value_of_a_variable_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
+    message = problems(BASE + "seed: ${oc.env:MY_TOKEN}\n")
+    assert "hunter2" not in message
+    assert "${oc.env:MY_TOKEN}" in message and "oc.decode" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("smollm2_135m_lora_dmo", ["no such recipe", "did you mean `smollm2_135m_lora_demo`"]),
+        ("_chat", ["a part of recipes", "extend it"]),
+        ("data/alpaca", ["a part of recipes", "data=alpaca"]),
+        ("nothing.yaml", ["no such file"]),
+        ("other.yml", ["other.yaml"]),
+    ],
+)
+def test_wrong_name(name: str, words: list[str]) -> None:
+    Path("other.yml").write_text(BASE)
+    with pytest.raises(RecipeError) as caught:
+        load(name)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_wrong_recipe_ends_fast_without_torch_or_a_stack_trace() -> None:
+    Path("recipes/mine.yaml").write_text(BASE + "sed: 1\nbatch: {seq_len: '5'}\n")
+    program = (
+        "import sys, time; start = time.perf_counter(); from toolkit.run import main;"
+        "code = main(['recipe=mine', 'precison=bf16']); seconds = time.perf_counter() - start;"
+        "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules);"
+        "print(code, sorted(heavy), seconds < 7.5)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert done.stdout.split("\n")[0] == "2 [] True"
+    assert "Traceback" not in done.stderr
+    assert "3 problems" in done.stderr

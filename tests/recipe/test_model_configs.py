@@ -1,0 +1,158 @@
+"""The bundled facts are true, and a recipe's model is found wherever its config lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+
+from toolkit.common import UserError
+from toolkit.recipe import model_configs
+from toolkit.recipe.schema import Model
+
+PUBLISHED_PARAMETERS = {
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 1_711_376_384,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "facebook/blenderbot-400M-distill": 364_802_560,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-3-1b-it": 999_885_952,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-xl": 1_557_611_200,
+}
+
+
+def test_every_bundled_model_is_checked_against_its_published_size() -> None:
+    assert {name: entry.parameters for name, entry in model_configs.bundled().items()} == PUBLISHED_PARAMETERS
+
+
+@pytest.mark.parametrize("model_id", sorted(PUBLISHED_PARAMETERS))
+def test_bundled_config_builds_a_model_of_the_published_size(model_id: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = model_configs.bundled()[model_id].config
+    kind = AutoModelForSeq2SeqLM if model_configs.is_encoder_decoder(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.for_model(**config))
+    assert type(model).__name__ == config["architectures"][0]
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[model_id]
+
+
+def test_what_is_done_to_a_config_is_not_done_to_the_next() -> None:
+    """Transformers writes into nested settings; a plan would then look for another model's trace."""
+    from transformers import AutoConfig
+
+    model = Model(path="meta-llama/Llama-3.2-1B")
+    before = json.dumps(model_configs.config_of(model))
+    AutoConfig.for_model(**(model_configs.config_of(model) or {}))
+
+    assert json.dumps(model_configs.config_of(model)) == before
+
+
+@pytest.mark.parametrize("model_id", sorted(PUBLISHED_PARAMETERS))
+def test_layers_and_positions_agree_with_transformers(model_id: str) -> None:
+    from transformers import AutoConfig
+
+    config = model_configs.bundled()[model_id].config
+    known = AutoConfig.for_model(**config)
+    layers = known.encoder_layers + known.decoder_layers if known.is_encoder_decoder else known.num_hidden_layers
+    assert model_configs.num_layers(config) == layers
+    assert model_configs.max_positions(config) == known.max_position_embeddings
+
+
+def test_local_folder_wins_over_the_bundle(tmp_path: Path) -> None:
+    tiny_model("meta-llama/Llama-3.2-1B", tmp_path)
+    config = model_configs.config_of(Model(path=str(tmp_path)))
+    assert config is not None
+    assert model_configs.num_layers(config) == 2
+
+
+def test_local_folder_without_config_is_unknown(tmp_path: Path) -> None:
+    assert model_configs.config_of(Model(path=str(tmp_path), gguf_file="model.gguf")) is None
+
+
+def test_broken_local_config_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
+        model_configs.config_of(Model(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "no object"),
+        ('{"model_type": "llama", "text_config": [1]}', "text_config"),
+        ('{"model_type": "llama", "hidden_size": "96"}', 'hidden_size is "96"'),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
+        ('{"model_type": "llama", "max_position_embeddings": "512"}', "max_position_embeddings"),
+        ('{"model_type": "gemma3", "text_config": {"num_hidden_layers": [1]}}', "num_hidden_layers"),
+    ],
+)
+def test_a_config_with_nonsense_names_the_file_and_the_key(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json") as caught:
+        model_configs.config_of(Model(path=str(tmp_path)))
+    assert words in caught.value.what
+
+
+def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """JSON has no infinity; without a kind, Transformers must say what a folder holds."""
+    from transformers import BambaConfig
+
+    BambaConfig().save_pretrained(tmp_path)
+    config = model_configs.config_of(Model(path=str(tmp_path)))
+    assert config and config["time_step_limit"] == [0.0, float("inf")]
+    (tmp_path / "config.json").write_text('{"hidden_size": 96}', encoding="utf-8")
+    assert model_configs.config_of(Model(path=str(tmp_path))) is None
+
+
+def test_builtin_model_has_the_facts_of_smollm2() -> None:
+    known = model_configs.facts_of(Model(path="builtin:smollm2-135m-instruct"))
+    assert known is not None
+    assert known.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert model_configs.config_of(Model(path="builtin:smollm2-135m-instruct")) == known.config
+
+
+def test_hub_cache_is_read_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", "n_layer": 3}), encoding="utf-8")
+    (tmp_path / "models--someone--model" / "refs").mkdir()
+    (tmp_path / "models--someone--model" / "refs" / "main").write_text("abc", encoding="utf-8")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for model in (Model(path="someone/model"), Model(path="someone/model", revision="abc")):
+        assert model_configs.config_of(model) == {"model_type": "llama", "n_layer": 3}
+    assert model_configs.config_of(Model(path="someone/model", revision="other")) is None
+
+
+def test_unknown_model_is_none_and_a_slip_finds_the_right_name() -> None:
+    assert model_configs.config_of(Model(path="nobody/nothing-7b")) is None
+    assert model_configs.nearest("meta-llama/Llama-3.2-1B-instuct")[0] == "meta-llama/Llama-3.2-1B-Instruct"
+    assert model_configs.nearest("Qwen3-8B")[0] == "Qwen/Qwen3-8B"
+    assert model_configs.nearest("mistral/Mistral-7B-v0.3")[0] == "mistralai/Mistral-7B-v0.3"
+    assert model_configs.nearest("zzzz") == []
+
+
+def test_multimodal_and_relative_position_configs() -> None:
+    nested = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 34, "max_position_embeddings": 131072}}
+    assert (model_configs.num_layers(nested), model_configs.max_positions(nested)) == (34, 131072)
+    t5 = {"is_encoder_decoder": True, "num_layers": 6, "n_positions": 512, "relative_attention_num_buckets": 32}
+    assert (model_configs.num_layers(t5), model_configs.max_positions(t5)) == (12, None)

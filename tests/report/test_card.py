@@ -1,0 +1,156 @@
+"""The model card: its snippet runs, its figures are those of the run, and nothing of the machine is in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import tiny_model
+
+from toolkit.recipe import Recipe
+from toolkit.report.card import write_card
+
+LLAMA, BLENDERBOT = "HuggingFaceTB/SmolLM2-135M-Instruct", "facebook/blenderbot-400M-distill"
+
+
+def make_recipe(path: str = LLAMA, sources: list[Any] | None = None, **sections: Any) -> Recipe:
+    data = {"sources": sources or ["org/chats"]}
+    return Recipe.model_validate({"model": {"path": path}, "data": data, **sections})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    (run / "final").mkdir(parents=True)
+    rows = [
+        {"step": 0, "eval_loss": 3.96},
+        {"step": 40, "epoch": 0.5, "loss": 2.8, "tokens": 34_800, "seconds": 120.0},
+        {"step": 40, "eval_loss": 2.74},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = {
+        "name": "demo",
+        "command": f"python {tmp_path}/toolkit/run.py hub_token=hf_secret",
+        "versions": {"torch": "2.13.0"},
+        "parameters": {"total": 139_400_000, "trainable": 4_884_480},
+        "batch": {"global_batch_size": 8},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    (run / "samples.json").write_text(json.dumps([{"prompt": "a private row", "before": "", "after": ""}]))
+    return run
+
+
+def metadata(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def run_snippet(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Executes the card's code inside the model's folder; returns its variables."""
+    code = re.search(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    assert code
+    monkeypatch.chdir(folder)
+    variables: dict[str, Any] = {}
+    exec(code[1], variables)
+    return variables
+
+
+def test_a_full_model_loads_and_chats_as_the_card_says(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model(LLAMA, run / "final")
+    card = write_card(run / "final", run, make_recipe(), LLAMA).read_text()
+    assert "apply_chat_template" in card
+    variables = run_snippet(card, run / "final", monkeypatch)
+    assert len(variables["output"]) > variables["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out
+
+
+# PEFT 0.21 reads the old name of a property that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_loads_as_the_card_says(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = tiny_model(LLAMA, tmp_path / "base")
+    config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(run / "final")
+    AutoTokenizer.from_pretrained(base).save_pretrained(run / "final")
+    (run / "audit.json").write_text('{"chat_template": {"needed": false}, "eval": {"rows": 64}}')
+    recipe = make_recipe(str(base), method={"name": "lora"})
+    card = write_card(run / "final", run, recipe, str(base)).read_text()
+    assert "Once upon a time" in card, "completions were trained, so no chat template"
+    assert isinstance(run_snippet(card, run / "final", monkeypatch)["model"], PeftModel)
+    assert "On 64 held-out rows" in card
+
+
+def test_an_encoder_decoder_loads_as_the_card_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(BLENDERBOT, run / "final")
+    card = write_card(run / "final", run, make_recipe(BLENDERBOT, objective="seq2seq"), BLENDERBOT).read_text()
+    assert "AutoModelForSeq2SeqLM" in card
+    run_snippet(card, run / "final", monkeypatch)
+
+
+def test_the_metadata_is_what_the_hub_reads(run: Path) -> None:
+    sources = ["org/chats", {"path": "org/more", "weight": 2.0}, "rows/train.jsonl", "builtin:stdlib-docstrings"]
+    recipe = make_recipe(sources=sources, method={"name": "lora", "quantization": "nf4"})
+    assert metadata(write_card(run / "final", run, recipe, LLAMA).read_text()) == {
+        "base_model": LLAMA,
+        "base_model_relation": "adapter",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["qlora", "sft"],
+        "datasets": ["org/chats", "org/more"],
+    }
+
+
+def test_the_hub_library_accepts_the_card(run: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    path = write_card(run / "final", run, make_recipe(), LLAMA)
+    data = ModelCard.load(path).data
+    assert (data.base_model, data.library_name) == (LLAMA, "transformers")
+
+
+def test_results_and_settings_are_those_of_the_run(run: Path) -> None:
+    recipe = make_recipe(method={"name": "lora", "r": 8}, optimizer={"learning_rate": 1e-3})
+    card = write_card(run / "final", run, recipe, LLAMA).read_text()
+    for row in (
+        "|  | step 0 | step 40 | change |",
+        "| loss | 3.9600 | 2.7400 | \N{MINUS SIGN}30.8% |",
+        "| perplexity | 52.46 | 15.49 |  |",
+        "| rank, alpha, dropout | 8, 32, 0 |",
+        "| learning rate | 0.001, cosine schedule |",
+        "| trained parameters | 4.88M of 139M |",
+        "| steps | 40 (0.5 epochs) |",
+        "torch 2.13.0",
+    ):
+        assert row in card
+
+
+def test_nothing_of_the_machine_or_of_the_data_is_published(run: Path, tmp_path: Path) -> None:
+    base, rows = tmp_path / "secret" / "base-model", tmp_path / "secret" / "rows.jsonl"
+    base.mkdir(parents=True)
+    rows.touch()
+    recipe = make_recipe(str(base), [str(rows)], method={"name": "lora"})
+    card = write_card(run / "final", run, recipe, str(base)).read_text()
+    assert "`base-model`" in card and "`rows.jsonl`" in card
+    for private in (str(tmp_path), "secret", "hf_", "a private row", str(Path.home())):
+        assert private not in card
+    assert not {"base_model", "datasets", "license"} & metadata(card).keys()
+
+
+def test_a_gguf_base_is_loaded_from_its_file(run: Path) -> None:
+    recipe = make_recipe("/models/tiny.Q4_1.gguf", method={"name": "lora"})
+    card = write_card(run / "final", run, recipe, "/models/tiny.Q4_1.gguf").read_text()
+    assert "from_pretrained(base, gguf_file='tiny.Q4_1.gguf')" in card
+    assert "/models" not in card
+
+
+def test_a_run_without_anything_measured_still_gets_a_card(tmp_path: Path) -> None:
+    card = write_card(tmp_path, tmp_path, make_recipe(), LLAMA).read_text()
+    assert "## Results" not in card
+    assert "full fine-tuning" in card

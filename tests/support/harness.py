@@ -1,0 +1,51 @@
+"""Runs trainings as a user would, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "toolkit" / "run.py"
+
+
+def write_recipe(folder: Path, name: str, text: str) -> None:
+    """Writes `recipes/NAME.yaml` below a user's folder."""
+    file = folder / "recipes" / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """All lines of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """Training loss by step."""
+    return [row["loss"] for row in metrics(run) if "loss" in row]
+
+
+def launch(folder: Path, *arguments: str, processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Runs `toolkit/run.py` in a process of its own, through torchrun when several are asked for."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return subprocess.run(
+        [*launcher, str(RUN), *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def environment() -> dict[str, str]:
+    """The environment of a fresh shell that can import this checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}

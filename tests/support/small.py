@@ -1,0 +1,77 @@
+"""A user's folder with a tiny model and rows of every kind, and trainings that are set up but not started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness import write_recipe
+from tiny import chat_rows, pair_rows, text_rows, tiny_model
+
+RECIPE = """
+description: A small training
+model: {path: llama}
+data: {sources: [chat.jsonl]}
+precision: fp32
+optimizer: {learning_rate: 1.0e-2}
+schedule: {max_steps: 2}
+batch: {seq_len: 128, global_batch_size: 4, micro_batch_size: 2}
+evaluation: {num_prompts: 0, max_new_tokens: 4}
+"""
+LORA = ["method.name=lora"]
+NF4 = [*LORA, "method.quantization=nf4", "precision=bf16"]
+INT8 = [*LORA, "method.quantization=int8", "precision=bf16"]
+SEQ2SEQ = ["model.path=blenderbot", "objective=seq2seq", "data.sources=[pairs.jsonl]"]
+MODELS = {
+    "llama": "meta-llama/Llama-3.2-1B",
+    "qwen": "Qwen/Qwen3-8B",
+    "moe": "Qwen/Qwen3-30B-A3B",
+    "gemma": "google/gemma-2-2b-it",
+    "gpt2": "openai-community/gpt2-xl",
+    "blenderbot": "facebook/blenderbot-400M-distill",
+}
+
+
+def populate(folder: Path, *models: str) -> None:
+    """Writes the models, `chat.jsonl`, `pairs.jsonl`, `text.jsonl` and the recipe `small`."""
+    for name in models:
+        tiny_model(MODELS[name], folder / name)
+    for name, rows in (("chat", chat_rows(40)), ("pairs", pair_rows(40)), ("text", text_rows(40))):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    write_recipe(folder, "small", RECIPE)
+
+
+def set_up(*overrides: str) -> Any:
+    """A training of the recipe `small` in the current folder, ready for its first step."""
+    from toolkit.distributed import World
+    from toolkit.distributed.rendezvous import Meeting
+    from toolkit.recipe.rules import load_checked
+    from toolkit.report.terminal import Progress
+    from toolkit.train import train
+    from toolkit.train.run_folder import claim
+
+    loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
+    training = train.set_up(
+        loaded, Meeting(World()), claim(loaded, 1), Progress(), None, at_start=lambda training: None
+    )
+    assert training is not None
+    return training
+
+
+def loss_and_gradients(training: Any, rows: int = 4) -> tuple[float, dict[str, Any]]:
+    """Loss of one batch in training mode, as the trainer computes it, and the gradients of all trained parameters."""
+    import torch
+
+    trainer = training.trainer
+    model = trainer.model.train()
+    batch = trainer.data_collator([training.prepared.train[row] for row in range(rows)])
+    labels = batch["labels"] if model.config.is_encoder_decoder else batch["labels"][:, 1:]
+    with trainer.accelerator.autocast():
+        loss = trainer.compute_loss(model, batch, num_items_in_batch=labels.ne(-100).sum())
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    model.zero_grad()
+    assert gradients and all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    return loss.item(), gradients

@@ -1,0 +1,167 @@
+"""Tiny random models of real architectures, with a small real tokenizer, and rows to train them on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from toolkit.recipe import model_configs
+
+BOS, EOS, PAD = "<|endoftext|>", "<|im_end|>", "<|pad|>"
+SPECIAL_TOKENS = [BOS, "<|im_start|>", EOS, PAD]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0) -> Path:
+    """Saves a random model of the same architecture, small enough to train in seconds on a CPU.
+
+    Args:
+        config: A `config.json`, or the hub id of a bundled one.
+        folder: Where model and tokenizer are saved.
+        seed: Seed of the weights.
+
+    Returns:
+        `folder`, usable as `model.path`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    if isinstance(config, str):
+        config = model_configs.bundled()[config].config
+    tokenizer = tiny_tokenizer(model_configs.is_encoder_decoder(config))
+    small = shrink(config) | {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if "decoder_start_token_id" in small:
+        small |= {"decoder_start_token_id": tokenizer.bos_token_id, "forced_eos_token_id": tokenizer.eos_token_id}
+    kind = AutoModelForSeq2SeqLM if model_configs.is_encoder_decoder(config) else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind.from_config(AutoConfig.for_model(**small), dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def shrink(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with two layers, narrow widths and few experts; what makes the architecture special is kept."""
+    small = copy.deepcopy(config)
+    small.pop("torch_dtype", None)
+    small.pop("dtype", None)
+
+    def put(**values: Any) -> None:
+        """Sets those keys that the architecture has (and uses)."""
+        small.update({key: value for key, value in values.items() if small.get(key) is not None})
+
+    query_heads = config.get("num_attention_heads")
+    if query_heads:
+        ratio = query_heads // config.get("num_key_value_heads", query_heads)
+        kv_heads = 1 if ratio > 2 else 2
+        heads, hidden = kv_heads * ratio, 32 * kv_heads * ratio
+        # head_dim x heads differs from hidden_size where it does in the original (Qwen3, Gemma).
+        square = config.get("head_dim", 0) * query_heads == config["hidden_size"]
+        head_dim = 32 if square else 64  # bitsandbytes on a CPU wants multiples of 32
+        put(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden, head_dim=head_dim)
+        put(intermediate_size=2 * hidden, num_hidden_layers=2, max_window_layers=2, query_pre_attn_scalar=head_dim)
+        put(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+        # Shorter than the rows, so that it matters; one sliding and one full layer.
+        put(sliding_window=16, sliding_window_pattern=2)
+    put(n_embd=64, n_layer=2, n_head=2)
+    put(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=128)
+    put(decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=128)
+    return small
+
+
+def tiny_tokenizer(encoder_decoder: bool = False) -> Any:
+    """Byte-level BPE of 512 tokens. Decoder-only: ChatML; encoder-decoder: ends every text with the stop token."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_str(_trained())
+    if encoder_decoder:
+        stop = (EOS, backend.token_to_id(EOS))
+        backend.post_processor = processors.TemplateProcessing(single=f"$A {EOS}", special_tokens=[stop])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        extra_special_tokens=["<|im_start|>"],
+    )
+    if not encoder_decoder:
+        tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def chat_rows(count: int) -> list[dict[str, Any]]:
+    """Short conversations of one or two turns about Python's string methods."""
+    rows = []
+    for number in range(count):
+        messages = []
+        for turn in range(1 + number % 2):
+            name, doc = _documented()[(number + turn) % len(_documented())]
+            messages += [
+                {"role": "user", "content": f"{number}: what does {name} do?"},
+                {"role": "assistant", "content": doc},
+            ]
+        rows.append({"messages": messages})
+    return rows
+
+
+def text_rows(count: int) -> list[dict[str, Any]]:
+    """Short documents."""
+    return [{"text": f"{number}. {name}: {doc}"} for number, (name, doc) in enumerate(_cycled(count))]
+
+
+def pair_rows(count: int, source: str = "source", target: str = "target") -> list[dict[str, Any]]:
+    """Rows for encoder-decoders, under any column names."""
+    return [{source: f"{number}: {name}?", target: doc} for number, (name, doc) in enumerate(_cycled(count))]
+
+
+def write_splits(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Writes train, validation and test JSONL files; the last two get a tenth of the rows each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tenth = max(1, len(rows) // 10)
+    splits = {"train": rows[2 * tenth :], "validation": rows[:tenth], "test": rows[tenth : 2 * tenth]}
+    for split, part in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    return folder
+
+
+def _cycled(count: int) -> list[tuple[str, str]]:
+    documented = _documented()
+    return [documented[number % len(documented)] for number in range(count)]
+
+
+@functools.cache
+def _documented() -> list[tuple[str, str]]:
+    """Name and first sentence of the documentation of string and list methods."""
+    members = [(f"{kind.__name__}.{name}", getattr(kind, name)) for kind in (str, list) for name in sorted(dir(kind))]
+    docs = [(name, (inspect.getdoc(member) or "").partition("\n")[0]) for name, member in members]
+    return [(name, doc) for name, doc in docs if "__" not in name and doc]
+
+
+@functools.cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([inspect.getdoc(getattr(str, name)) or "" for name in sorted(dir(str))], trainer)
+    return tokenizer.to_str()

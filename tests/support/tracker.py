@@ -1,0 +1,218 @@
+"""Measures the bytes of live tensors in real trainings on a CPU, phase by phase.
+
+A dispatch mode sees the result of every operation and follows its storage until that is freed. Results are counted once
+per storage, without rounding; files that are mapped into memory are not counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_BETWEEN = ("/torch/utils/", "/torch/_ops", "/torch/_compile", "/torch/_dynamo", "tracker.py")
+"""Files whose frames say nothing about where a tensor was made."""
+
+
+@dataclass
+class Peak:
+    """The largest sum of live bytes in one phase, and at `explain` what it was made of: place of creation to bytes."""
+
+    bytes: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every storage that an operation makes while it is active.
+
+    Args:
+        explain: Keep for each phase where the bytes at its peak were made (slow).
+    """
+
+    def __init__(self, explain: bool = False) -> None:
+        super().__init__()
+        self.current, self.phase, self.explain = 0, "load", explain
+        self.peaks: dict[str, Peak] = {}
+        self.ends: dict[str, int] = {}
+        self._live: dict[int, tuple[int, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.add(each, str(func))
+        return result
+
+    def add(self, tensor: torch.Tensor, maker: str = "before") -> None:
+        """Counts the storage of a tensor, unless it is counted already or lies in a file."""
+        if isinstance(tensor, torch.distributed.tensor.DTensor):
+            tensor = tensor._local_tensor
+        if tensor.device.type != "cpu" or type(tensor).__name__ == "FakeTensor":
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # Subclasses without a storage of their own: what they wrap is seen by itself.
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = (0, "")
+        self._set(key, storage.nbytes(), self._where(maker))
+        weakref.finalize(storage, self._freed, key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """To be called after a storage was resized in place."""
+        if storage._cdata in self._live:
+            self._set(storage._cdata, storage.nbytes(), self._where("resize_"))
+
+    @contextmanager
+    def during(self, phase: str, after: str | None = None) -> Iterator[None]:
+        """Counts peaks for this phase, and then for `after` or the phase before; notes what is live when it ends."""
+        before, self.phase = self.phase, phase
+        self._peak()
+        try:
+            yield
+        finally:
+            self.ends[phase] = self.current
+            self.phase = after or before
+
+    def _set(self, key: int, size: int, where: str) -> None:
+        self.current += size - self._live[key][0]
+        self._live[key] = (size, where)
+        self._peak()
+
+    def _freed(self, key: int) -> None:
+        size, _ = self._live.pop(key, (0, ""))
+        self.current -= size
+
+    def _peak(self) -> None:
+        peak = self.peaks.setdefault(self.phase, Peak())
+        if self.current > peak.bytes:
+            peak.bytes = self.current
+            if self.explain:
+                peak.parts = Counter()
+                for size, where in self._live.values():
+                    peak.parts[where] += size
+
+    def _where(self, maker: str) -> str:
+        if not self.explain:
+            return maker
+        frame, places = sys._getframe(2), []
+        while frame is not None and len(places) < 5:
+            name = frame.f_code.co_filename
+            if not any(part in name for part in _BETWEEN):
+                places.append(f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back  # type: ignore[assignment]
+        return f"{self.phase} {maker.removeprefix('aten.')} < " + " < ".join(places)
+
+
+@contextmanager
+def phases(tracker: Tracker) -> Iterator[None]:
+    """Names the parts of a training for the tracker, by wrapping the libraries' methods."""
+    from accelerate import Accelerator
+    from deepspeed import DeepSpeedEngine
+    from transformers import Trainer
+    from trl import SFTTrainer
+
+    from toolkit.train import session, train, trainer
+
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def wrap(owner: Any, name: str, phase: str, after: str | None = None) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with tracker.during(phase, after):
+                result = original(*args, **kwargs)
+            if phase == "load":
+                # Read from mapped files, without an operation.
+                for tensor in (*result.parameters(), *result.buffers()):
+                    tracker.add(tensor)
+            return result
+
+        replaced.append((owner, name, original))
+        setattr(owner, name, wrapped)
+
+    wrap(session, "load_model", "load")
+    wrap(Trainer, "_load_optimizer_and_scheduler", "resume")
+    wrap(Trainer, "_run_epoch", "step", "end")
+    for kind in (SFTTrainer, trainer.EncoderDecoderTrainer):
+        wrap(kind, "compute_loss", "forward")
+    wrap(Accelerator, "backward", "backward")
+    wrap(DeepSpeedEngine, "step", "step")
+    wrap(trainer._ExactMixin, "held_out", "evaluation")
+    wrap(Trainer, "_save_checkpoint", "save")
+    wrap(train, "publish", "save")
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        tracker.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        for owner, name, original in replaced:
+            setattr(owner, name, original)
+
+
+def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker]:
+    """Runs a training under a tracker."""
+    tracker = Tracker(explain)
+    gc.collect()
+    with phases(tracker), tracker:
+        code = run()
+    return code, tracker
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes."""
+    from toolkit.train.main import main as train
+
+    explain = bool(os.environ.get("TRACKER_EXPLAIN"))
+    code, tracker = tracked(lambda: train(arguments), explain)
+    rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
+    rank = os.environ.get("RANK", "0")
+    Path(f"peaks-{rank}.json").write_text(json.dumps(rows))
+    if explain:
+        parts = {phase: peak.parts.most_common() for phase, peak in tracker.peaks.items()}
+        Path(f"parts-{rank}.json").write_text(json.dumps({"parts": parts, "ends": tracker.ends}))
+    return code
+
+
+def planned(*arguments: str, processes: int = 1) -> Any:
+    """The plan's `Memory` of the fullest rank, for a training in the current folder on processes on a CPU."""
+    from toolkit.planner.build import make_plan
+    from toolkit.planner.hardware import find
+    from toolkit.recipe import split_arguments
+    from toolkit.recipe.rules import load_checked
+
+    loaded = load_checked(*split_arguments(list(arguments)))
+    hardware = find("cpu" if processes == 1 else f"cpux{processes}")
+    return make_plan(loaded.recipe, loaded.name, hardware, advice=False).memory[0]
+
+
+def measured(folder: Path, processes: int) -> dict[str, int]:
+    """Phase to the largest peak of all ranks, as `main` has written them."""
+    found: Counter[str] = Counter()
+    for rank in range(processes):
+        for phase, peak in json.loads((folder / f"peaks-{rank}.json").read_text()).items():
+            found[phase] = max(found[phase], peak)
+    return dict(found)

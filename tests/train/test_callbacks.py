@@ -1,0 +1,66 @@
+"""What is measured around the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toolkit.distributed import Length
+from toolkit.report.terminal import Progress
+from toolkit.train import process
+from toolkit.train.callbacks import Meter, StepTokens
+from toolkit.train.run_folder import RunFolder
+from toolkit.train.trainer import FixedOrder
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_step_tokens_are_those_of_the_rows_drawn(shuffle: bool) -> None:
+    lengths = np.array([3, 5, 7, 11, 13])
+    order = FixedOrder(num_rows=5, num_samples=24, seed=1, shuffle=shuffle)
+    tokens = StepTokens(lengths, order, global_batch_size=4)
+    rows = list(order)
+    by_step = [int(lengths[rows[step * 4 : step * 4 + 4]].sum()) for step in range(6)]
+    assert [tokens.between(step, step + 1) for step in range(6)] == by_step
+    assert tokens.between(1, 5) == sum(by_step[1:5])
+    assert tokens.between(2, 2) == 0
+
+
+def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
+    lines = ['{"step": 5, "seconds": 100.0, "loss": 2.0}', '{"step": 6, "seconds": 120.0}', '{"step": 7, "sec']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    tokens = StepTokens(np.full(8, 10), FixedOrder(8, 80, 0, True), 4)
+    meter = Meter(RunFolder(tmp_path), Length(20, 2.0, 0, None), Progress(), tokens.between)
+    state = type("State", (), {"global_step": 5, "max_steps": 20})()
+    meter.on_train_begin(None, state, None)
+    state.global_step = 6
+    meter.on_log(None, state, None, logs={"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.1})
+    assert meter.last["tokens"] == 6 * 40
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"step": 6' in last and '"epoch": 3.0' in last and '"seconds": 100.' in last
+
+
+def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    meter = Meter(
+        RunFolder(tmp_path), Length(20, None, 0, 5), Progress(), lambda first, last: 100 * (last - first), 1.0, 4
+    )
+    state = type("State", (), {"global_step": 0, "max_steps": 20})()
+    meter.on_train_begin(None, state, None)
+    for step in range(1, 13):
+        now[0] += 2.0
+        state.global_step = step
+        meter.on_step_end(None, state, None)
+        meter.on_log(None, state, None, logs={"loss": 1.0})
+        if step % 4 == 0:
+            now[0] += 30.0
+            meter.evaluated(step, {"eval_loss": 1.0, "eval_perplexity": 2.7}, 30.0)
+        if step % 5 == 0:
+            now[0] += 11.0
+            meter.on_save(None, state, None)
+        assert meter.last["tokens_per_second"] == 50
+    assert meter.time_left.measured == 2.0
+    assert meter.time_left.after(12) == 8 * 2.0 + 2 * 30.0 + 2 * 11.0

@@ -1,0 +1,283 @@
+"""Nothing is lost, whatever the engine: runs that are cut off continue as if nothing had happened, or say why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import environment, losses, metrics, write_recipe
+from matrix import ENGINES, METHODS, Difference, Result
+from ranks import Ranks
+from tiny import chat_rows, tiny_model
+
+from toolkit.common import UserError
+from toolkit.recipe import Loaded, load
+from toolkit.train import checkpoint
+from toolkit.train.run_folder import claim
+
+RECIPE = """
+description: A training that is interrupted
+model: {path: llama}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+precision: fp32
+optimizer: {learning_rate: 1.0e-3}
+schedule: {name: linear, max_steps: 6, warmup_ratio: 0.2}
+batch: {seq_len: 128, global_batch_size: 8, micro_batch_size: 2}
+evaluation: {num_prompts: 1, max_new_tokens: 4}
+checkpoint: {save_steps: 3}
+"""
+ON_CPU = str(Path(__file__).parents[1] / "support" / "cpu_engines.py")
+ALL = {**ENGINES, "fsdp_full": ["strategy.name=fsdp", "strategy.state_dict_type=full"]}
+LORA = [*METHODS["lora"], "method.lora_dropout=0.1", "precision=bf16"]
+
+
+def write_checkpoint(folder: Path, step: int, *overrides: str, processes: int = 2) -> Path:
+    """What an engine leaves, as far as it matters here: some files, some of them in folders."""
+    place = folder / f"checkpoint-{step}"
+    for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", f"global_step{step}/optim_states.pt"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("content")
+    checkpoint.seal(place, step, recipe_of(*overrides).recipe, processes)
+    return place
+
+
+def recipe_of(*overrides: str) -> Loaded:
+    return load("small", list(overrides))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the recipe `small`, and no model."""
+    write_recipe(tmp_path, "small", RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_newest_whole_checkpoint_is_found_by_its_step(place: Path) -> None:
+    three, nine, ten, hundred = (write_checkpoint(place, step) for step in (3, 9, 10, 100))
+    assert checkpoint.newest(place) == (hundred, [])
+    (hundred / "global_step100" / "optim_states.pt").write_text("cont")
+    assert checkpoint.newest(place) == (ten, [hundred])
+    (ten / "rng_state_1.pth").unlink()  # One of the two processes was killed before.
+    assert checkpoint.newest(place) == (nine, [ten, hundred])
+    (nine / "checkpoint.json").unlink()  # Killed when some processes had not written all.
+    assert checkpoint.newest(place) == (three, [ten, hundred, nine])
+    assert checkpoint.missing_files(hundred) == ["global_step100/optim_states.pt"]
+
+
+ZERO2, ZERO3 = "strategy.name=zero2", "strategy.name=zero3"
+FSDP, FSDP_FULL = ["strategy.name=fsdp"], ["strategy.name=fsdp", "strategy.state_dict_type=full"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "processes"),
+    [
+        (["strategy=ddp"], ["strategy=single"], 1),
+        ([ZERO2], ["strategy.name=zero1"], 2),
+        ([ZERO2], [ZERO2, "strategy.offload_optimizer=cpu"], 2),
+        ([ZERO3], [ZERO3, "strategy.offload_optimizer=cpu", "strategy.offload_param=cpu"], 2),
+        (FSDP, [*FSDP, "strategy.sharding=shard_grad_op", "strategy.offload_param=cpu"], 4),
+        (FSDP_FULL, FSDP_FULL, 4),
+    ],
+    ids=["ddp-single", "zero2-zero1", "zero2-offload", "zero3-offload", "fsdp-reshard", "fsdp_full-reshard"],
+)
+def test_checkpoint_that_converts_is_taken(place: Path, saved: list[str], now: list[str], processes: int) -> None:
+    checkpoint.check_readable(write_checkpoint(place, 3, *saved), recipe_of(*now).recipe, processes)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "processes", "words"),
+    [
+        ([ZERO2], [ZERO2], 4, ["strategy.name=zero2 on 2 processes", "strategy.name=zero2 on 4 processes"]),
+        ([ZERO2], [ZERO3], 2, ["strategy.name=zero2", "strategy.name=zero3"]),
+        ([ZERO2], ["strategy=ddp"], 2, ["strategy.name=zero2", "strategy.name=ddp"]),
+        (["strategy=ddp"], FSDP, 2, ["strategy.name=ddp", "strategy.name=fsdp"]),
+        (FSDP, FSDP_FULL, 2, ["strategy.state_dict_type=sharded", "strategy.state_dict_type=full"]),
+    ],
+    ids=["zero2-processes", "zero2-zero3", "zero2-ddp", "ddp-fsdp", "fsdp-full"],
+)
+def test_checkpoint_that_cannot_be_read_is_refused_with_both_sides(
+    place: Path, saved: list[str], now: list[str], processes: int, words: list[str]
+) -> None:
+    folder = write_checkpoint(place / "runs" / "small" / "checkpoints", 3, *saved)
+    loaded = recipe_of(*now, f"checkpoint.resume={folder}", "output.name=new")
+    with pytest.raises(UserError) as refusal:
+        claim(loaded, processes)
+    assert all(word in refusal.value.what for word in words)
+    assert words[0] in str(refusal.value).splitlines()[-1]
+    assert not (place / "runs" / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts runs on forked processes in the folder of `home`."""
+    started = Ranks(tmp_path_factory.mktemp("ranks") / "log.txt")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with a tiny model, rows, and the recipe `small`; runs stay for the other tests."""
+    folder = tmp_path_factory.mktemp("home")
+    tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_recipe(folder, "small", RECIPE)
+    return folder
+
+
+def run(ranks: Ranks, home: Path, name: str, engine: str, *overrides: str, processes: int = 2) -> Path:
+    """A finished run of this name; continues what is there."""
+    folder = home / "runs" / name
+    if not (folder / "final").is_dir():
+        codes = ranks.run(home, "recipe=small", *ALL[engine], *overrides, f"output.name={name}", processes=processes)
+        assert not any(codes), ranks.said()[-6000:]
+    return folder
+
+
+def cut_off(run: Path, name: str) -> Path:
+    """A copy of a finished run as a kill leaves it while the last checkpoint is being saved."""
+    copy = run.with_name(name)
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "final")
+    (copy / "checkpoints" / "checkpoint-6" / "checkpoint.json").unlink()
+    manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}), encoding="utf-8")
+    return copy
+
+
+def assert_continued(ranks: Ranks, continued: Path, straight: Path) -> None:
+    manifest = json.loads((continued / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == "finished"
+    assert manifest["resumed_from"].endswith("checkpoint-3")
+    assert "checkpoint-6 was cut off" in ranks.said()
+    difference = Difference.between(Result.read(continued), Result.read(straight))
+    assert max(vars(difference).values()) <= 1e-6, difference
+    assert [row["step"] for row in metrics(continued)] == [row["step"] for row in metrics(straight)]
+    samples = [json.loads((each / "samples.json").read_text(encoding="utf-8")) for each in (continued, straight)]
+    assert samples[0] == samples[1]
+
+
+FAST = [("zero2", "lora"), ("zero3", "full"), ("fsdp", "lora")]
+SLOW = [
+    (engine, method)
+    for engine in ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_full")
+    for method in ("full", "lora")
+    if (engine, method) not in FAST
+]
+
+
+@pytest.mark.parametrize(("engine", "method"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+def test_continued_run_equals_one_that_was_never_stopped(ranks: Ranks, home: Path, engine: str, method: str) -> None:
+    overrides = LORA if method == "lora" else []
+    straight = run(ranks, home, f"{engine}-{method}", engine, *overrides)
+    continued = cut_off(straight, f"{engine}-{method}-cut")
+    run(ranks, home, continued.name, engine, *overrides)
+    assert_continued(ranks, continued, straight)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "processes"),
+    [
+        ("fsdp", "fsdp_grad_op", 4),
+        pytest.param("fsdp_full", "fsdp_full", 4, marks=pytest.mark.slow),
+        ("zero2", "zero1", 2),
+        pytest.param("zero3", "zero3_offload", 2, marks=pytest.mark.slow),
+        pytest.param("zero2_offload", "zero2", 2, marks=pytest.mark.slow),
+        pytest.param("ddp", "single", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_run_continues_on_other_processes_or_another_strategy(
+    ranks: Ranks, home: Path, before: str, after: str, processes: int
+) -> None:
+    straight = run(ranks, home, f"{before}-full", before)
+    continued = cut_off(straight, f"{before}-{after}-{processes}")
+    run(ranks, home, continued.name, after, processes=processes)
+    assert_continued(ranks, continued, straight)
+    assert len(list((continued / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [
+        ("zero2", "lora"),
+        ("zero3", "full"),
+        pytest.param("fsdp", "full", marks=pytest.mark.slow),
+        pytest.param("zero2", "full", marks=pytest.mark.slow),
+        pytest.param("ddp", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_size_is_a_close_upper_bound(
+    ranks: Ranks, home: Path, engine: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = LORA if method == "lora" else []
+    folder = run(ranks, home, f"{engine}-{method}", engine, *overrides)
+    counts = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parameters"]
+    names = ("*.pt", "*.distcp", "*.safetensors")
+    saved = sum(file.stat().st_size for name in names for file in folder.glob(f"checkpoints/checkpoint-6/**/{name}"))
+    monkeypatch.chdir(home)
+    size = checkpoint.size(recipe_of(*ALL[engine], *overrides).recipe, counts)
+    # Beside the tensors, files hold their names and shapes: up to 1.5 kB for each shard of each tensor.
+    assert 0.95 * size < saved < size + 300_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "sent"),
+    [("zero2", signal.SIGKILL), ("zero3", signal.SIGINT), ("fsdp", signal.SIGINT)],
+    ids=["zero2-killed", "zero3-ctrl-c", "fsdp-ctrl-c"],
+)
+def test_interrupted_processes_continue(home: Path, engine: str, sent: signal.Signals) -> None:
+    """Real processes, all of which get the signal, as from a terminal."""
+    folder, settings = home / "runs" / f"{engine}-interrupted", [*ALL[engine], "batch.micro_batch_size=1"]
+    endless = ["schedule.max_steps=4000", "checkpoint.save_steps=4", f"output.name={folder.name}"]
+    running = start(home, *settings, *endless)
+    end = time.monotonic() + 200
+    while not (folder / "metrics.jsonl").is_file() or len(losses(folder)) < 6:
+        assert all(process.poll() is None for process in running) and time.monotonic() < end, said(running)
+        time.sleep(0.05)
+    for process in running:
+        process.send_signal(sent)
+    output = said(running)
+    newest, _ = checkpoint.newest(folder / "checkpoints")
+    assert newest, output
+    step = checkpoint.step_of(newest)
+    if sent == signal.SIGINT:
+        assert [process.returncode for process in running] == [0, 0], output
+        assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["status"] == "interrupted"
+        assert step == len(losses(folder))
+    more = [f"schedule.max_steps={step + 2}", f"checkpoint.resume={newest}", f"output.name={engine}-more"]
+    running = start(home, *settings, *more)
+    output = said(running)
+    assert [process.returncode for process in running] == [0, 0], output
+    assert [row["step"] for row in metrics(home / "runs" / f"{engine}-more") if "loss" in row] == [step + 1, step + 2]
+
+
+def start(home: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two processes as a launcher starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return [
+        subprocess.Popen(
+            [sys.executable, ON_CPU, "recipe=small", *arguments],
+            cwd=home,
+            env=environment() | where | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+
+
+def said(running: list[subprocess.Popen[str]]) -> str:
+    return "\n".join(process.communicate(timeout=200)[0][-3000:] for process in running)

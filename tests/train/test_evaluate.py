@@ -1,0 +1,102 @@
+"""Held-out loss per token, and answers that do not depend on how prompts are batched."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from harness import metrics
+from small import LORA, NF4, SEQ2SEQ, populate, set_up
+
+from toolkit.train.evaluate import answer, generated_metrics
+from toolkit.train.main import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    populate(folder, "llama", "moe", "gpt2", "blenderbot")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(models)
+    return models
+
+
+@pytest.mark.parametrize("model", ["llama", "moe", "gpt2", "blenderbot"])
+def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
+    """Also for a mixture of experts, whose training loss has the routers' auxiliary loss in it."""
+    kind = SEQ2SEQ if model == "blenderbot" else [f"model.path={model}"]
+    training = set_up(*kind, "data.eval_split=0.2")
+    training.trainer.model.train()
+    found = training.trainer.held_out(3, lambda batch, total: None)
+    assert training.trainer.model.training
+    network = training.trainer.model.eval()
+    total, count = 0.0, 0
+    for row in training.prepared.eval:
+        labels = torch.tensor(row["labels"])
+        with torch.no_grad():
+            if model == "blenderbot":
+                logits = network(input_ids=torch.tensor([row["input_ids"]]), labels=labels[None]).logits[0]
+            else:
+                logits, labels = network(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1], labels[1:]
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int(labels.ne(-100).sum())
+    assert found["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert found["eval_tokens"] == count
+
+
+def test_logits_of_decoders_are_never_all_built() -> None:
+    """The held-out pass must not run the output head over whole batches."""
+    training = set_up("data.eval_split=0.2")
+    head = training.trainer.model.get_output_embeddings()
+    called: list[int] = []
+    head.register_forward_hook(lambda *_: called.append(1))
+    training.trainer.held_out(4, lambda batch, total: None)
+    assert not called
+
+
+@pytest.mark.parametrize("kind", [["model.path=llama"], ["model.path=moe"], SEQ2SEQ, [*LORA, "precision=bf16"], NF4])
+def test_answers_do_not_depend_on_the_other_prompts_of_the_batch(kind: list[str]) -> None:
+    training = set_up(*kind)
+    model, tokenizer = training.trainer.model, training.tokenizer
+    autocast = "bfloat16" if "precision=bf16" in kind else None
+    prompts = [list(range(10, 30)), [40, 41, 42], [50]]
+    model.train()
+    together = answer(model, tokenizer, prompts, 5, frozenset(), autocast)
+    alone = [answer(model, tokenizer, [prompt], 5, frozenset(), autocast)[0] for prompt in prompts]
+    assert together == alone
+    assert model.training
+
+
+def test_generation_metrics_score_text_against_references() -> None:
+    """A model that always says one sentence, against references of which half are that sentence."""
+    training = set_up(*SEQ2SEQ)
+    model, tokenizer = training.trainer.model, training.tokenizer
+    said = "return string"
+    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+
+    class Parrot(torch.nn.Module):
+        config, device = model.config, torch.device("cpu")
+
+        def generate(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            return torch.tensor([ids] * len(input_ids))
+
+    rows = [{"input_ids": [5, 6], "labels": ids if n % 2 else [9, 10, 11]} for n in range(6)]
+    found = generated_metrics(Parrot(), rows, tokenizer, 4, training.trainer.accelerator, 4, 1, frozenset(), None)
+    assert found["eval_exact_match"] == 0.5
+    assert 0 < found["eval_chrf"] < 100
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_metrics_are_written_at_every_evaluation(beams: int) -> None:
+    overrides = [*SEQ2SEQ, "data.eval_split=0.2", "evaluation.generation_metrics=true", f"evaluation.num_beams={beams}"]
+    assert main(["recipe=small", *overrides, "evaluation.every_steps=1", f"output.name=beams{beams}"]) == 0
+    rows = [row for row in metrics(Path("runs") / f"beams{beams}") if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all({"eval_bleu", "eval_chrf", "eval_exact_match", "eval_perplexity"} <= row.keys() for row in rows)

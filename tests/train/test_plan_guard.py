@@ -1,0 +1,153 @@
+"""A run and its plan: printed, kept, set against what came, and used to refuse and to explain."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import environment, launch
+from small import populate
+
+from toolkit.planner.plan import Plan
+from toolkit.train.main import main
+
+TOO_LARGE = ["batch.global_batch_size=65536", "batch.micro_batch_size=65536", "model.attention=eager"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, which is the current one."""
+    populate(tmp_path, "llama")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "runs" / "small" / "manifest.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", "schedule.max_steps=4"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "FITS" in printed and "Memory" in printed
+    kept = manifest(folder)
+    plan, measured = Plan.model_validate(kept["plan"]), kept["measured"]
+    assert plan.origin == "traced"
+    assert plan.work.steps == 4 and plan.work.tokens_from == "counted"
+    assert measured["tokens"] == pytest.approx(plan.work.tokens, rel=0.25)
+    assert measured["step_seconds"] > 0 and measured["total_seconds"] > measured["step_seconds"]
+    report = (folder / "runs" / "small" / "report.html").read_text(encoding="utf-8")
+    assert "Planned and measured" in report
+
+
+def test_a_finished_run_keeps_the_plan_it_was_measured_against(folder: Path) -> None:
+    assert main(["recipe=small"]) == 0
+    before = manifest(folder)
+
+    done = launch(folder, "recipe=small", processes=2)
+
+    assert done.returncode == 0 and "This run is finished" in done.stdout, done.stderr
+    assert manifest(folder) == before
+
+
+def test_the_host_memory_of_a_run_is_about_what_was_planned(folder: Path) -> None:
+    done = launch(folder, "recipe=small")
+
+    assert done.returncode == 0, done.stderr
+    kept = manifest(folder)
+    assert kept["plan"]["host"]["peak"] == pytest.approx(kept["measured"]["host"], rel=0.4)
+
+
+def test_what_would_not_fit_is_refused_before_the_weights_load(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Reading them would be an error of its own.
+    (folder / "llama" / "model.safetensors").unlink()
+
+    assert main(["recipe=small", *TOO_LARGE]) == 1
+    refused = capsys.readouterr().err
+    assert main(["recipe=small", *TOO_LARGE, "--force"]) == 1
+    forced = capsys.readouterr().err
+
+    assert "would not fit" in refused and "--force" in refused
+    assert "batch.micro_batch_size=" in refused
+    assert "would not fit" not in forced and "cannot be loaded" in forced
+
+
+def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path) -> None:
+    """A limit on the process stands for a device that others use too: the plan cannot know of it."""
+    script = """
+import re, resource, sys
+import toolkit.train
+from toolkit.run import main
+
+used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+    large = ["batch.global_batch_size=512", "batch.micro_batch_size=512", "model.attention=eager"]
+    done = subprocess.run(
+        [sys.executable, "-c", script.replace("\\\\", "\\"), "recipe=small", *large],
+        env=environment() | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert done.returncode == 1, done.stderr
+    assert "out of memory" in done.stderr
+    assert "held:" in done.stderr and "planned:" in done.stderr and "logits" in done.stderr
+    assert "set batch.micro_batch_size=" in done.stderr or "set activation_checkpointing" in done.stderr
+    assert manifest(folder)["status"] == "failed"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_whose_code_cannot_be_traced_still_trains(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(folder / "cache"))
+    # Batches of some shapes only, as with a model that checks its inputs.
+    (folder / "llama" / "modeling_odd.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\n"
+        "def check(module, args, kwargs):\n"
+        "    assert kwargs['input_ids'].shape[1] <= 128, 'too long for this model'\n\n\n"
+        "class OddForCausalLM(LlamaForCausalLM):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.model.register_forward_pre_hook(check, with_kwargs=True)\n"
+    )
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    (folder / "llama" / "config.json").write_text(json.dumps(config))
+
+    assert main(["recipe=small", "model.trust_remote_code=true"]) == 0
+
+    plan = Plan.model_validate(manifest(folder)["plan"])
+    assert plan.origin == "formulas"
+    assert any("could not be traced" in note and "too long for this model" in note for note in plan.notes)
+
+
+def test_the_environment_of_a_launch_does_not_reach_the_tracing(tmp_path: Path) -> None:
+    """A plan inside a launch of several processes must not wait for them."""
+    populate(tmp_path, "llama")
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", "plan", "recipe=small", "hardware=h100", "--json"],
+        env=environment() | variables | {"TOOLKIT_CACHE": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["origin"] == "traced"
+    assert os.listdir(tmp_path / "cache" / "traces")

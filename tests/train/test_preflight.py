@@ -1,0 +1,293 @@
+"""What the processes of a run tell each other before they train. Each rank is a process forked from this one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import populate
+
+from toolkit.common import UserError
+from toolkit.distributed import World, rendezvous
+from toolkit.distributed.rendezvous import Meeting, meet
+from toolkit.recipe import Recipe
+from toolkit.recipe.rules import load_checked
+from toolkit.train import preflight
+
+Body = Callable[[Meeting, int], Any]
+TIMEOUT = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: what its body returned, or what a user would read."""
+
+    exit_code: int | None
+    result: Any
+    error: str
+    printed: str
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
+    """Runs a body on every rank of a meeting; those in `absent` are never started, others may give a false number."""
+
+    def one(world: World, body: Body, port: int, report: Path) -> None:
+        sys.stderr = report.with_suffix(".err").open("w", encoding="utf-8")
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
+        rendezvous.TIMEOUT_SECONDS = rendezvous.JOIN_SECONDS = TIMEOUT
+        rendezvous._BEAT_SECONDS = 0.2
+        result, error = None, ""
+        try:
+            with meet(world) as met:
+                result = body(met, world.rank)
+        except UserError as problem:
+            error = str(problem)
+        report.write_text(json.dumps([result, error]), encoding="utf-8")
+        sys.stderr.flush()
+        os._exit(0)
+
+    def run(
+        body: Body,
+        processes: int = 2,
+        per_node: int | None = None,
+        absent: tuple[int, ...] = (),
+        call_themselves: Mapping[int, int] | None = None,
+    ) -> dict[int, Outcome]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        width = per_node or processes
+        started = {}
+        for rank in range(processes):
+            if rank not in absent:
+                number = (call_themselves or {}).get(rank, rank)
+                world = World(number, number % width, processes, width)
+                report = tmp_path / f"rank{rank}.json"
+                process = multiprocessing.get_context("fork").Process(target=one, args=(world, body, port, report))
+                process.start()
+                started[rank] = process, report
+        outcomes = {}
+        for rank, (process, report) in started.items():
+            # What ends one ends all of them.
+            process.join(60 if not outcomes else 8)
+            if process.exitcode is None:
+                process.kill()
+            result, error = json.loads(report.read_text(encoding="utf-8")) if report.exists() else (None, "")
+            printed = report.with_suffix(".err").read_text(encoding="utf-8")
+            outcomes[rank] = Outcome(process.exitcode, result, error, printed)
+        return outcomes
+
+    return run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    """The recipe `small`, with overrides; `runs/` is the folder of run folders."""
+    populate(tmp_path, "llama")
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return lambda *overrides: load_checked("small", overrides).recipe
+
+
+def folder(rank: int) -> Path | None:
+    return Path("runs/small") if rank == 0 else None
+
+
+def test_one_process_needs_nobody(recipe: Callable[..., Recipe]) -> None:
+    with meet(World()) as met:
+        assert preflight.check(met, recipe(), Path("runs/small")) == []
+        preflight.agree(met, recipe(), "data")
+        preflight.all_reduce(met, torch.device("cpu"))
+
+
+def test_equal_processes_pass_and_exchange_data(
+    ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    def body(met: Meeting, rank: int) -> list[str]:
+        warnings = preflight.check(met, recipe(), folder(rank))
+        preflight.agree(met, recipe(), "data")
+        torch.distributed.init_process_group("gloo")
+        preflight.all_reduce(met, torch.device("cpu"))
+        assert not met.joining
+        torch.distributed.destroy_process_group()
+        return warnings
+
+    outcomes = ranks(body)
+    assert [(each.exit_code, each.result, each.error) for each in outcomes.values()] == [(0, [], "")] * 2
+    assert not list(tmp_path.rglob(".preflight-*"))
+
+
+def test_differences_are_named_by_rank_and_host_on_every_process(
+    ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "peft-9.9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 9.9.9\n", encoding="utf-8")
+
+    def body(met: Meeting, rank: int) -> None:
+        if rank == 3:
+            sys.path.insert(0, str(other.parent))
+        preflight.check(met, recipe(f"optimizer.learning_rate={0.02 if rank == 1 else 0.01}"), folder(rank))
+
+    errors = {each.error for each in ranks(body, processes=4, per_node=2).values()}
+    assert len(errors) == 1
+    [error] = errors
+    host = rf"{socket.gethostname()} 127.0.0.1"
+    assert f"optimizer.learning_rate is 0.01 on ranks 0, 2-3 ({host}) but 0.02 on rank 1 ({host})" in error
+    assert f"but 9.9.9 on rank 3 ({host})" in error
+
+
+def test_a_missing_process_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    started = time.monotonic()
+    outcomes = ranks(lambda met, rank: None, processes=4, per_node=1, absent=(2, 3))
+    assert time.monotonic() - started < 10 * TIMEOUT
+    for rank in (0, 1):
+        assert "ranks 2-3 (host unknown) did not answer within 3 s" in outcomes[rank].error
+    # Whoever shares a node with it knows where it should have been.
+    outcomes = ranks(lambda met, rank: None, processes=4, per_node=2, absent=(3,))
+    assert f"rank 3 ({socket.gethostname()} 127.0.0.1) did not answer" in outcomes[1].error
+
+
+def test_two_nodes_with_one_rank_are_told_apart_from_a_missing_one(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(met: Meeting, rank: int) -> None:
+        raise AssertionError("the meeting is not complete")
+
+    outcomes = ranks(body, processes=3, call_themselves={2: 1})
+    assert {each.error.splitlines()[0] for each in outcomes.values()} == {
+        f"two processes say that they are rank 1, one of them on {socket.gethostname()} 127.0.0.1"
+    }
+
+
+def test_a_missing_first_process_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    assert "rank 0 (127.0.0.1:" in ranks(lambda met, rank: None, absent=(0,))[1].error
+
+
+def test_a_slow_process_is_not_missing_and_one_that_dies_is(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def slow(met: Meeting, rank: int) -> dict[str, Any]:
+        if rank == 0:
+            time.sleep(2 * TIMEOUT)
+        return met.exchange("tokenised", rank, lambda said: {"sum": sum(said.values())})
+
+    assert [each.result for each in ranks(slow).values()] == [{"sum": 1}] * 2
+
+    def dies(met: Meeting, rank: int) -> None:
+        if rank == 1:
+            os._exit(9)
+        met.exchange("tokenised", rank, lambda said: {})
+
+    assert "rank 1 stopped answering" in ranks(dies)[0].error
+
+
+def test_what_fails_on_one_process_is_told_to_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(met: Meeting, rank: int) -> None:
+        if rank == 2:
+            raise UserError("data.sources: there is no file chat.jsonl", "write it")
+        met.exchange("tokenised", rank, lambda said: {})
+
+    outcomes = ranks(body, processes=3)
+    assert outcomes[2].error.startswith("data.sources: there is no file")
+    for rank in (0, 1):
+        assert outcomes[rank].error == "rank 2: data.sources: there is no file chat.jsonl\n  write it"
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_checkpoints_need_a_run_folder_that_every_node_sees(
+    ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path, saves: bool
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "runs").mkdir(parents=True)
+    wanted = recipe(f"checkpoint.save_steps={1 if saves else 'null'}")
+
+    def body(met: Meeting, rank: int) -> list[str]:
+        if rank == 1:
+            os.chdir(elsewhere)
+        return preflight.check(met, wanted, folder(rank))
+
+    for outcome in ranks(body, per_node=1).values():
+        assert ("does not see the run folder of rank 0" in outcome.error) is saves
+        assert outcome.result == (None if saves else [])
+
+
+def test_a_cache_that_cannot_be_written_names_the_node(
+    ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    def body(met: Meeting, rank: int) -> None:
+        if rank == 1:
+            os.environ["TOOLKIT_CACHE"] = str(tmp_path / "chat.jsonl" / "cache")
+        preflight.check(met, recipe(), folder(rank))
+
+    for outcome in ranks(body, per_node=1).values():
+        assert f"cannot write to {tmp_path}/chat.jsonl/cache: Not a directory" in outcome.error
+        assert "rank 1 (" in outcome.error and "TOOLKIT_CACHE" in outcome.error
+
+
+def test_a_clock_that_is_off_is_a_warning(
+    ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe]
+) -> None:
+    def body(met: Meeting, rank: int) -> list[str]:
+        if rank == 1:
+            right = time.time
+            time.time = lambda: right() + 90
+        return preflight.check(met, recipe(), folder(rank))
+
+    for outcome in ranks(body).values():
+        assert outcome.result == ["the clock of rank 1 is 90 s off"]
+
+
+def test_other_data_or_another_model_is_named(
+    ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    populate(elsewhere, "llama")
+    weights = elsewhere / "llama" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+    def body(met: Meeting, rank: int) -> None:
+        if rank == 1:
+            os.chdir(elsewhere)
+        preflight.agree(met, recipe(), f"data{rank}")
+
+    for outcome in ranks(body).values():
+        assert "data (fingerprint) is data0 on rank 0 but data1 on rank 1" in outcome.error
+        assert "model files is " in outcome.error
+
+
+@pytest.mark.parametrize("how", ["late", "frozen", "alone"])
+def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, Outcome]], how: str) -> None:
+    def body(met: Meeting, rank: int) -> None:
+        met.begin_joining()
+        if rank == 1 and how == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1 and how == "alone":
+            time.sleep(60)
+        torch.distributed.init_process_group("gloo")  # Hangs for half an hour if it is the only one, beyond any Python.
+        if rank == 1:
+            time.sleep(60)
+        preflight.all_reduce(met, torch.device("cpu"))
+
+    outcomes = ranks(body)
+    wanted = {
+        "late": "error: rank 1 did not come to the first all-reduce: nothing for 3 s",
+        "frozen": "error: rank 1 stopped answering while the process group started",
+        "alone": "error: the processes are all there, but cannot exchange data: nothing for 3 s",
+    }[how]
+    assert outcomes[0].printed.startswith(wanted)
+    assert outcomes[0].exit_code == 1
+    if how != "frozen":
+        assert outcomes[1].printed.strip() == wanted.replace("error:", "error on process 1:")
+        assert outcomes[1].exit_code == 1

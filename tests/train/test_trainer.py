@@ -1,0 +1,137 @@
+"""The loss curve of a recipe against a plain PyTorch loop on the same batches, and the order of rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import launch, losses, metrics, write_recipe
+from tiny import chat_rows, tiny_model
+from transformers import AutoModelForCausalLM
+
+from toolkit.data.prepare import prepare
+from toolkit.models.load import load_tokenizer, stop_tokens
+from toolkit.recipe import load
+from toolkit.train.main import main
+from toolkit.train.trainer import FixedOrder
+
+STEPS, GLOBAL_BATCH, SEQ_LEN, LEARNING_RATE, WARMUP = 20, 4, 256, 3e-3, 5
+RECIPE = """
+description: A small full fine-tune
+model: {path: MODEL}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+precision: fp32
+optimizer: {learning_rate: 3.0e-3, weight_decay: 0.1, beta2: 0.95}
+schedule: {name: linear, max_steps: 20, warmup_ratio: 0.25}
+batch: {seq_len: 256, global_batch_size: 4}
+evaluation: {num_prompts: 0}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a tiny Llama, chat data and a recipe."""
+    model = tiny_model("meta-llama/Llama-3.2-1B", tmp_path / "model")
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_recipe(tmp_path, "small", RECIPE.replace("MODEL", str(model)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plain_loop(place: Path, overrides: list[str]) -> list[float]:
+    """The same training by hand: documents one by one, summed loss over trained tokens, AdamW, clipping, schedule."""
+    recipe = load("small", overrides).recipe
+    tokenizer = load_tokenizer(recipe)
+    rows = prepare(recipe, tokenizer, stop_tokens(recipe, tokenizer)).train
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32, attn_implementation="eager")
+    model.train()
+    decayed = [p for name, p in model.named_parameters() if p.ndim > 1]
+    spared = [p for name, p in model.named_parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
+    curve = []
+    for step in range(STEPS):
+        chosen = []
+        for position in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH):
+            epoch, offset = divmod(position, len(rows))
+            chosen.append(rows[int(np.random.default_rng([42, epoch]).permutation(len(rows))[offset])])
+        documents = [part for row in chosen for part in unpacked(row)]
+        trained = sum(label != -100 for _, labels in documents for label in labels)
+        loss = torch.zeros(())
+        for ids, labels in documents:
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            loss = loss + torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / trained
+        share = step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * share
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    return curve
+
+
+def unpacked(row: dict) -> list[tuple[list[int], list[int]]]:
+    """The documents of a row."""
+    ends = np.cumsum(row.get("seq_lengths") or [len(row["input_ids"])]).tolist()
+    starts = [0, *ends[:-1]]
+    return [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch.micro_batch_size=4"],
+        ["batch.micro_batch_size=1"],
+        ["batch.micro_batch_size=4", "data.packing=true"],
+        ["batch.micro_batch_size=2", "data.packing=true"],
+    ],
+    ids=["whole", "accumulated", "packed", "packed-accumulated"],
+)
+def test_loss_curve_equals_a_plain_loop(place: Path, overrides: list[str]) -> None:
+    assert main(["recipe=small", *overrides]) == 0
+    assert losses(place / "runs" / "small") == pytest.approx(plain_loop(place, overrides), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_loss_curve_of_two_processes_equals_a_plain_loop(place: Path, packing: str) -> None:
+    overrides = ["batch.micro_batch_size=1", f"data.packing={packing}"]
+    done = launch(place, "recipe=small", *overrides, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(place / "runs" / "small") == pytest.approx(plain_loop(place, overrides), rel=1e-5, abs=1e-5)
+
+
+def test_held_out_loss_is_a_mean_over_tokens_whatever_the_batch(place: Path) -> None:
+    results = []
+    for number, size in enumerate((1, 3, 6)):
+        assert main(["recipe=small", f"evaluation.batch_size={size}", "max_steps=1", f"output.name=e{number}"]) == 0
+        results.append([row["eval_loss"] for row in metrics(place / "runs" / f"e{number}") if "eval_loss" in row])
+    recipe = load("small").recipe
+    tokenizer = load_tokenizer(recipe)
+    held_out = prepare(recipe, tokenizer, stop_tokens(recipe, tokenizer)).eval
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    total, count = 0.0, 0
+    for row in held_out:
+        labels = torch.tensor(row["labels"][1:])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int(labels.ne(-100).sum())
+    for before, after in results:
+        assert before == pytest.approx(total / count, rel=1e-5)
+        assert after == pytest.approx(results[0][1], rel=1e-5)
+        assert math.exp(after) == pytest.approx(math.exp(results[0][1]), rel=1e-4)
+
+
+def test_every_row_is_drawn_once_an_epoch_and_no_batch_is_short() -> None:
+    order = list(FixedOrder(num_rows=10, num_samples=24, seed=3, shuffle=True))
+    assert len(order) == 24
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[:10] != order[10:20]
+    assert order == list(FixedOrder(10, 24, 3, True))
+    assert list(FixedOrder(3, 7, 0, False)) == [0, 1, 2, 0, 1, 2, 0]

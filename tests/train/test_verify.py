@@ -1,0 +1,160 @@
+"""What was asked is what runs: a run that would differ stops before its first step, and the manifest says what ran."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from harness import ROOT, environment
+from transformers import Trainer
+
+from toolkit.common import UserError
+from toolkit.distributed import batch_layout, expected_state
+from toolkit.recipe import Recipe
+from toolkit.train import session
+from toolkit.train.main import main
+from toolkit.train.verify import check_effective
+
+SABOTAGED = """
+import sys
+sys.path.insert(0, {tests!r})
+import cpu_engines
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+cpu_engines.use_cpu_processes()
+import toolkit.policy.arguments as arguments
+honest = arguments.deepspeed_config
+
+def silently(recipe):
+    config = honest(recipe)
+    del config["gradient_clipping"]
+    config["data_types"]["grad_accum_dtype"] = config["communication_data_type"] = "bf16"
+    config["zero_optimization"]["stage"] = 1
+    return config
+
+arguments.deepspeed_config = silently
+from toolkit.run import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small.populate(tmp_path, "llama")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def wanted(world_size: int = 2, **sections: Any) -> dict[str, Any]:
+    recipe = Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
+    return expected_state(recipe, batch_layout(recipe, world_size), "AdamW", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "spread"),
+    [
+        ({"name": "ddp"}, ("whole", "whole", "whole")),
+        ({"name": "zero1"}, ("whole", "whole", "sharded")),
+        ({"name": "zero2"}, ("whole", "sharded", "sharded")),
+        ({"name": "zero3"}, ("sharded", "sharded", "sharded")),
+        ({"name": "fsdp"}, ("sharded", "sharded", "sharded")),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_what_each_strategy_spreads(strategy: dict[str, Any], spread: tuple[str, ...]) -> None:
+    state = wanted(strategy=strategy)
+    assert (state["parameters"], state["gradients"], state["optimizer_state"]) == spread
+    alone = wanted(world_size=1, strategy=strategy)
+    assert (alone["parameters"], alone["gradients"], alone["optimizer_state"]) == ("whole",) * 3
+    assert state["master_dtype"] == "float32"
+    # DeepSpeed and FSDP bring the parameters to the computation in its own type.
+    assert (state["autocast"] == "none") == (strategy["name"] != "ddp")
+
+
+def test_every_difference_is_named_at_once() -> None:
+    found = wanted() | {"optimizer": "Adam", "max_grad_norm": 1.5}
+    with pytest.raises(UserError) as caught:
+        check_effective(wanted(), found)
+    assert "optimizer: the recipe asks for AdamW, Adam runs" in caught.value.what
+    assert "max_grad_norm: the recipe asks for 1.0, 1.5 runs" in caught.value.what
+    assert caught.value.what.count(": the recipe asks for") == 2
+    check_effective(wanted(), wanted() | {"frozen_parameters": 7})
+
+
+def test_manifest_says_what_ran(place: Path) -> None:
+    assert main(["recipe=small", "max_steps=2", "precision=bf16"]) == 0
+    state = json.loads((place / "runs" / "small" / "manifest.json").read_text())["effective"]
+    assert state["autocast"] == "bfloat16" and state["master_dtype"] == state["moments_dtype"] == "float32"
+    assert state["optimizer"] == "AdamW" and state["engine"] == "none" and state["trained_parameters"] > 0
+
+
+def test_another_attention_kernel_stops_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = session.load_model
+    monkeypatch.setattr(session, "load_model", lambda recipe, types, backend: load(recipe, types, "eager"))
+    assert main(["recipe=small", "max_steps=2", "model.attention=sdpa"]) == 1
+    assert "attention: the recipe asks for sdpa, eager runs" in capsys.readouterr().err
+    assert not (place / "runs" / "small" / "final").exists()
+
+
+def test_low_masters_stop_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = session.load_model
+    monkeypatch.setattr(session, "load_model", lambda *given: load(*given).to(torch.bfloat16))
+    assert main(["recipe=small", "max_steps=2", "method=full", "precision=bf16"]) == 1
+    error = capsys.readouterr().err
+    assert "master_dtype: the recipe asks for float32, bfloat16 runs" in error
+
+
+def test_a_parameter_that_would_never_move_stops_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create = Trainer.create_optimizer
+
+    def forgetful(self: Any, *given: Any) -> Any:
+        optimizer = create(self, *given)
+        del optimizer.param_groups[0]["params"][-2:]
+        return optimizer
+
+    monkeypatch.setattr(Trainer, "create_optimizer", forgetful)
+    assert main(["recipe=small", "max_steps=2"]) == 1
+    assert "not_updated: the recipe asks for 0, 2 runs" in capsys.readouterr().err
+
+
+def test_batches_of_another_size_stop_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = Trainer.get_train_dataloader
+
+    def small_batches(self: Any) -> Any:
+        self._train_batch_size = 1
+        return load(self)
+
+    monkeypatch.setattr(Trainer, "get_train_dataloader", small_batches)
+    assert main(["recipe=small", "max_steps=2", "precision=bf16"]) == 1
+    assert "micro_batch_size: the recipe asks for 2, 1 runs" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_given_something_else_stops_the_run(place: Path) -> None:
+    script = place / "sabotaged.py"
+    script.write_text(SABOTAGED.format(tests=str(ROOT / "tests")), encoding="utf-8")
+    arguments = ["recipe=small", "strategy=zero2", "optimizer.max_grad_norm=0.5", "max_steps=2"]
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], cwd=place, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    for line in (
+        "zero_stage: the recipe asks for 2, 1 runs",
+        "max_grad_norm: the recipe asks for 0.5, 1.0 runs",
+        "reduce_dtype: the recipe asks for float32, bfloat16 runs",
+    ):
+        assert line in done.stderr, done.stderr[-3000:]

@@ -1,0 +1,194 @@
+"""Equal numerics: one recipe, its data order and its global batch on every engine, against one process.
+
+The core is part of every test session; `make matrix` runs all of it. On a machine with GPUs the same tests run on all
+of them. The figures are printed at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from figures import record
+from harness import write_recipe
+from matrix import ENGINES, METHODS, RECIPE, SEQUENCES, Difference, Launcher
+from tiny import chat_rows, pair_rows, tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from toolkit.recipe import model_configs
+
+ARCHITECTURES = {
+    "llama": "meta-llama/Llama-3.2-1B",
+    "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
+    "qwen3": "Qwen/Qwen3-8B",
+    "qwen3_moe": "Qwen/Qwen3-30B-A3B",
+    "gemma3": "google/gemma-3-1b-it",
+    "gpt2": "openai-community/gpt2-xl",
+    "blenderbot": "facebook/blenderbot-400M-distill",
+}
+# fp32: a norm of float32 numbers is itself rounded. torch's own, on a CPU, is 1e-6 off for a hundred thousand numbers,
+# while DeepSpeed sums in float64.
+# bf16: a number is rounded by up to 2**-9 = 2e-3, in another order when micro-batches have another size. Replicated
+# parameters are cast where they are used (norms and residuals stay fp32), those of ZeRO and FSDP before (all is bf16),
+# and full models are published in bf16. The limits are about twice the largest that was measured.
+LIMITS = {
+    "fp32": Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6),
+    "bf16": Difference(loss=6e-4, grad_norm=2e-2, held_out=5e-4, weights=1.5e-2),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of the matrix."""
+
+    method: str
+    precision: str
+    packing: bool
+    accumulation: int
+    engine: str
+
+    def __str__(self) -> str:
+        micro_batch = SEQUENCES // self.accumulation
+        return f"{self.reference}-{micro_batch}x{self.accumulation}-{self.engine}"
+
+    @property
+    def reference(self) -> str:
+        """Name of the run on one process that this one must equal."""
+        return f"{self.method}-{self.precision}-{'packed' if self.packing else 'padded'}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes the run, but its batch and its engine."""
+        return [*METHODS[self.method], f"precision={self.precision}", f"data.packing={str(self.packing).lower()}"]
+
+    @property
+    def engine_overrides(self) -> list[str]:
+        """What must be said to this engine for this method."""
+        tied = self.method == "lora_embeddings" and self.engine.startswith("fsdp")
+        return ["strategy.cpu_ram_efficient_loading=false"] if tied else []
+
+
+DISTRIBUTED = [name for name in ENGINES if name not in ("single", "fsdp_hybrid")]
+CORE = [
+    *(Cell("full", "fp32", False, 4, engine) for engine in DISTRIBUTED),
+    *(Cell("lora", "fp32", True, 1, engine) for engine in DISTRIBUTED),
+    *(Cell("full", "bf16", False, 2, engine) for engine in ("ddp", "zero2", "zero3", "fsdp")),
+]
+FULL = [
+    *itertools.starmap(Cell, itertools.product(("full", "lora"), ("fp32", "bf16"), (False, True), (1, 4), DISTRIBUTED)),
+    *itertools.starmap(
+        Cell, itertools.product(("freeze", "lora_embeddings"), ("fp32", "bf16"), (False,), (2,), DISTRIBUTED)
+    ),
+    *itertools.starmap(Cell, itertools.product(("full", "lora"), ("fp32",), (False,), (2,), ("fsdp_hybrid",))),
+]
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """A folder with tiny models and data, and the processes to train them on."""
+    folder = tmp_path_factory.mktemp("matrix")
+    for name, hub_id in ARCHITECTURES.items():
+        config = model_configs.bundled()[hub_id].config
+        # Masks are drawn by each process for the rows that it has.
+        tiny_model({key: 0.0 if "drop" in key and value else value for key, value in config.items()}, folder / name)
+    for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    write_recipe(folder, "matrix", RECIPE)
+    launcher = Launcher(folder)
+    yield launcher
+    launcher.close()
+
+
+def cells() -> list:
+    """The core, and what only `make matrix` runs."""
+    rest = [cell for cell in FULL if cell not in CORE]
+    return [
+        *(pytest.param(cell, id=str(cell)) for cell in CORE),
+        *(pytest.param(cell, id=str(cell), marks=pytest.mark.matrix) for cell in rest),
+    ]
+
+
+@pytest.mark.parametrize("cell", cells())
+def test_an_engine_equals_one_process(
+    cell: Cell, launcher: Launcher, record_property: Callable[[str, object], None]
+) -> None:
+    if cell.engine == "fsdp_hybrid" and torch.cuda.is_available():
+        pytest.skip("several nodes are simulated on a CPU only")
+    micro_batch = f"batch.micro_batch_size={SEQUENCES // cell.accumulation}"
+    reference = launcher.result(cell.reference, "single", *cell.overrides, "batch.micro_batch_size=2")
+    run = launcher.result(str(cell), cell.engine, *cell.overrides, *cell.engine_overrides, micro_batch)
+    difference = Difference.between(run, reference)
+    record(record_property, "Largest difference from one process", run=str(cell), **difference.figures())
+    limits = LIMITS[cell.precision]
+    above = {name: value for name, value in vars(difference).items() if not value <= getattr(limits, name)}
+    assert not above, f"{cell}: {above}"
+    if cell.precision == "fp32":
+        assert run.answers == reference.answers
+
+
+SEQ2SEQ = ["objective=seq2seq", "data.sources=[pairs.jsonl]", "evaluation.generation_metrics=true"]
+
+
+def architectures() -> list:
+    """Every architecture on the engines that split parameters or gradients. The core has those that are made unlike."""
+    core = [("gpt2", "full", "fsdp"), ("qwen3_moe", "full", "zero3"), ("blenderbot", "full", "zero3")]
+    core += [("mistral", "lora_embeddings", "fsdp"), ("gpt2", "dora", "zero3")]
+    decoders = [name for name in ARCHITECTURES if name not in ("llama", "blenderbot")]
+    combinations = [
+        *itertools.product(decoders, ("full",), ("zero2", "zero3", "fsdp")),
+        *itertools.product(("gpt2", "qwen3_moe"), ("lora",), ("zero2", "zero3", "fsdp")),
+        *itertools.product(("mistral",), ("lora_embeddings",), ("zero2", "zero3", "fsdp")),
+        *itertools.product(("gpt2",), ("dora",), ("zero2", "zero3", "fsdp")),
+        # FSDP2 refuses the embedding that encoder, decoder and output head share.
+        *itertools.product(("blenderbot",), ("full", "lora"), ("zero2", "zero3")),
+    ]
+    return [
+        pytest.param(*each, id="-".join(each), marks=[] if each in core else [pytest.mark.matrix])
+        for each in combinations
+    ]
+
+
+@pytest.mark.parametrize(("name", "method", "engine"), architectures())
+def test_an_architecture_equals_one_process(
+    name: str, method: str, engine: str, launcher: Launcher, record_property: Callable[[str, object], None]
+) -> None:
+    # The routers' auxiliary loss is a mean over micro-batches: it depends on their size, but not on where they are.
+    # Batches of one evaluated row leave a process with nothing to generate while the other has the last row.
+    common = [f"model.path={name}", *METHODS[method], "batch.micro_batch_size=2", "evaluation.batch_size=1"]
+    if name == "blenderbot":
+        common += SEQ2SEQ
+    reference = launcher.result(f"{name}-{method}", "single", *common)
+    run = launcher.result(f"{name}-{method}-{engine}", engine, *common)
+    difference = Difference.between(run, reference)
+    record(
+        record_property, "Architectures: largest difference from one process",
+        run=f"{name}-{method}-{engine}", **difference.figures(),
+    )  # fmt: skip
+    above = {key: value for key, value in vars(difference).items() if not value <= getattr(LIMITS["fp32"], key)}
+    assert not above, f"{name}-{method}-{engine}: {above}"
+    assert run.answers == reference.answers
+    assert [generated(each) for each in run.held_out] == [generated(each) for each in reference.held_out]
+    if method == "full":
+        folders = [launcher.folder / "runs" / f"{name}-{method}{end}" / "final" for end in (f"-{engine}", "")]
+        torch.testing.assert_close(*(logits(each, name == "blenderbot") for each in folders), rtol=1e-5, atol=1e-5)
+
+
+def generated(evaluation: dict[str, float]) -> dict[str, float]:
+    """The metrics of generated targets."""
+    return {key: value for key, value in evaluation.items() if key in ("eval_bleu", "eval_chrf", "eval_exact_match")}
+
+
+def logits(folder: Path, encoder_decoder: bool) -> torch.Tensor:
+    """What a saved model says about some tokens, when it is loaded as its users load it."""
+    kind = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        return model(input_ids=ids, **({"decoder_input_ids": ids} if encoder_decoder else {})).logits

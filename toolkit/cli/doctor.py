@@ -1,0 +1,201 @@
+"""`toolkit doctor`: what this machine and environment are, as text to paste into a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+
+from toolkit.common import cache_dir
+
+DISTRIBUTION = "accelerate-toolkit"
+OPTIONAL = ("flash-attn", "liger-kernel", "torchao", "kernels", "tensorboard", "wandb", "mlflow", "trackio")
+# Only what changes how libraries behave; values are shown, so nothing that may hold a secret.
+ENVIRONMENT = (
+    *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "TOOLKIT_CACHE", "CUDA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
+    *("DS_ACCELERATOR", "WANDB_MODE"),
+)
+
+
+def collect() -> dict[str, Any]:
+    """Sections of facts by name: `machine`, `packages`, `devices`, `attention`, `libraries`, `places`, `problems`.
+
+    Values are strings, or for `problems` a list of them; folders below the home folder start with `~`.
+    """
+    packages, problems = _packages()
+    facts: dict[str, Any] = {
+        "machine": _machine(),
+        "packages": packages,
+        "devices": _devices(),
+        "attention": _attention(),
+        "libraries": {
+            "bitsandbytes": _works(_bitsandbytes),
+            "deepspeed": _works(_deepspeed),
+            "nccl": _works(_nccl),
+        },
+        "places": _places(),
+    }
+    problems += [f"{name}: {state}" for name, state in facts["libraries"].items() if state.startswith("fails")]
+    return facts | {"problems": problems}
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The facts as aligned plain text, problems last."""
+    lines: list[str] = []
+    for section, values in facts.items():
+        if section == "problems":
+            continue
+        lines.append(section)
+        width = max((len(key) for key in values), default=0)
+        lines += [f"  {key:<{width}}  {value}" for key, value in values.items()]
+    lines.append("problems" if facts["problems"] else "no problems found")
+    lines += [f"  {problem}" for problem in facts["problems"]]
+    return "\n".join(lines)
+
+
+def _machine() -> dict[str, str]:
+    memory = psutil.virtual_memory()
+    return {
+        "os": platform.platform(),
+        "python": f"{platform.python_version()} ({_short(sys.executable)})",
+        "cpu cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        "memory": f"{_gib(memory.total)}, {_gib(memory.available)} available",
+    }
+
+
+def _packages() -> tuple[dict[str, str], list[str]]:
+    """Installed version of every dependency, and which are missing or outside the ranges of this distribution."""
+    try:
+        stated = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
+    except importlib.metadata.PackageNotFoundError:
+        return {}, [f"{DISTRIBUTION} is not installed in this environment: run `make`, or pip install --no-deps -e ."]
+    needed = [requirement for requirement in stated if not (requirement.marker and "extra" in str(requirement.marker))]
+    packages, problems = {DISTRIBUTION: importlib.metadata.version(DISTRIBUTION)}, []
+    for requirement in needed:
+        version = _version(requirement.name)
+        packages[requirement.name] = version or "missing"
+        if version is None:
+            problems.append(f"{requirement.name} is missing: pip install '{requirement}'")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name} {version} is outside the tested range: pip install '{requirement}'")
+    packages |= {name: version for name in OPTIONAL if (version := _version(name))}
+    return packages, problems
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, str]:
+    try:
+        import torch
+    except Exception as error:
+        return {"torch": _failure(error)}
+    devices = {"torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}"}
+    if not torch.cuda.is_available():
+        devices["accelerator"] = "mps" if torch.backends.mps.is_available() else "none, training runs on the CPU"
+        return devices
+    devices["driver"] = _driver()
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}, capability {capability}"
+    return devices
+
+
+def _driver() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        versions = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return ", ".join(sorted(set(versions)))
+    except (OSError, subprocess.SubprocessError):
+        return "unknown (nvidia-smi does not answer)"
+
+
+def _attention() -> dict[str, str]:
+    try:
+        from toolkit.models import kernels
+
+        return kernels.available()
+    except Exception as error:
+        return {"backends": _failure(error)}
+
+
+def _works(check: Callable[[], str]) -> str:
+    # A broken binary can raise nearly anything at import; the doctor's work is to say so, not to fall ill.
+    try:
+        return check()
+    except Exception as error:
+        return _failure(error)
+
+
+def _bitsandbytes() -> str:
+    """Quantizes and restores a block of numbers on the device that training would use."""
+    import torch
+    from bitsandbytes import functional
+
+    values = torch.linspace(-1, 1, 4096, device="cuda" if torch.cuda.is_available() else "cpu")
+    restored = functional.dequantize_4bit(*functional.quantize_4bit(values, quant_type="nf4"))
+    error = (restored - values).abs().max().item()
+    if error > 0.2:
+        return f"fails: nf4 restores numbers with an error of {error:.2f}"
+    return f"ok: nf4 on {values.device.type}"
+
+
+def _deepspeed() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    return f"ok: {deepspeed.__version__} imports"
+
+
+def _nccl() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "not used without a GPU"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _places() -> dict[str, str]:
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    hub = os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
+    folders = {"working folder": Path.cwd(), "toolkit cache": cache_dir(), "hugging face cache": Path(hub)}
+    places = {name: f"{_short(folder)}, {_free(folder)} free" for name, folder in folders.items()}
+    return places | {name: _short(os.environ[name]) for name in ENVIRONMENT if name in os.environ}
+
+
+def _free(folder: Path) -> str:
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return _gib(shutil.disk_usage(existing).free)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _short(text: str | Path) -> str:
+    """Hides the user's name: the home folder becomes `~`."""
+    home = str(Path.home())
+    return str(text).replace(home, "~") if home != "/" else str(text)
+
+
+def _failure(error: Exception) -> str:
+    message = str(error).strip().splitlines()
+    return _short(f"fails: {type(error).__name__}: {message[0] if message else 'no message'}")

@@ -1,0 +1,285 @@
+"""Starts a recipe on one machine or many: the `accelerate launch` line of each node, or an sbatch file for Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from toolkit.common import UserError
+from toolkit.distributed import World, check_launch
+from toolkit.recipe import Recipe
+
+_CONFIG = Path(__file__).with_name("launch.yaml")
+_PORT = 29500
+_CORES_PER_GPU = 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a run.
+
+    Args:
+        gpus: GPUs on each, with a process each; 0 for one process without a GPU.
+        nodes: How many.
+        head: Name or address of the first, where the processes meet; None for a single machine.
+        port: The meeting point's port there.
+        elsewhere: Whether they are other machines than this one, of which nothing is known here.
+    """
+
+    gpus: int
+    nodes: int = 1
+    head: str | None = None
+    port: int | None = None
+    elsewhere: bool = False
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each machine."""
+        return max(1, self.gpus)
+
+    @property
+    def processes(self) -> int:
+        """Processes altogether."""
+        return self.nodes * self.per_node
+
+
+def cluster(
+    recipe: Recipe, gpus: int | None, nodes: int, head: str | None, port: int | None, rank: int | None, slurm: bool
+) -> Cluster:
+    """The machines as the command line describes them.
+
+    Raises:
+        UserError: If something is missing that cannot be known here, or is said that would be ignored.
+    """
+    if slurm and gpus is None:
+        raise UserError("the GPUs of Slurm's nodes are not known here", "say how many each has with --gpus")
+    if slurm and (head, rank) != (None, None):
+        raise UserError("Slurm numbers the machines and names the head itself", "leave out --head and --rank")
+    if not slurm and nodes > 1 and head is None:
+        raise UserError(f"--nodes {nodes}: the machines must know where to meet", "name the first with --head HOST")
+    if nodes == 1 and (head or rank):
+        # Without this every machine would train a run of its own.
+        raise UserError("--head and --rank are for several machines", "say how many there are with --nodes")
+    if rank is not None and rank >= nodes:
+        raise UserError(f"--rank {rank} is not one of {nodes} machines", _ranks(nodes))
+    if gpus is None:
+        gpus = 1 if recipe.strategy.name == "single" and visible_gpus() else len(visible_gpus())
+    # Without --print this machine is one of them; what is printed may be meant for others.
+    unlike = 0 < gpus > len(visible_gpus())
+    return Cluster(gpus, nodes, head, port, elsewhere=slurm or unlike)
+
+
+def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
+    """Refuses what cannot work before anything is started.
+
+    Args:
+        folder: The user's recipes folder.
+
+    Raises:
+        UserError: If the recipe's strategy or batch does not fit the machines; or if nothing would that the recipe
+            leaves to the plan.
+    """
+    world = World(0, 0, cluster.processes, cluster.per_node)
+    if recipe.undecided and not cluster.elsewhere:
+        from toolkit.planner.build import decide, launched_on
+
+        environment = os.environ if cluster.gpus else {"ACCELERATE_USE_CPU": "true"}
+        recipe, _ = decide(recipe, launched_on(world, folder, environment))
+    # Of other machines it is only certain how the batch divides over them.
+    plainest = {"strategy.name": "ddp", "activation_checkpointing.mode": "none", "batch.micro_batch_size": None}
+    check_launch(recipe.with_values({key: plainest[key] for key in recipe.undecided}), world, {})
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that a process may use, as CUDA_VISIBLE_DEVICES names them. Needs no torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name and name != "-1"]
+    if not (query := shutil.which("nvidia-smi")):
+        return []
+    done = subprocess.run([query, "--list-gpus"], capture_output=True, text=True)
+    return [str(index) for index, line in enumerate(done.stdout.splitlines()) if line.startswith("GPU ")]
+
+
+def variables(cluster: Cluster) -> dict[str, str]:
+    """What the launcher itself has to find in its environment."""
+    # After Ctrl-C or SIGTERM torch's launcher kills the processes, by default after 30 s: too soon for a checkpoint.
+    found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")}
+    gpus = visible_gpus()
+    # A single process that sees several GPUs would be taken for a forgotten launcher.
+    if len(gpus) > cluster.gpus and cluster.gpus < 2:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: cluster.gpus])
+    return found
+
+
+def command(cluster: Cluster, rank: int, arguments: Sequence[str]) -> list[str]:
+    """The line that starts the processes of one machine.
+
+    Args:
+        rank: The machine's number; the head has 0.
+        arguments: `recipe=NAME key=value …`.
+    """
+    line = [_accelerate(), "launch", "--config_file", _short(_CONFIG), "--num_processes", str(cluster.processes)]
+    if cluster.processes > 1:
+        # Any other way accelerate starts a single process where it sees no second GPU.
+        line.append("--multi_gpu")
+    line += ["--num_machines", str(cluster.nodes)]
+    if cluster.nodes > 1:
+        line += ["--machine_rank", str(rank), "--main_process_ip", str(cluster.head)]
+        line += ["--main_process_port", str(cluster.port or _PORT)]
+    else:
+        # 0: any free port, so that two runs on one machine do not meet.
+        line += ["--main_process_port", str(cluster.port or 0)]
+    return [*line, "-m", "toolkit.run", *arguments]
+
+
+def shell_line(cluster: Cluster, rank: int, arguments: Sequence[str]) -> str:
+    """The command as one would type it."""
+    words = [f"{key}={shlex.quote(value)}" for key, value in variables(cluster).items()]
+    return " ".join([*words, shlex.join(command(cluster, rank, arguments))])
+
+
+def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
+    """Becomes the launcher; does not return.
+
+    Raises:
+        UserError: If it is not known which of several machines this is, or if it has fewer GPUs than asked for.
+    """
+    if cluster.nodes > 1 and rank is None:
+        raise UserError("--rank is not given", _ranks(cluster.nodes))
+    # Without any GPU the processes train on the CPU.
+    if 0 < (found := len(visible_gpus())) < cluster.gpus:
+        raise UserError(f"--gpus {cluster.gpus}: {found} can be seen here", f"set --gpus {found}, or leave it out")
+    line = command(cluster, rank or 0, arguments)
+    sys.stdout.flush()
+    os.execvpe(line[0], line, {**os.environ, **variables(cluster)})
+
+
+def _ranks(nodes: int) -> str:
+    return f"number the machines with --rank 0 (the head) to --rank {nodes - 1}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm is asked for besides nodes and GPUs; None leaves it to the site's default."""
+
+    name: str
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    cores: int | None = None
+
+
+def sbatch(recipe: Recipe, cluster: Cluster, job: Job, arguments: Sequence[str]) -> str:
+    """The text of a batch script for Slurm.
+
+    Raises:
+        UserError: If the recipe would start again from the beginning after every requeue.
+    """
+    if recipe.checkpoint.resume != "auto":
+        raise UserError(
+            f"checkpoint.resume={recipe.checkpoint.resume}: a job that Slurm requeues would start there every time",
+            "set checkpoint.resume=auto",
+        )
+    requests = {
+        "job-name": job.name,
+        # %j is the job's number.
+        "output": f"{job.name}-%j.out",
+        "open-mode": "append",
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": job.cores or _CORES_PER_GPU * cluster.per_node,
+        "gpus-per-node": cluster.gpus or None,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "signal": "B:USR1@300",
+    }
+    several = cluster.processes > 1
+    return _SBATCH.substitute(
+        requests="\n".join(f"#SBATCH --{key}={value}" for key, value in requests.items() if value is not None),
+        port=f"{cluster.port}" if cluster.port else "$((20000 + SLURM_JOB_ID % 10000))",
+        python=shlex.quote(sys.executable),
+        config=shlex.quote(str(_CONFIG)),
+        per_node=cluster.per_node,
+        multi_gpu="--multi_gpu " * several,
+        arguments=shlex.join(arguments),
+        hide="export CUDA_VISIBLE_DEVICES=\n" * (cluster.gpus == 0),
+    )
+
+
+def save(text: str, file: Path) -> str:
+    """Writes a batch script, and says how it is used.
+
+    Raises:
+        UserError: If the file exists and says something else.
+    """
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise UserError(f"{file} exists and says something else", "remove it, or name another file with --output")
+    file.write_text(text, encoding="utf-8")
+    return f"wrote {file}\nstart it:  sbatch {shlex.quote(str(file))}"
+
+
+# Doubled dollars are the shell's.
+_SBATCH = Template("""\
+#!/usr/bin/env bash
+$requests
+#SBATCH --requeue
+# Written by `toolkit launch --slurm`. Start it with sbatch, from the folder of the recipes.
+# Five minutes before the time limit the run saves a checkpoint and stops, and the job is queued again and goes on from
+# there. The same happens when Slurm preempts the job or a node fails.
+set -uo pipefail
+cd "$${SLURM_SUBMIT_DIR:?start this file with sbatch}" || exit 1
+
+head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+port=$port
+# srun does not take the cores over from the job by itself.
+export SRUN_CPUS_PER_TASK="$$SLURM_CPUS_PER_TASK"
+# How long a launcher waits for a checkpoint when it is told to stop; by default 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+$hide
+# On every node one launcher. A signal goes past it to the training processes, which save and stop.
+# shellcheck disable=SC2016
+node='
+"$$0" -m accelerate.commands.launch --machine_rank "$$SLURM_NODEID" "$$@" &
+launcher=$$!
+trap "pkill -TERM -P $$launcher" USR1 TERM
+while kill -0 "$$launcher" 2>/dev/null; do wait "$$launcher"; done
+wait "$$launcher"
+'
+srun --kill-on-bad-exit=1 bash -c "$$node" $python \\
+    --config_file $config \\
+    --num_processes "$$((SLURM_NNODES * $per_node))" --num_machines "$$SLURM_NNODES" $multi_gpu\\
+    --main_process_ip "$$head" --main_process_port "$$port" \\
+    -m toolkit.run $arguments &
+step=$$!
+
+requeue=no
+# srun hands the signal on to every node.
+trap 'requeue=yes; kill -USR1 "$$step"' USR1
+while kill -0 "$$step" 2>/dev/null; do wait "$$step"; done
+wait "$$step"
+status=$$?
+if [ "$$requeue" = yes ] && [ "$$status" -eq 0 ]; then
+    scontrol requeue "$$SLURM_JOB_ID"
+fi
+exit "$$status"
+""")
+
+
+def _accelerate() -> str:
+    """The console script of this Python's accelerate, by name where the name means it."""
+    script = Path(sys.executable).with_name("accelerate")
+    found = shutil.which("accelerate")
+    return "accelerate" if found and Path(found) == script else str(script)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,131 @@
+"""The plans that one command line asks for: one, several to compare, or a sweep over values."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.common import UserError
+from toolkit.distributed import World, check_launch
+from toolkit.planner.build import make_plan
+from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.plan import Plan, Refused
+from toolkit.planner.trace import store
+from toolkit.planner.trace.types import Setting, Trace
+from toolkit.recipe import Loaded, Recipe, load, model_configs, split_arguments
+from toolkit.recipe.rules import check, load_checked
+
+
+def questions(
+    arguments: Sequence[str], compare: Sequence[str], sweeps: Sequence[tuple[str, Sequence[str]]]
+) -> list[list[str]]:
+    """The arguments of every plan asked for, each as for a single one.
+
+    Args:
+        arguments: `recipe=NAME hardware=… key=value …`; they hold for all.
+        compare: `NAME`, or `NAME key=value …` as one text: further recipes, with changes of their own. A lone
+            `key=value` among them is one of `arguments`, so that it may stand last.
+        sweeps: Keys with values; every combination is planned. A key may be `recipe` and `hardware` too.
+
+    Raises:
+        UserError: If what is to be compared has no name.
+    """
+    common = [*arguments, *(text for text in compare if _is_change(text))]
+    named = [text.split() for text in compare if text.strip() and not _is_change(text)]
+    if compare and not named:
+        raise UserError(
+            f"--compare names no recipe: {' '.join(compare)}",
+            "write --compare NAME …, 'NAME key=value' for changes of its own, or --sweep KEY=V1,V2 for one recipe",
+        )
+    own = [argument for argument in common if argument.startswith("recipe=")]
+    shared = [argument for argument in common if not argument.startswith("recipe=")]
+    bases = [own + shared] if own or not named else []
+    bases += [[f"recipe={name.removeprefix('recipe=')}", *shared, *changes] for name, *changes in named]
+    choices = [[f"{key}={value}" for value in values] for key, values in sweeps]
+    rows = []
+    for base in bases:
+        for chosen in itertools.product(*choices):
+            picked = [choice for choice in chosen if choice.startswith("recipe=")]
+            kept = [argument for argument in base if not (picked and argument.startswith("recipe="))]
+            rows.append(kept + list(chosen))
+    return [list(row) for row in dict.fromkeys(map(tuple, rows))]
+
+
+def answer(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan:
+    """One plan, with advice.
+
+    Args:
+        arguments: `recipe=NAME hardware=… key=value …`.
+        folder: The user's recipes folder.
+        price: Of a GPU-hour.
+
+    Raises:
+        UserError: With every problem of the recipe, or for unknown hardware.
+    """
+    name, overrides, hardware = _parts(arguments, folder)
+    loaded = load_checked(name, overrides, folder)
+    _check_launch(loaded.recipe, hardware)
+    return _plan(loaded, hardware, overrides, price, advice=True)
+
+
+def answers(rows: Sequence[Sequence[str]], folder: str | None, price: float | None) -> list[Plan | Refused]:
+    """Several plans, without advice. What cannot run is a row with its reason; what is misspelt is an error.
+
+    Raises:
+        UserError: For unknown keys, recipes and hardware, and values of a wrong type.
+    """
+    return [_row(arguments, folder, price) for arguments in rows]
+
+
+def _row(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan | Refused:
+    name, overrides, hardware = _parts(arguments, folder)
+    loaded = load(name, overrides, folder)
+    reason = "\n".join(
+        f"{problem.path}: {problem.what}" + (f"; {problem.hint}" if problem.hint else "")
+        for problem in check(loaded.recipe, loaded.origins)
+    )
+    if not reason:
+        try:
+            _check_launch(loaded.recipe, hardware)
+            return _plan(loaded, hardware, overrides, price, advice=False)
+        except UserError as error:
+            reason = f"{error.what}; {error.change}" if error.change else error.what
+    return Refused(recipe=loaded.name, overrides=overrides, hardware=hardware.name, reason=reason)
+
+
+def _plan(loaded: Loaded, hardware: Hardware, overrides: list[str], price: float | None, *, advice: bool) -> Plan:
+    recipe = loaded.recipe
+    plan = make_plan(recipe, loaded.name, hardware, overrides=overrides, price=price, advice=advice, tracer=_traced)
+    if plan.origin == "formulas" and not model_configs.facts_of(recipe.model):
+        # They take any config; what Transformers can make no model of will not train.
+        store.config_of(recipe)
+    return plan
+
+
+def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str], Hardware]:
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("hardware=")]
+    rest = [argument for argument in arguments if not argument.startswith("hardware=")]
+    name, overrides = split_arguments(rest)
+    own = Path(folder) if folder else None
+    found = find(named[-1], own) if named else this_machine(own)
+    return name, overrides, found
+
+
+def _traced(setting: Setting) -> Trace:
+    """The trace of a setting; says so where that takes some seconds."""
+    if store.find(setting) is None:
+        ways = f"method {setting.method['name']}, checkpointing {setting.checkpointing}, attention {setting.attention}"
+        print(f"tracing this model for the first time: {ways}", file=sys.stderr, flush=True)
+    return store.obtain(setting)
+
+
+def _check_launch(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuses a recipe that so many processes cannot take; one that is undecided will take none of those."""
+    if not recipe.undecided:
+        check_launch(recipe, World(0, 0, hardware.devices, hardware.devices_per_node), {})
+
+
+def _is_change(text: str) -> bool:
+    return ("=" in text.partition(" ")[0] and not text.startswith("recipe=")) or text.startswith("~")

@@ -1,0 +1,145 @@
+"""The one exception that means: the user can mend this, and here is how."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+
+class UserError(ValueError):
+    """Something the user gave cannot work. Printed without a stack trace.
+
+    Args:
+        what: What is wrong, with the offending value and where it stands (file and line, row, key).
+        change: What to change, naming the setting.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, change: str = "") -> None:
+        self.what = what
+        self.change = change
+        super().__init__(f"{what}\n  {change}" if change else what)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Kind and first line of somebody else's error."""
+    first = first_line(error)
+    kind = type(error).__name__
+    return kind if first == kind else f"{kind}: {first}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of somebody else's error, with the next where it only announces that; its kind if it is silent."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def cache_dir() -> Path:
+    """The cache of this toolkit: `$TOOLKIT_CACHE`, else `~/.cache/accelerate-toolkit`."""
+    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "accelerate-toolkit")
+
+
+def build_once(path: Path, build: Callable[[Path], None]) -> Path:
+    """Returns `path`, a folder that `build` fills if it is not there yet.
+
+    One process builds while the others wait on a file lock, before any process group exists, so no collective can
+    time out. The folder appears under its name only when it is complete.
+
+    Args:
+        path: The folder; its name should be a hash of everything its content depends on.
+        build: Called with an empty temporary folder beside `path`.
+    """
+    if path.is_dir():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.is_dir():
+            # Under the lock nobody else builds this folder: what is there was left by a process that was killed.
+            for abandoned in path.parent.glob(f".{path.name}.*.partial"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            partial.mkdir()
+            try:
+                build(partial)
+                partial.rename(path)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    return path
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `8s`, `2m 05s`, `1h 02m`, `3d 04h`."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def compact(number: float) -> str:
+    """Three significant digits with a suffix: `857`, `1.2k`, `51.7k`, `135M`, `8.03B`."""
+    if not math.isfinite(number):
+        return str(number)
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def bytes_text(value: float) -> str:
+    """Bytes in binary units: `3.6 GiB`."""
+    unit, name = byte_unit(value)
+    return f"{value / unit:,.0f} {name}" if value >= 100 * unit else f"{value / unit:.3g} {name}"
+
+
+def byte_unit(value: float) -> tuple[float, str]:
+    """The largest binary unit that is not larger than `value`: its size in bytes and its name."""
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1024**power:
+            return 1024.0**power, name
+    return 1.0, "bytes"
+
+
+def perplexity_of(loss: float) -> float:
+    """Perplexity of a mean loss per token in nats; infinite where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
+
+
+def perplexity_text(perplexity: float) -> str:
+    """A perplexity as text: `15.49`, `1.30e+05`."""
+    return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.2e}"
+
+
+def quiet_libraries() -> None:
+    """Keeps what libraries say to their own developers out of the user's way; errors stay."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in ("bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Writes a JSON file so that readers see the old or the new content, never a part."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(file)

@@ -1,0 +1,179 @@
+"""What runs with no model hub: a small pretrained model out of a PyPI wheel, and a data set out of Python itself."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit.common import UserError, build_once, cache_dir
+
+# Modules whose import acts (a browser opens, a poem is printed), that are old copies, tests or programs of their own.
+SKIPPED_MODULES = {
+    *("antigravity", "this", "test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "distutils"),
+    "ntpath",
+}
+# Modules that people import under another name.
+PUBLIC_NAMES = {
+    **{"_pydecimal": "decimal", "_pydatetime": "datetime", "_pyio": "io", "_collections_abc": "collections.abc"},
+    **{"posixpath": "os.path", "genericpath": "os.path"},
+}
+# Implemented in C, so without source; importing them has no effect.
+C_MODULES = (
+    *("array", "binascii", "builtins", "cmath", "errno", "gc", "itertools", "math", "select", "sys", "time"),
+    *("unicodedata", "zlib", "_socket", "_struct", "_operator", "_functools", "_collections", "_bisect"),
+)
+QUESTIONS = {
+    "function": (
+        "What does the Python function `{name}` do?",
+        "Explain `{name}` from Python's standard library.",
+        "In Python, what is `{name}` for?",
+        "Describe what `{name}()` does in Python.",
+    ),
+    "class": (
+        "What is the Python class `{name}`?",
+        "Explain the class `{name}` from Python's standard library.",
+        "In Python, what is `{name}` for?",
+        "Describe `{name}` in Python.",
+    ),
+    "method": (
+        "What does the Python method `{name}` do?",
+        "Explain the method `{name}` from Python's standard library.",
+        "In Python, what happens when I call `{name}`?",
+        "Describe what `{name}()` does in Python.",
+    ),
+}
+MIN_ANSWER_CHARS, MAX_ANSWER_CHARS = 40, 600
+MIN_ROWS = 2_000
+
+
+class Documented(NamedTuple):
+    """A public object of the standard library."""
+
+    kind: str
+    """`function`, `class` or `method`."""
+    name: str
+    """Dotted name, as a user would import it."""
+    doc: str
+    """Its docstring, as written."""
+
+
+def docstring_rows() -> list[dict[str, Any]]:
+    """Instruction pairs from the docstrings of Python's standard library (PSF license), in a fixed mixed order.
+
+    Each row is `{"messages": [user, assistant]}`: a question about a function, class or method, and its description.
+    Written at first use (a few seconds) and kept in the cache per Python version.
+
+    Raises:
+        UserError: This Python has no sources of its standard library.
+    """
+    key = hashlib.sha256(f"{sys.version} {sys.platform} {inspect.getsource(sys.modules[__name__])}".encode())
+    folder = build_once(cache_dir() / "data" / f"stdlib-docstrings-{key.hexdigest()[:12]}", _write_rows)
+    with (folder / "rows.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _write_rows(folder: Path) -> None:
+    rows: dict[str, dict[str, Any]] = {}
+    answers: set[str] = set()
+    for kind, name, doc in sorted({*_from_sources(), *_from_c_modules()}):
+        answer = _answer(doc)
+        fingerprint = re.sub(r"\W+", " ", answer).lower().strip()
+        if not MIN_ANSWER_CHARS <= len(answer) <= MAX_ANSWER_CHARS or name in rows or fingerprint in answers:
+            continue
+        answers.add(fingerprint)
+        question = QUESTIONS[kind][int(_digest(name), 16) % len(QUESTIONS[kind])].format(name=name)
+        turns = [("user", question), ("assistant", answer)]
+        rows[name] = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    if len(rows) < MIN_ROWS:
+        raise UserError(
+            f"builtin:stdlib-docstrings needs the sources of the standard library; {sysconfig.get_path('stdlib')} "
+            f"yields {len(rows)} rows",
+            "Use a Python installed with its sources (not compiled only), or set data.sources to your own file.",
+        )
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        # Neighbours by name are alike, so any prefix or tail of a sorted list would be a lopsided sample.
+        file.writelines(json.dumps(rows[name], ensure_ascii=False) + "\n" for name in sorted(rows, key=_digest))
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def _from_sources() -> Iterator[Documented]:
+    """Public functions, classes and methods of the standard library's Python sources; nothing is imported."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(stdlib.rglob("*.py")):
+        parts = path.relative_to(stdlib).with_suffix("").parts
+        parts = tuple(PUBLIC_NAMES.get(part, part) for part in parts if part != "__init__")
+        outside = not parts or parts[0].split(".")[0] not in sys.stdlib_module_names
+        if outside or SKIPPED_MODULES & set(parts) or any(part.startswith("_") or part == "tests" for part in parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:  # lib2to3 and the like keep files in other grammars
+            continue
+        yield from _documented(tree, ".".join(parts))
+
+
+def _documented(scope: ast.Module | ast.ClassDef, prefix: str) -> Iterator[Documented]:
+    for node in scope.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            name = f"{prefix}.{node.name}"
+            kind = "class" if isinstance(node, ast.ClassDef) else "method"
+            if kind == "method" and isinstance(scope, ast.Module):
+                kind = "function"
+            if doc := ast.get_docstring(node):
+                yield Documented(kind, name, doc)
+            if isinstance(node, ast.ClassDef):
+                yield from _documented(node, name)
+
+
+def _from_c_modules() -> Iterator[Documented]:
+    for module_name in C_MODULES:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:  # a Python built without it
+            continue
+        prefix = "" if module_name == "builtins" else f"{module_name.lstrip('_')}."
+        for name, member in vars(module).items():
+            if name.startswith("_") or not callable(member):
+                continue
+            kind = "class" if inspect.isclass(member) else "function"
+            yield Documented(kind, f"{prefix}{name}", inspect.getdoc(member) or "")
+            for method_name, method in vars(member).items() if kind == "class" else ():
+                if not method_name.startswith("_") and callable(method):
+                    yield Documented("method", f"{prefix}{name}.{method_name}", inspect.getdoc(method) or "")
+
+
+def _answer(doc: str) -> str:
+    """The leading prose of a docstring as one paragraph per line, without signatures, examples and tables."""
+    answer: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
+        lines = paragraph.splitlines()
+        while lines and re.match(r"[\w.]+\(.*?\)?\s*(->.*)?$", lines[0].strip()):
+            lines = lines[1:]
+        text = re.sub(r"(?<=\S) +", " ", " ".join(line.strip() for line in lines))
+        text = re.sub(r"^[\w.]+\([^)]*\)\s*(?:->\s*[^.]*?)?(?:--|:|->)\s+", "", text)
+        if not text:
+            continue
+        # Examples, tables, underlined titles, field lists and what introduces them.
+        if re.search(r">>>|^[-=*|+:@]|[-=]{3,}|:$|^Arguments?\b", text) or any(
+            line.startswith(" ") for line in lines[1:]
+        ):
+            break
+        if sum(map(len, answer)) + len(text) > MAX_ANSWER_CHARS:
+            break
+        answer.append(text)
+        if len(answer) == 2:
+            break
+    return "\n".join(answer)

@@ -1,0 +1,386 @@
+"""A row becomes tokens and labels: which characters are trained, and which tokens those are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from toolkit.common import UserError
+from toolkit.data.chat_spans import (
+    ASSISTANT_ROLES,
+    Message,
+    Rendered,
+    Span,
+    answer_of,
+    ensure_turns,
+    refuse_lost_answers,
+    render,
+    render_with_turns,
+)
+from toolkit.data.rows import Chat, Completion, Pair, Row, Text
+
+IGNORE = -100
+"""The label of a token that carries no loss."""
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- 'You may call these functions:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools>\\nTo call one, answer with its name and arguments as JSON within <tool_call></tool_call>.' }}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first else '' }}
+            {{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+_BUILT_IN = {"chatml": CHATML}
+_SENTINEL = "(the answer)"
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a template may raise for a conversation that it was not written for."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row as tokens.
+
+    Attributes:
+        input_ids: tokens; of the source for encoder-decoder rows.
+        labels: for decoder-only rows aligned with `input_ids`, the token itself where it is trained and -100 where it
+            is not (always at 0, which nothing predicts); for encoder-decoder rows the tokens of the target.
+        boundary_merged: whether a token holds both the end of a prompt and the start of what is trained, so that
+            the prompt alone has other tokens.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    boundary_merged: bool = False
+
+
+def load_chat_template(name_or_path: str) -> str:
+    """A built-in chat template by name, or the content of a Jinja file.
+
+    Raises:
+        UserError: If there is no such template, or it is not valid Jinja.
+    """
+    if name_or_path in _BUILT_IN:
+        return _BUILT_IN[name_or_path]
+    path = Path(name_or_path)
+    known = f"Set model.chat_template to a built-in name ({', '.join(_BUILT_IN)}) or to a Jinja file."
+    if not path.is_file():
+        raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
+    try:
+        template = path.read_text(encoding="utf-8")
+        _compile_jinja_template(template)
+    except UnicodeDecodeError as error:
+        raise UserError(f"model.chat_template: {path} is not UTF-8 text.", known) from error
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"model.chat_template: {path}, line {error.lineno}: {error.message}", known) from error
+    return template
+
+
+class Encoder:
+    """Turns normalised rows into tokens and labels. Picklable.
+
+    Args:
+        tokenizer: A fast tokenizer (with character offsets).
+        train_on: `data.train_on` of the recipe.
+        stop_token_ids: Every token that ends generation for this model.
+
+    Raises:
+        UserError: If the tokenizer has no offsets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, stop_token_ids: frozenset[int]) -> None:
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"The tokenizer {type(tokenizer).__name__} has no character offsets, so labels cannot be placed.",
+                "Set model.tokenizer to a folder or hub id that has a tokenizer.json (a fast tokenizer).",
+            )
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        stops = sorted(stop_token_ids | ({tokenizer.eos_token_id} - {None}))
+        self._stops = _alternatives(tokenizer.convert_ids_to_tokens(stops))
+        added = (token.content for token in tokenizer.added_tokens_decoder.values())
+        self._header_ends = re.compile(f"{_alternatives(added)}|\n")
+
+    def __call__(self, row: Row) -> Encoded:
+        """Tokens and labels of one row.
+
+        Raises:
+            UserError: If the row does not suit `data.train_on`, the tokenizer or its chat template.
+        """
+        match row:
+            case Text():
+                return self._text(row)
+            case Completion():
+                return self._completion(row)
+            case Chat():
+                return self._chat(row)
+            case Pair():
+                return self._pair(row)
+
+    def prompt_text(self, row: Row) -> tuple[str, str]:
+        """What the model is asked for this row, and the reference answer.
+
+        A document is cut in the middle. A chat's prompt is the rendered conversation up to the last assistant turn;
+        it holds every special token, so see `prompt_ids` for its tokens.
+        """
+        match row:
+            case Text(text):
+                cut = text.rfind(" ", 0, len(text) // 2 + 1)
+                cut = cut if cut > 0 else len(text) // 2
+                return text[:cut], text[cut:]
+            case Completion(prompt, completion):
+                return prompt, completion
+            case Pair(source, target):
+                return source, target
+            case Chat():
+                messages = [_without_flags(message) for message in row.messages]
+                last = max(_assistants(messages), default=len(messages))
+                answer = "" if last == len(messages) else answer_of(messages[last])
+                return self._render_prompt(messages[:last], row.tools), answer
+
+    def prompt_ids(self, row: Row) -> list[int]:
+        """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
+        decoder-only rows without the one a text ends with."""
+        text = self.prompt_text(row)[0]
+        ids = self.tokenizer(text, add_special_tokens=not isinstance(row, Chat))["input_ids"]
+        return ids if isinstance(row, Pair) else self._without_eos(ids)
+
+    def _text(self, row: Text) -> Encoded:
+        self._allow("text", "auto", "all")
+        ids = [*self._without_eos(self.tokenizer(row.text)["input_ids"]), self._eos()]
+        return Encoded(ids, [IGNORE, *ids[1:]])
+
+    def _completion(self, row: Completion) -> Encoded:
+        self._allow("prompt/completion", "auto", "completion", "all")
+        text, boundary = row.prompt + row.completion, len(row.prompt)
+        encoding = self.tokenizer(text, return_offsets_mapping=True)
+        ids = self._without_eos(encoding["input_ids"])
+        labels, merged = self._labels(ids, encoding["offset_mapping"], [(boundary, len(text))])
+        if self.train_on == "all":
+            labels, merged = [IGNORE, *ids[1:]], False
+        return Encoded([*ids, self._eos()], [*labels, self._eos() if ids else IGNORE], merged)
+
+    def _pair(self, row: Pair) -> Encoded:
+        self._allow("source/target", "auto", "completion", "all")
+        labels = self._without_eos(self.tokenizer(text_target=row.target)["input_ids"])
+        return Encoded(self.tokenizer(row.source)["input_ids"], [*labels, self._eos()])
+
+    def _chat(self, row: Chat) -> Encoded:
+        allowed = ("completion",) if any("train" in message for message in row.messages) else ()
+        self._allow("chat", "auto", "assistant", "last_assistant", "all", *allowed)
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "The rows are conversations, but the tokenizer has no chat template.",
+                "Set model.chat_template to a built-in name (chatml) or a Jinja file, or use an instruction-tuned "
+                "model's tokenizer.",
+            )
+        messages = [_without_flags(message) for message in row.messages]
+        silent = {i for i, m in enumerate(row.messages) if m.get("train") is False or m.get("weight") == 0}
+        try:
+            text, spans = self._trained_spans(messages, row.tools, silent)
+            refuse_lost_answers(text, messages)
+        except UserError:
+            raise
+        except _TEMPLATE_ERRORS as error:
+            raise _refused(error) from error
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        labels, merged = self._labels(encoding["input_ids"], encoding["offset_mapping"], spans)
+        return Encoded(encoding["input_ids"], labels, merged)
+
+    def _trained_spans(
+        self, messages: list[Message], tools: list[Message] | None, silent: set[int]
+    ) -> tuple[str, list[Span]]:
+        """The rendered conversation and the character ranges that are trained, in order."""
+        rendered, messages = _render_turns(self.tokenizer, messages, tools)
+        assistants = _assistants(messages)
+        if self.train_on == "all":
+            if silent:
+                ensure_turns(self.tokenizer, rendered, messages, tools, sorted(silent))
+            holes = sorted(span for i in silent for span in rendered.turns[i])
+            edges = [0, *(edge for hole in holes for edge in hole), len(rendered.text)]
+            return rendered.text, list(zip(edges[::2], edges[1::2], strict=True))
+        turns = assistants[-1:] if self.train_on == "last_assistant" else assistants
+        turns = [i for i in turns if i not in silent]
+        if rendered.generation is not None:
+            return rendered.text, [span for message, span in rendered.generation if message in turns]
+        ensure_turns(self.tokenizer, rendered, messages, tools, turns)
+        headers: dict[str, str] = {}
+        spans: list[Span] = []
+        for i in turns:
+            before = messages[i - 1]["role"] if i else ""
+            if before not in headers:
+                headers[before] = self._header(messages[: i + 1], tools)
+            spans += self._trim(rendered.text, rendered.turns.get(i, []), headers[before])
+        return rendered.text, spans
+
+    def _header(self, messages: list[Message], tools: list[Message] | None) -> str:
+        """What the template writes before the model speaks, for the last of these messages.
+
+        That is the generation prompt; for a template that has none, the text between the message before and the
+        content of the last one.
+        """
+        *history, last = messages
+        try:
+            if history:
+                plain = render(self.tokenizer, history, tools)
+                prompted = render(self.tokenizer, history, tools, add_generation_prompt=True)
+                common = _common_length(plain, prompted)
+                if common < len(plain):  # The conversation itself ends with something (Phi-3: the end of the text).
+                    common = self._last_header_end(prompted, common)
+                if prompt := prompted[common:].lstrip():
+                    return prompt
+            probe = [*history, {"role": last["role"], "content": _SENTINEL}]
+            rendered = render_with_turns(self.tokenizer, probe, tools)
+        except _TEMPLATE_ERRORS:
+            return ""
+        start = rendered.turns.get(len(history), [(0, 0)])[0][0]
+        return rendered.text[start : max(rendered.text.rfind(_SENTINEL), start)].lstrip()
+
+    def _trim(self, text: str, spans: list[Span], header: str) -> list[Span]:
+        """Takes the header and what follows the stop token off a turn; adds a stop token written just after it."""
+        if not spans:
+            return []
+        (start, first_end), end = spans[0], spans[-1][1]
+        # Some templates write the stop token of a turn at the start of the next one.
+        if late := re.compile(rf"\s*(?:{self._stops})\s*(?=\S)").match(text, start, first_end):
+            start = late.end()
+        body = text[start:first_end].lstrip()
+        skip = _common_length(header, body)
+        if skip < len(header):
+            # A partly different header, say a generation prompt that opens a reasoning block: its equal lines count.
+            skip = self._last_header_end(body, skip)
+        if skip:
+            start = first_end - len(body) + skip
+        stripped = len(text[:end].rstrip())
+        after = re.compile(rf"\s*(?:{self._stops})").match(text, end)
+        if after and not re.search(rf"(?:{self._stops})\Z", text[start:stripped]):
+            end = after.end()
+        else:
+            end = max(stripped, start)
+        edges = [start, *[edge for span in spans for edge in span][1:-1], end]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _last_header_end(self, text: str, limit: int) -> int:
+        """Where the last whole control token or line within the first `limit` characters ends."""
+        return max((match.end() for match in self._header_ends.finditer(text) if match.end() <= limit), default=0)
+
+    def _labels(self, ids: list[int], offsets: list[Span], spans: list[Span]) -> tuple[list[int], bool]:
+        """Labels of the tokens that overlap one of `spans`, and whether one of those tokens begins before its span."""
+        labels = [IGNORE] * len(ids)
+        merged = False
+        remaining = iter(spans)
+        start, end = next(remaining, (0, 0))
+        for position, (token, (left, right)) in enumerate(zip(ids, offsets, strict=False)):
+            while left >= end and end > 0:
+                start, end = next(remaining, (0, 0))
+            if left >= end or right <= start:
+                continue
+            if left < start:
+                # Control tokens that swallow the whitespace after them (Phi-3) belong to the header.
+                if token in self._added_ids:
+                    continue
+                merged = True
+            if position > 0:
+                labels[position] = token
+        return labels, merged
+
+    def _render_prompt(self, messages: list[Message], tools: list[Message] | None) -> str:
+        try:
+            return render(self.tokenizer, messages, tools, add_generation_prompt=True)
+        except _TEMPLATE_ERRORS as error:
+            raise _refused(error) from error
+
+    def _without_eos(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+    def _eos(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(
+                "The tokenizer has no end-of-sequence token, so the model could not learn to stop.",
+                "Set model.tokenizer to a tokenizer with an eos_token.",
+            )
+        return self.tokenizer.eos_token_id
+
+    def _allow(self, kind: str, *values: str) -> None:
+        if self.train_on not in values:
+            raise UserError(
+                f"data.train_on: {self.train_on} does not suit {kind} rows.",
+                f"Set data.train_on to one of: {', '.join(values)}.",
+            )
+
+
+def _render_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Message] | None
+) -> tuple[Rendered, list[Message]]:
+    """Renders the conversation; templates disagree whether the arguments of tool calls are objects or JSON text."""
+    try:
+        return render_with_turns(tokenizer, messages, tools), messages
+    except TypeError:
+        messages = [_with_json_arguments(message) for message in messages]
+        return render_with_turns(tokenizer, messages, tools), messages
+
+
+def _with_json_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in calls
+        if "function" in call
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _without_flags(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key not in ("train", "weight")}
+
+
+def _assistants(messages: list[Message]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES]
+
+
+def _common_length(first: str, second: str) -> int:
+    """How many characters two texts begin with in common."""
+    if second.startswith(first):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), len(second))
+
+
+def _alternatives(strings: Iterable[str]) -> str:
+    """A pattern that matches one of the strings, the longest first; nothing if there are none."""
+    return "|".join(map(re.escape, sorted(strings, key=len, reverse=True))) or "(?!)"
+
+
+def _refused(error: Exception) -> UserError:
+    return UserError(
+        f"The chat template refuses this conversation: {error}",
+        "Change the row (roles, order of turns, tools), or set model.chat_template to a template that accepts it.",
+    )

@@ -1,0 +1,386 @@
+"""Recognises the shape of a source's rows and converts them to a normal form.
+
+A missing column or a wrong type is an error that names the row. Empty fields are not: such a row has nothing to train
+on, which the audit counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.data.rows import Chat, Completion, Pair, Row, Text
+from toolkit.recipe.schema import Source
+
+SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    "prompt_completion": (("prompt", "completion"), ("tools",)),
+    "alpaca": (("instruction", "output"), ("input", "system")),
+    "messages": (("messages",), ("tools", "system")),
+    "sharegpt": (("conversations",), ("tools", "system")),
+    "source_target": (("source", "target"), ()),
+}
+"""Format to its required and its optional columns."""
+
+ROLES = {
+    **dict.fromkeys(("system", "developer", "user", "assistant", "tool"), None),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+"""Roles in data to the role in chat templates; None keeps the name."""
+
+OFTEN_CALLED = {
+    "text": ("content", "document", "body"),
+    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
+    "completion": ("answer", "response", "output", "solution", "assistant"),
+    "instruction": ("question", "query"),
+    "input": ("context",),
+    "output": ("response", "answer", "completion"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
+}
+"""Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
+
+# The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, README).
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}"
+    "\n\n### Response:\n"
+)
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the rows of one source become rows of a normal form.
+
+    Attributes:
+        format: One of `SHAPES`.
+        columns: Expected column to the column in the data.
+        objective: The recipe's objective.
+        trains_prompts: Whether everything is trained, prompts included.
+        has_chat_template: Whether the tokenizer can render chats.
+    """
+
+    format: str
+    columns: Mapping[str, str]
+    objective: str
+    trains_prompts: bool
+    has_chat_template: bool
+
+    def used_columns(self) -> set[str]:
+        """The columns in the data that are read; all others have no influence on training."""
+        required, optional = SHAPES[self.format]
+        return {self.columns.get(name, name) for name in (*required, *optional)}
+
+    def convert(self, raw: Mapping[str, Any], where: str) -> Row:
+        """The normal form of one row.
+
+        Raises:
+            UserError: A column is missing or holds something else than it must; the message names `where`.
+        """
+        required, optional = SHAPES[self.format]
+        row = {name: raw.get(self.columns.get(name, name)) for name in (*required, *optional)}
+        for name in required:
+            if (actual := self.columns.get(name, name)) not in raw:
+                raise UserError(
+                    f"{where} has no column `{actual}`; it has {_listing(raw)}",
+                    "correct the row, or set `data.format` and `data.columns`",
+                )
+        if self.objective == "seq2seq":
+            return self._pair(row, where)
+        if self.format == "text":
+            return Text(_string(row, "text", where))
+        if self.format == "prompt_completion":
+            if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+                return _conversational_completion(row, where, self.trains_prompts)
+            return Completion(_string(row, "prompt", where), _string(row, "completion", where))
+        if self.format == "alpaca":
+            return self._alpaca(row, where)
+        return _chat(row, SHAPES[self.format][0][0], where)
+
+    def _pair(self, row: dict[str, Any], where: str) -> Pair:
+        if self.format == "alpaca":
+            prompt = [_string(row, name, where) for name in ("system", "instruction", "input")]
+            return Pair("\n\n".join(part for part in prompt if part), _string(row, "output", where))
+        source, target = SHAPES[self.format][0]
+        return Pair(_string(row, source, where), _string(row, target, where))
+
+    def _alpaca(self, row: dict[str, Any], where: str) -> Chat | Completion:
+        system, instruction, context, output = (
+            _string(row, name, where) for name in ("system", "instruction", "input", "output")
+        )
+        if not self.has_chat_template:
+            template = ALPACA_WITH_INPUT if context else ALPACA
+            prompt = template.format(instruction=instruction, input=context)
+            return Completion(f"{system}\n\n{prompt}" if system else prompt, output)
+        messages = [{"role": "system", "content": system}] if system else []
+        user = f"{instruction}\n\n{context}" if context else instruction
+        return Chat([*messages, {"role": "user", "content": user}, {"role": "assistant", "content": output}])
+
+
+def recognise(
+    rows: Iterable[Mapping[str, Any]], source: Source, objective: str, train_on: str, has_chat_template: bool
+) -> Shape:
+    """Finds the shape of a source by its first rows.
+
+    Args:
+        rows: The first rows; the union of their columns counts.
+        source: Its `format` (unless `auto`) decides, its `columns` rename.
+        objective: `sft`, `language_modelling` or `seq2seq`.
+        train_on: `data.train_on`.
+        has_chat_template: Whether the tokenizer can render chats.
+
+    Raises:
+        UserError: No shape fits, several do, or the shape does not fit the objective or `train_on`.
+    """
+    present = dict.fromkeys(name for row in rows for name in row)
+    columns = source.columns or {}
+    known = {name for shape in SHAPES.values() for names in shape for name in names}
+    for expected, actual in columns.items():
+        if expected not in known:
+            raise UserError(
+                f"`data.columns` renames to `{expected}`, which no shape has",
+                f"write {{expected: column in the data}}, where expected is one of {', '.join(sorted(known))}",
+            )
+        if actual not in present:
+            raise UserError(
+                f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
+                f"its columns are {_listing(present)}",
+            )
+    names = (set(present) - set(columns.values())) | set(columns)
+    shape = source.format
+    if shape is None or shape == "auto":
+        shape = _detect(names, set(columns), source, present, has_chat_template)
+    missing = [name for name in SHAPES[shape][0] if name not in names]
+    if missing:
+        raise UserError(
+            f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {shape}` needs; "
+            f"its columns are {_listing(present)}",
+            f"map it with `data.columns: {{{missing[0]}: NAME}}` or choose another `data.format`",
+        )
+    if shape in ("messages", "sharegpt") and not has_chat_template:
+        raise UserError(
+            f"data source `{source.path}` holds chats, but the tokenizer has no chat template",
+            "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
+        )
+    _check_use(shape, source, objective, train_on, has_chat_template)
+    trains_prompts = objective == "language_modelling" or train_on == "all"
+    return Shape(shape, columns, objective, trains_prompts, has_chat_template)
+
+
+def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str], has_chat_template: bool) -> str:
+    fits = [shape for shape, (required, _) in SHAPES.items() if names.issuperset(required)]
+    if mapped:
+        fits = [shape for shape in fits if mapped <= set(SHAPES[shape][0] + SHAPES[shape][1])]
+    if not mapped:
+        _refuse_look_alikes(names, source)
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise UserError(
+            f"data source `{source.path}` fits several shapes: {', '.join(fits)}; its columns are {_listing(present)}",
+            f"set `data.format` to one of {', '.join(fits)}",
+        )
+    shapes = "; ".join(f"{shape} ({', '.join(required)})" for shape, (required, _) in SHAPES.items())
+    raise UserError(
+        f"data source `{source.path}` has the columns {_listing(present)}, which no shape fits",
+        f"{_proposal(names, has_chat_template)}; accepted are {shapes} (in a CSV the first line names the columns)",
+    )
+
+
+def _refuse_look_alikes(names: set[str], source: Source) -> None:
+    """Rows of other trainers, and single messages, would otherwise be trained as something they are not."""
+    if {"chosen", "rejected"} <= names:
+        raise UserError(
+            f"data source `{source.path}` holds preference pairs (chosen, rejected), which have no trainer yet",
+            "to imitate the chosen answers set `data.columns: {completion: chosen}`, or `{messages: chosen}` if each "
+            "is a whole conversation",
+        )
+    if {"prompt", "completion", "label"} <= names:
+        raise UserError(
+            f"data source `{source.path}` holds rated answers (prompt, completion, label), which have no trainer yet",
+            "to imitate every answer, good or bad, set `data.format: prompt_completion`",
+        )
+    if {"role", "content"} <= names or {"role", "text"} <= names:
+        raise UserError(
+            f"data source `{source.path}` holds single messages (it has a column `role`), not conversations",
+            'put the messages of each conversation into one row, {"messages": [{"role": …, "content": …}, …]}; '
+            "to train on single texts set `data.format: text`",
+        )
+
+
+def _proposal(names: set[str], has_chat_template: bool) -> str:
+    """The setting that maps the present columns to the shape that uses most of them."""
+    best: dict[str, str] = {}
+    # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
+    for shape in sorted(SHAPES, key=lambda shape: shape != "alpaca") if has_chat_template else SHAPES:
+        required, optional = SHAPES[shape]
+        found = {name: actual for name in (*required, *optional) if (actual := _present(name, names))}
+        if found.keys() >= set(required) and len(found) > len(best):
+            best = found
+    renamed = [f"{name}: {actual}" for name, actual in best.items() if name != actual]
+    if not renamed:
+        return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
+    return f"set 'data.columns={{{', '.join(renamed)}}}' if that is what they are"
+
+
+def _present(name: str, names: set[str]) -> str | None:
+    return next((each for each in (name, *OFTEN_CALLED.get(name, ())) if each in names), None)
+
+
+def _check_use(shape: str, source: Source, objective: str, train_on: str, has_chat_template: bool) -> None:
+    """Refuses rows that the objective or `data.train_on` cannot use."""
+    where = f"data source `{source.path}` ({shape})"
+    pairs = ("prompt_completion", "alpaca", "source_target")
+    if objective == "seq2seq" and shape not in pairs:
+        raise UserError(f"{where} does not fit `objective: seq2seq`", f"it takes {', '.join(pairs)}")
+    if objective != "seq2seq" and shape == "source_target":
+        raise UserError(
+            f"{where} is for encoder-decoders, not for `objective: {objective}`",
+            "set `objective: seq2seq`, or `data.columns: {prompt: source, completion: target}`",
+        )
+    chat, completion = ("auto", "assistant", "last_assistant", "all"), ("auto", "completion", "all")
+    allowed = {
+        "text": ("auto", "all"),
+        "prompt_completion": completion,
+        "alpaca": chat if has_chat_template else completion,
+        "messages": chat,
+        "sharegpt": chat,
+    }
+    if objective == "sft" and train_on not in allowed[shape]:
+        raise UserError(
+            f"{where} has nothing that `data.train_on: {train_on}` could mean",
+            f"set `data.train_on` to one of {', '.join(allowed[shape])}",
+        )
+
+
+def _chat(row: dict[str, Any], column: str, where: str) -> Chat:
+    messages = _messages(row[column], column, where)
+    if system := _string(row, "system", where):
+        if messages and messages[0]["role"] == "system":
+            raise UserError(
+                f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
+            )
+        messages.insert(0, {"role": "system", "content": system})
+    return Chat(messages, _tools(row.get("tools"), where))
+
+
+def _conversational_completion(row: dict[str, Any], where: str, trains_prompts: bool) -> Chat:
+    prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+    answer = row["completion"]
+    answer = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    context = _messages(prompt, "prompt", where)
+    if not trains_prompts:
+        context = [message | {"train": False} for message in context]
+    return Chat(context + _messages(answer, "completion", where), _tools(row.get("tools"), where))
+
+
+def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+    value = _parsed(value)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
+    return [_message(message, f"{where}: `{column}[{n}]`") for n, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
+    message = {key: value for key, value in message.items() if value is not None}
+    given = message.pop("role", None) or message.pop("from", None)
+    given = given.lower() if isinstance(given, str) else None
+    if given not in ROLES:
+        raise UserError(f"{where} has the role {given!r}", f"change the row; roles are {', '.join(ROLES)}")
+    content = message.pop("content", message.pop("value", ""))
+    result: dict[str, Any] = {"role": ROLES[given] or given, "content": _content(content, where)}
+    calls = message.pop("tool_calls", None)
+    if given in ("function_call", "tool_call"):
+        calls, result["content"] = content, ""
+    if (legacy := message.pop("function_call", None)) is not None:
+        calls = [legacy]
+    if calls := _parsed(calls):
+        calls = calls if isinstance(calls, list) else [calls]
+        result["tool_calls"] = [_tool_call(call, where) for call in calls]
+    if (weight := message.pop("weight", None)) is not None:
+        if weight not in (0, 1):
+            raise UserError(f"{where} has the weight {weight!r}", "a message's `weight` is 0 or 1")
+        message.setdefault("train", bool(weight))
+    if not isinstance(message.get("train", True), bool):
+        raise UserError(f"{where} has `train: {message['train']!r}`", "a message's `train` is true or false")
+    return result | message
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(part.get("text") or "" for part in content)
+    if not isinstance(content, str):
+        raise UserError(
+            f"{where} has content of another kind than text",
+            "change or remove the row; content is a string, or a list of text parts",
+        )
+    return content
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """OpenAI's form with arguments as an object, which is what chat templates print."""
+    call = _parsed(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where} has a tool call without a name", 'write {"name": …, "arguments": {…}}')
+    arguments = _parsed(function.get("arguments", {})) or {}
+    if not isinstance(arguments, dict):
+        raise UserError(
+            f"{where} calls `{function['name']}` with arguments that are no JSON object", 'write {"argument": value}'
+        )
+    outer = {key: value for key, value in call.items() if key == "id"}
+    return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    value = _parsed(value)
+    if not value:
+        return None
+    tools = [_parsed(tool) for tool in value] if isinstance(value, list) else [value]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: `tools` is not a list of tool definitions", "write JSON schema objects")
+    return tools
+
+
+def _parsed(value: Any) -> Any:
+    """Decodes JSON inside a string, which data sets use to get nested objects through Arrow."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value or None
+
+
+def _string(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+        raise UserError(
+            f"{where}: `{name}` is {kinds.get(type(value), type(value).__name__)}, not a string",
+            'write it as text ("4" for 4), or choose other columns with `data.columns`',
+        )
+    return value
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

@@ -1,0 +1,147 @@
+"""Prepared rows as a person can read them: which tokens are trained, and where packed documents meet."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.audit import Audit, seen_rows, untrained_rows
+from toolkit.data.encode import IGNORE
+from toolkit.data.prepare import Prepared
+
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {
+    0x7F: 0x2421,
+    0x9B: 0x241B,
+}
+"""Data may hold what steers a terminal; it is shown as the pictures Unicode has for it."""
+
+
+def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: bool) -> str:
+    """The first `n` training rows as text, special tokens included.
+
+    Args:
+        prepared: What `prepare` returned.
+        tokenizer: The one it was prepared with.
+        n: Rows to show.
+        color: Trained text in green and the rest dimmed; otherwise trained text stands between « and ».
+    """
+    blocks = []
+    for number, row in enumerate(itertools.islice(iter(prepared.train), n), 1):
+        ids, labels = row["input_ids"], row["labels"]
+        if prepared.audit["objective"] == "seq2seq":
+            header = f"row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"
+            source = _marked(tokenizer, ids, [False] * len(ids), color)
+            target = _marked(tokenizer, labels, [True] * len(labels), color)
+            blocks.append(f"── {header}\n{source}\n──▸\n{target}")
+            continue
+        trained = [label != IGNORE for label in labels]
+        lengths = row.get("seq_lengths") or [len(ids)]
+        documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
+        header = f"row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained"
+        texts = [_marked(tokenizer, ids[a:b], trained[a:b], color) for a, b in itertools.pairwise(_edges(lengths))]
+        body = "".join(
+            text if index == 0 else f"\n┄┄ document {index + 1}: {length:,} tokens\n{text}"
+            for index, (text, length) in enumerate(zip(texts, lengths, strict=True))
+        )
+        blocks.append(f"── {header}\n{body}")
+    return "\n\n".join(blocks)
+
+
+def _edges(lengths: Sequence[int]) -> Iterator[int]:
+    return itertools.accumulate(lengths, initial=0)
+
+
+def _marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool], color: bool) -> str:
+    marks = {True: (GREEN, RESET), False: (DIM, RESET)} if color else {True: ("«", "»"), False: ("", "")}
+    result = []
+    position, before = 0, ""
+    for is_trained, run in itertools.groupby(trained):
+        position += len(list(run))
+        # A run decoded alone would lose a space at its start, and characters of several tokens.
+        so_far = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
+        if position < len(ids):
+            so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
+        opening, closing = marks[is_trained]
+        result.append(f"{opening}{so_far[len(before) :].translate(CONTROL_PICTURES)}{closing}")
+        before = so_far
+    return "".join(result)
+
+
+def render(audit: Audit, width: int | None = None) -> str:
+    """The audit as plain text.
+
+    Args:
+        audit: The figures.
+        width: Columns; by default those of the terminal, at most 100.
+    """
+    width = width or min(100, shutil.get_terminal_size((100, 24)).columns)
+    name_width = max(width - 55, 12)
+    lines = [f"{'data':<{name_width}} {'format':<17} {'read':>9} {'used':>9} {'repeats':>7} {'share':>8}"]
+    for source in audit["sources"]:
+        name = source["path"] if source["split"] == "train" else f"{source['path']} [{source['split']}]"
+        name = name if len(name) <= name_width else f"…{name[1 - name_width :]}"
+        share = f"{source['share']:.1%}" if source["role"] == "train" else "held out"
+        lines.append(
+            f"{name:<{name_width}} {source['format']:<17} {source['rows']:>9,} {source['used_rows']:>9,} "
+            f"{source['repeats']:>7.2f} {share:>8}"
+        )
+        if unused := source["unused_columns"]:
+            more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
+            lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
+    lines.append("")
+    for role in ("train", "eval"):
+        if (part := audit[role]) is not None:
+            trained_share = part["trained_tokens"] / max(part["tokens"], 1)
+            lines.append(
+                f"{role:<6} {part['rows']:,} rows, {part['tokens']:,} tokens, "
+                f"{part['trained_tokens']:,} trained ({trained_share:.1%})"
+            )
+    for detail in _details(audit):
+        lines += _wrap(detail, width)
+    lines += ["", f"{'tokens per row':<20} {'rows':>9}"]
+    histogram = audit["train"]["lengths"]["histogram"]
+    most = max((bucket["rows"] for bucket in histogram), default=1) or 1
+    for bucket in histogram:
+        bar = "█" * round((width - 32) * bucket["rows"] / most) or ("▏" if bucket["rows"] else "")
+        span = f"{bucket['from']:,} to {bucket['to']:,}"
+        lines.append(f"{span:<20} {bucket['rows']:>9,} {bar}".rstrip())
+    percentiles = audit["train"]["lengths"]["percentiles"]
+    lines.append("  ".join(f"{name} {value:,}" for name, value in percentiles.items()))
+    for problem in audit["problems"]:
+        lines += _wrap(f"{problem['level']}: {problem['what']}", width)
+        lines += _wrap(f"  → {problem['change']}", width, indent="    ")
+    return "\n".join(lines)
+
+
+def _details(audit: Audit) -> list[str]:
+    train = audit["train"]
+    template = audit["chat_template"]
+    needed = "" if template["needed"] else " (not needed for these rows)"
+    lines = [
+        f"chat template: {template['source']}{needed}",
+        f"longer than {train['over_long']['seq_len']:,} tokens: {_over_long_share(train)} of the training rows"
+        + (f", {_over_long_share(audit['eval'])} of the held-out rows" if audit["eval"] else "")
+        + f" (`over_long: {train['over_long']['action']}`)",
+        f"rows without a trained token: {untrained_rows(audit):,}",
+        f"stop token trained in {train['stop_trained_rows'] / max(train['rows'], 1):.1%} of rows",
+        f"duplicate rows: {audit['duplicates']:,}{' (dropped)' if audit['deduplicate'] else ''}"
+        f"; in train and eval: {audit['in_train_and_eval']:,}",
+    ]
+    if packing := audit["packing"]:
+        lines.append(f"packed into {packing['rows']:,} sequences, {packing['efficiency']:.1%} filled")
+    if audit["scope"]:
+        lines.append(f"figures of {audit['scope']} only: the data is streamed")
+    return lines
+
+
+def _over_long_share(part: Audit) -> str:
+    return f"{part['over_long']['rows']:,} ({part['over_long']['rows'] / max(seen_rows(part), 1):.1%})"
+
+
+def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)

@@ -1,0 +1,287 @@
+"""Reads one local file into plain rows; every error names the file, the line and what to change."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from toolkit.common import UserError
+
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".md": "text",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+ACCEPTED = f"{' '.join(KINDS)}, also with {' '.join(COMPRESSIONS)} behind (except .parquet and .arrow)"
+_SIGNATURES = {
+    b"version https://git-lfs": ("", "a Git LFS pointer", "run `git lfs pull` in the repository it came from"),
+    b"\x1f\x8b": (".gz", "gzip data", "rename it to end in `.gz`"),
+    b"\x28\xb5\x2f\xfd": (".zst", "zstd data", "rename it to end in `.zst`"),
+    b"PAR1": (".parquet", "Parquet data", "rename it to end in `.parquet`"),
+    b"PK\x03\x04": ("", "a zip archive (Excel files are, too)", "unpack it, or save the table as CSV"),
+}
+"""First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
+
+
+@overload
+def kind(path: Path) -> str: ...
+
+
+@overload
+def kind(path: Path, strict: Literal[False]) -> str | None: ...
+
+
+def kind(path: Path, strict: bool = True) -> str | None:
+    """What a file is by its name: jsonl, json, csv, tsv, parquet, arrow or text.
+
+    Raises:
+        UserError: The extension is unknown (None instead if not `strict`).
+    """
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    found = KINDS.get(name.suffix.lower())
+    if found is None and strict:
+        raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", f"accepted are {ACCEPTED}")
+    return found
+
+
+def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of one file with their places.
+
+    Raises:
+        UserError: The file is empty, is not UTF-8, cannot be parsed, or holds something else than rows.
+    """
+    readers = {
+        "jsonl": _jsonl,
+        "json": _json,
+        "csv": _csv,
+        "tsv": _csv,
+        "parquet": _parquet,
+        "arrow": _arrow,
+        "text": _text,
+    }
+    try:
+        _check_signature(path)
+        yield from readers[kind(path)](path)
+    except (pa.ArrowException, EOFError, OSError) as error:
+        raise UserError(
+            f"`{path}` cannot be read: {error}",
+            "the file is damaged (download it again), not what its name says, or not readable for you",
+        ) from error
+
+
+def update_hash(digest: Any, path: Path) -> None:
+    """Feeds the content of a file into a hash.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be read: {error}", "check the file and its permissions") from error
+
+
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Drops null fields inside the columns of a row: Arrow gives every object of a column the keys of all others."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(inner) for key, inner in value.items() if inner is not None}
+        return [clean(inner) for inner in value] if isinstance(value, list) else value
+
+    return {name: clean(value) for name, value in row.items()}
+
+
+def _check_signature(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(32)
+    if not head:
+        raise UserError(f"`{path}` is empty", "fill the file or take it out of `data.sources`")
+    for signature, (suffix, what, change) in _SIGNATURES.items():
+        if head.startswith(signature) and path.suffix.lower() != suffix:
+            raise UserError(f"`{path}` is {what}, not what its name says", change)
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """The bytes of a file, decompressed and without a byte order mark."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    # PyArrow opens all three; the standard library of 3.11 has no zstd.
+    file = pa.input_stream(str(path), compression=compression) if compression else path.open("rb")
+    stream = io.BufferedReader(file)
+    if stream.peek(3)[:3] == b"\xef\xbb\xbf":
+        stream.read(3)
+    return stream
+
+
+def _decode(data: bytes, path: Path, line: int, offset: int) -> str:
+    """Decodes bytes that start at `line` and byte `offset` of the (decompressed) file."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line += data.count(b"\n", 0, error.start)
+        encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        raise UserError(
+            f"`{path}` is not UTF-8: line {line}, byte {offset + error.start} is 0x{data[error.start]:02x}",
+            f"save it as UTF-8, for example `iconv -f {encoding} -t UTF-8` if that is what it is",
+        ) from None
+
+
+def _read_text(path: Path) -> str:
+    with _open(path) as file:
+        return _decode(file.read(), path, line=1, offset=0)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with _open(path) as file:
+        is_array = file.peek(64).lstrip().startswith(b"[")
+    yield from _json(path) if is_array else _lines(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    offset = 0
+    with _open(path) as file:
+        for number, data in enumerate(file, 1):
+            line = _decode(data, path, number, offset)
+            offset += len(data)
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _object(_loads(line, path, first_line=number), where)
+
+
+def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = _read_text(path)
+    try:
+        value = _loads(text, path, first_line=1) if text.strip() else []
+    except _InvalidJson as error:
+        if error.reason != "Extra data":
+            raise
+        yield from _lines(path)  # one object per line in a file that should be called .jsonl
+        return
+    if isinstance(value, dict):
+        value = value["data"] if isinstance(value.get("data"), list) else [_single(value, path)]
+    if not isinstance(value, list):
+        raise UserError(f"`{path}` holds a single {_type(value)}", "a .json file is an array of objects")
+    for number, row in enumerate(value, 1):
+        where = f"{path} row {number}"
+        yield where, _object(row, where)
+
+
+def _single(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The object, if it can be the one row of a file: then a column is text or a conversation."""
+    if any(isinstance(column, str) for column in value.values()) or value.keys() & {"messages", "conversations"}:
+        return value
+    raise UserError(
+        f"`{path}` holds one object with the keys {', '.join(map(repr, list(value)[:8]))} instead of rows",
+        "write an array of objects, or one object per line; "
+        'from pandas with `df.to_json("data.jsonl", orient="records", lines=True)`',
+    )
+
+
+def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)
+    text = _read_text(path)
+    first_line = text[:10_000].partition("\n")[0]
+    # Spreadsheets of half the world write semicolons.
+    delimiter = "\t" if kind(path) == "tsv" else next((sign for sign in ",;\t" if sign in first_line), ",")
+    spaced = f"{delimiter} " in first_line
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=spaced, strict=True)
+    line = 1  # where the row begins
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if len(header) > 1 and not header[0]:
+            header[0] = "index"  # the nameless first column that pandas writes
+        if not all(header) or len(set(header)) < len(header) or not header:
+            raise UserError(
+                f"`{path}` has no header: its first line is {header}", "name every column once in the first line"
+            )
+        while True:
+            line = reader.line_num + 1
+            fields = next(reader, None)
+            if fields is None:
+                return
+            if not fields:
+                continue
+            if len(fields) != len(header):
+                raise UserError(
+                    f"{path}:{line} has {len(fields)} fields, the header has {len(header)}",
+                    f"quote fields that hold a {'tab' if delimiter == chr(9) else repr(delimiter)} or a line break",
+                )
+            yield f"{path}:{line}", dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}:{line}: {error}", "check the quotes of the row that begins in this line") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from _batches(pq.ParquetFile(path).iter_batches(1000), path)
+
+
+def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The files of `Dataset.save_to_disk`."""
+    with pa.memory_map(str(path)) as file:
+        try:
+            table = pa.ipc.open_stream(file).read_all()
+        except pa.ArrowInvalid:
+            table = pa.ipc.open_file(file).read_all()
+        yield from _batches(table.to_batches(max_chunksize=1000), path)
+
+
+def _batches(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path} row {number}", without_nulls(row)
+
+
+def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield str(path), {"text": _read_text(path)}
+
+
+class _InvalidJson(UserError):
+    def __init__(self, path: Path, first_line: int, error: json.JSONDecodeError) -> None:
+        self.reason = error.msg
+        text = error.doc.split("\n")[error.lineno - 1]
+        near = text[max(0, error.colno - 21) : error.colno + 20]
+        line = first_line + error.lineno - 1
+        super().__init__(
+            f"{path}:{line} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
+            "correct this line; a .jsonl file has one object per line",
+        )
+
+
+def _loads(text: str, path: Path, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _InvalidJson(path, first_line, error) from None
+    except (RecursionError, ValueError) as error:  # nested a thousand deep, or a number of thousands of digits
+        raise UserError(f"{path}:{first_line} cannot be read as JSON: {error}", "correct or remove this row") from None
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        example = '{"messages": […]}' if isinstance(value, list) else '{"prompt": …, "completion": …}'
+        raise UserError(f"{where} is not an object but: {_type(value)}", f"a row looks like {example}")
+    return value
+
+
+def _type(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

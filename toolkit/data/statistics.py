@@ -1,0 +1,143 @@
+"""What prepared data holds, kept so that a plan can count steps and tokens without a tokenizer.
+
+When data is prepared, its figures are written beside it under a name that follows from the recipe and from the sizes
+and times of the local files it names. Changed data therefore has another name, and is not taken for counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.common import cache_dir
+from toolkit.recipe import Recipe
+
+FORMAT = 1
+"""Raise when the same recipe and files would be counted differently."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Figures of prepared data. A sequence is a row as it is trained; packed ones hold several documents.
+
+    Args:
+        rows: Training sequences.
+        tokens: In all of them, padding not counted.
+        trained_tokens: Those that carry loss.
+        documents: Rows before packing.
+        squared_tokens: Sum of the squares of the documents' lengths, to which attention within documents is
+            proportional.
+        quantiles: Lengths of the sequences: shortest to longest in equal shares, fine enough for the few long ones.
+        eval_rows: Held-out rows.
+        eval_tokens: In all of them.
+    """
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    documents: int
+    squared_tokens: int
+    quantiles: tuple[float, ...]
+    eval_rows: int = 0
+    eval_tokens: int = 0
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence."""
+        return self.tokens / self.rows
+
+    def longest_of(self, size: int) -> float:
+        """Expected length of the longest of `size` sequences drawn at random, to which the others are padded.
+
+        The expected maximum of independent draws is the end of the range less the integral of F(x)**size; the
+        distribution F is linear between quantiles.
+        """
+        ends, steps = self.quantiles, len(self.quantiles) - 1
+        below = 0.0
+        for step, (low, high) in enumerate(itertools.pairwise(ends)):
+            start, stop = step / steps, (step + 1) / steps
+            below += (high - low) * (stop ** (size + 1) - start ** (size + 1)) / ((size + 1) * (stop - start))
+        return ends[-1] - below
+
+
+def counted(recipe: Recipe, cache: Path | None = None) -> Counted | None:
+    """The figures of a recipe's data, if it was prepared before and has not changed since.
+
+    Hub data sets are taken as unchanged. Streams are never counted.
+
+    Args:
+        recipe: Resolved.
+        cache: Folder of prepared data; by default `data/` in the toolkit's cache.
+    """
+    if recipe.data.streaming:
+        return None
+    try:
+        text = _file(recipe, cache).read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = json.loads(text)
+    return Counted(**{**found, "quantiles": tuple(found["quantiles"])})
+
+
+def record(recipe: Recipe, figures: Counted, cache: Path | None = None) -> None:
+    """Keeps figures for `counted`. Several processes may do so at once."""
+    file = _file(recipe, cache)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(dataclasses.asdict(figures)), encoding="utf-8")
+    partial.replace(file)
+
+
+def _file(recipe: Recipe, cache: Path | None) -> Path:
+    data = recipe.data
+    files = [path for source in (*data.sources, *data.eval_sources) for path in _data_files(source.path)]
+    model = recipe.model
+    names = filter(None, (model.path, model.tokenizer, model.chat_template))
+    files += [path for name in names for path in _model_files(name)]
+    content = {
+        "format": FORMAT,
+        "data": data.model_dump(exclude={"num_proc"}),
+        "model": model.model_dump(include={"path", "revision", "gguf_file", "tokenizer", "chat_template"}),
+        "objective": recipe.objective,
+        "seq_len": recipe.batch.seq_len,
+        "seed": recipe.seed,
+        # The built-in rows are the docstrings of Python itself.
+        "python": sys.version,
+        "files": list(_stamps(files)),
+    }
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    return (cache or cache_dir() / "data") / f"{key}.counted.json"
+
+
+def _data_files(path: str) -> list[Path]:
+    """Every local file that a source may stand for; too many rather than too few."""
+    where = Path(path).expanduser()
+    if where.is_dir():
+        return [each for each in where.rglob("*") if each.is_file()]
+    if where.is_file():
+        return [where]
+    return [Path(each) for each in glob.glob(str(where), recursive=True)]
+
+
+def _model_files(name: str) -> list[Path]:
+    """Files that the tokenizer may be made of."""
+    where = Path(name).expanduser()
+    if where.is_dir():
+        return [each for each in where.iterdir() if each.is_file() and each.suffix not in _WEIGHTS]
+    return [where] if where.is_file() else []
+
+
+def _stamps(files: Iterable[Path]) -> Iterator[list[Any]]:
+    for file in sorted(files):
+        status = file.stat()
+        yield [str(file.absolute()), status.st_size, status.st_mtime_ns]

@@ -1,0 +1,151 @@
+"""The environment that libraries read when they are imported, made to say what the recipe says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from toolkit.distributed.engines import fsdp_config
+from toolkit.distributed.layout import World
+from toolkit.recipe import Recipe
+
+# Accelerate's plugins fill every field that is left open from these.
+_ENGINE = (
+    "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_DEEPSPEED_",
+    "ACCELERATE_GRADIENT_",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "FSDP_",
+    "MEGATRON_LM_",
+    "PARALLELISM_CONFIG_",
+)
+
+
+def environment(recipe: Recipe, world: World, current: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+    """What is to change in the environment before any library is imported; None removes a variable.
+
+    A user's own values stay, except those of the engines, which `check_launch` has compared with the recipe.
+    """
+    wanted = {
+        # The tokenizer's own threads fight with the processes that tokenise and with data loader workers.
+        "TOKENIZERS_PARALLELISM": "false",
+        # Grows segments in place: less fragmentation where sequence lengths vary.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        # A peer that ends is reported by us; torch's C++ side adds pages of its own stack.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # On a CPU every new sequence length adds compiled kernels for every layer; oneDNN's default of 1,024 let the
+        # demo grow by a GiB.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        **_network(world, current),
+    }
+    changes: dict[str, str | None] = {key: None for key in current if key.startswith(_ENGINE)}
+    changes |= {key: current.get(key, value) for key, value in wanted.items()}
+    forced = _engine(recipe) | _meeting(recipe, world, current) | _devices(current) | _threads(recipe, world, current)
+    return changes | forced
+
+
+def _engine(recipe: Recipe) -> dict[str, str]:
+    """What Accelerate and Transformers look for before any arguments exist.
+
+    That is the process group's backends (offloading clips gradients on the host), and whether one process alone reads
+    the weights.
+    """
+    if recipe.strategy.name != "fsdp":
+        return {}
+    config = fsdp_config(recipe)
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_OFFLOAD_PARAMS": str(config["cpu_offload"]).lower(),
+        "FSDP_STATE_DICT_TYPE": config["state_dict_type"],
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": str(config["cpu_ram_efficient_loading"]).lower(),
+    }
+
+
+def _meeting(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[str, str]:
+    """Ranks and the meeting point of the process group, where no launcher has written them down."""
+    ranks = {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.local_rank),
+        "WORLD_SIZE": str(world.world_size),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+    }
+    if world.world_size > 1:
+        point = {"MASTER_ADDR": world.master_addr or "127.0.0.1", "MASTER_PORT": str(world.master_port or 29500)}
+        return {key: current.get(key, value) for key, value in (ranks | point).items()}
+    if recipe.strategy.name in ("single", "ddp") or "LOCAL_RANK" in current:
+        return {}
+    # An engine needs a process group even for one process; without RANK DeepSpeed looks for MPI. A meeting point left
+    # over from elsewhere would be waited for in vain.
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+
+
+def _network(world: World, current: Mapping[str, str]) -> dict[str, str]:
+    """The network interface that leads to the first node, for a run on several.
+
+    Gloo listens on the address of the machine's own name, which many distributions set to 127.0.1.1; NCCL takes the
+    first interface it finds, be it a virtual bridge that leads nowhere. InfiniBand is not touched by this.
+    """
+    head = current.get("MASTER_ADDR", world.master_addr)
+    if world.num_nodes < 2 or head is None:
+        return {}
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Connecting a datagram socket sends nothing; it only asks for the route.
+            probe.connect((head, 9))
+            own = probe.getsockname()[0]
+    except OSError:
+        return {}
+    addresses = psutil.net_if_addrs().items()
+    found = [name for name, entries in addresses if any(entry.address == own for entry in entries)]
+    if not found or own.startswith("127."):
+        return {}
+    # NCCL takes a name for the beginning of names, unless told that it is whole.
+    return {"GLOO_SOCKET_IFNAME": found[0], "NCCL_SOCKET_IFNAME": f"={found[0]}"}
+
+
+def _devices(current: Mapping[str, str]) -> dict[str, str]:
+    """`accelerate launch --cpu` means the CPU, also where there are GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if current.get("ACCELERATE_USE_CPU", "").lower() == "true" else {}
+
+
+def _threads(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[str, str]:
+    """Cores for processes that compute on the host: without a GPU, or where the optimizer is updated there.
+
+    Launchers set OMP_NUM_THREADS=1 where the user says nothing, whatever the machine has, which starves them; without a
+    launcher's or a user's value every process would take all cores.
+    """
+    given = current.get("OMP_NUM_THREADS")
+    # Of torchrun, which leads several processes under accelerate too, and of accelerate's launcher for a single one.
+    launched = "TORCHELASTIC_RUN_ID" in current or "ACCELERATE_USE_CPU" in current
+    unsaid = given is None and world.local_world_size > 1
+    if not (unsaid or (given == "1" and launched and _computes_on_host(recipe, current))):
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Slurm has bound each task to cores of its own already.
+    share = int(current.get("SLURM_CPUS_PER_TASK", "0")) if world.master_addr else 0
+    return {"OMP_NUM_THREADS": str(share or max(1, cores // world.local_world_size))}
+
+
+def _computes_on_host(recipe: Recipe, current: Mapping[str, str]) -> bool:
+    strategy = recipe.strategy
+    if strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none"):
+        return True
+    hidden = current.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _devices(current)
+    # The device files of NVIDIA's driver (one per GPU), of WSL's and of AMD's.
+    present = any(Path("/dev").glob("nvidia[0-9]*")) or any(Path(f"/dev/{name}").exists() for name in ("dxg", "kfd"))
+    return bool(hidden) or not present
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

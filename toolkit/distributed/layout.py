@@ -1,0 +1,201 @@
+"""How a run is divided: processes, the batch, and the number of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.common import UserError
+from toolkit.recipe import Recipe
+
+MICRO_BATCH_TOKENS = 16_384
+"""A micro-batch of this many tokens keeps a current GPU busy; more only costs memory."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, as the launcher describes them in the environment.
+
+    Args:
+        master_addr: Host and port at which the processes meet, where they do not stand in the environment already.
+        master_port: See `master_addr`.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines, each with `local_world_size` processes."""
+        return self.world_size // self.local_world_size
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+        """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which torchrun and accelerate set, or those of srun.
+
+        Raises:
+            UserError: If they are incomplete, no numbers, or contradict each other.
+        """
+        keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        given = {key: environment[key] for key in keys if key in environment}
+        if not given and _is_slurm_task(environment):
+            return cls._from_slurm(environment)
+        missing = [key for key in keys if key not in given]
+        # Cluster platforms announce a single process by RANK and WORLD_SIZE alone, which misleads nobody.
+        if given and missing and not (missing == ["LOCAL_RANK"] and given["WORLD_SIZE"] == "1"):
+            raise UserError(
+                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set without {' and '.join(missing)}",
+                f"`unset {' '.join(given)}` if left over from another launch, or start with toolkit launch, "
+                "accelerate launch, torchrun or srun",
+            )
+        numbers = {key: environment.get(key, "1" if key == "WORLD_SIZE" else "0") for key in keys}
+        numbers["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
+        return cls._checked(numbers)
+
+    @classmethod
+    def _from_slurm(cls, environment: Mapping[str, str]) -> World:
+        size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+        per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+        counts = _expand_counts(per_node or environment.get("SLURM_NTASKS_PER_NODE", size))
+        if len(set(counts)) > 1:
+            raise UserError(
+                f"Slurm started unequal numbers of processes per node: {', '.join(counts)}",
+                "give srun --ntasks-per-node, the same for every node",
+            )
+        world = cls._checked(
+            {
+                "SLURM_PROCID": environment.get("SLURM_PROCID", "0"),
+                "SLURM_LOCALID": environment.get("SLURM_LOCALID", "0"),
+                "SLURM_NTASKS": size,
+                "SLURM_TASKS_PER_NODE": counts[0],
+            }
+        )
+        hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+        # Jobs on one machine must not meet at the same port; Linux hands out ports from 32768 on by itself.
+        job = int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
+        return dataclasses.replace(world, master_addr=_first_host(hosts), master_port=20_000 + job % 10_000)
+
+    @classmethod
+    def _checked(cls, texts: Mapping[str, str]) -> World:
+        """From the variables of rank, rank in the node, processes and processes per node, in this order."""
+        try:
+            rank, local_rank, world_size, local_world_size = map(int, texts.values())
+        except ValueError as error:
+            raise UserError(
+                f"the launcher's environment cannot be read: {error}",
+                f"unset {', '.join(texts)}, or start with toolkit launch, accelerate launch, torchrun or srun",
+            ) from None
+        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size) or world_size % local_world_size:
+            raise UserError(
+                f"{', '.join(f'{key}={text}' for key, text in texts.items())} contradict each other",
+                "unset those left over from another launch, or start with toolkit launch or accelerate launch",
+            )
+        return cls(rank, local_rank, world_size, local_world_size)
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process. A shell inside an allocation sees the job, but is no task of it."""
+    step = environment.get("SLURM_STEP_ID", "")
+    # Slurm numbers the steps of batch scripts and interactive shells downwards from 2**32.
+    return step.isdigit() and int(step) < 2**32 - 256 and "SLURM_PROCID" in environment
+
+
+def _expand_counts(text: str) -> list[str]:
+    """Slurm's counts per node: `4(x2),3` to `["4", "4", "3"]`."""
+    counts: list[str] = []
+    for part in text.split(","):
+        count, _, times = part.removesuffix(")").partition("(x")
+        counts += [count] * int(times or "1")
+    return counts
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `node[03-05,9],other` to `node03`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How one optimizer step is put together: sizes in sequences, `seq_len` in tokens."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    seq_len: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Upper bound of the tokens in a step; reached when every sequence is full."""
+        return self.global_batch_size * self.seq_len
+
+
+def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
+    """Divides the global batch over processes and accumulation steps.
+
+    Raises:
+        UserError: If a division does not come out; names the nearest sizes that do.
+    """
+    batch = recipe.batch
+    assert batch.micro_batch_size != "auto", "the micro-batch is not decided yet"
+    tokens = batch.tokens_per_step
+    total = batch.sequences_per_step
+    unit = world_size * (batch.micro_batch_size or 1)
+    if total % unit:
+        parts = f"{world_size} process" + ("es" if world_size > 1 else "")
+        parts += f" x batch.micro_batch_size {batch.micro_batch_size}" if batch.micro_batch_size else ""
+        nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
+        scale = batch.seq_len if tokens else 1
+        key = "batch.tokens_per_step" if tokens else "batch.global_batch_size"
+        change = f"set {key}=" + " or ".join(str(size * scale) for size in nearest)
+        sizes = [size for size in range(1, total + 1) if total % (world_size * size) == 0]
+        if batch.micro_batch_size and sizes:
+            smaller = [size for size in sizes if size < batch.micro_batch_size][-1:]
+            larger = [size for size in sizes if size > batch.micro_batch_size][:1]
+            change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
+        raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
+    per_process = total // world_size
+    fitting = max(1, MICRO_BATCH_TOKENS // batch.seq_len)
+    micro_batch = batch.micro_batch_size or max(size for size in _divisors(per_process) if size <= fitting)
+    return BatchLayout(total, micro_batch, per_process // micro_batch, world_size, batch.seq_len)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, in optimizer steps."""
+
+    total_steps: int
+    steps_per_epoch: float | None
+    warmup_steps: int
+    save_steps: int | None
+
+
+def run_length(recipe: Recipe, num_rows: int | None, layout: BatchLayout) -> Length:
+    """Steps from epochs. Rows continue into the next epoch inside a batch, so no row is dropped and no batch is short.
+
+    Args:
+        num_rows: Training sequences (packed ones when packing); None for a stream.
+    """
+    schedule = recipe.schedule
+    per_epoch = num_rows / layout.global_batch_size if num_rows else None
+    total = schedule.max_steps or math.ceil((schedule.num_epochs or 1.0) * (per_epoch or 0))
+    warmup = schedule.warmup_steps
+    if warmup is None:
+        warmup = math.ceil((schedule.warmup_ratio or 0.0) * total)
+    save = recipe.checkpoint.save_steps
+    if recipe.checkpoint.save_epochs and per_epoch:
+        save = max(1, math.ceil(recipe.checkpoint.save_epochs * per_epoch))
+    return Length(total, per_epoch, warmup, save)

@@ -1,0 +1,117 @@
+"""Offloading to NVMe: the op that reads and writes, space for what goes there, and a folder of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from toolkit.common import UserError
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import World
+from toolkit.recipe import Recipe
+
+_OPTIMIZER_BYTES = 16
+"""Per trained parameter: fp32 master, two moments, and the gradient while it waits (Rajbhandari et al. 2021)."""
+_STALE_SECONDS = 10 * 60
+"""Compiling writes a file every minute or so: where none was written for this long, the process was killed."""
+
+
+@contextlib.contextmanager
+def swap_folder(
+    recipe: Recipe, world: World, parameters: Callable[[], int], tell: Callable[[str], None]
+) -> Iterator[Path | None]:
+    """A new folder below `strategy.nvme_path` for this launch on this node, removed afterwards; None if not needed.
+
+    DeepSpeed empties the folders it is given, so two runs must never share one; inside, it makes one per process.
+
+    Args:
+        parameters: Counts the model's parameters; called only if something goes to NVMe.
+        tell: Shows a line to the user.
+
+    Raises:
+        UserError: If the folder cannot be written, is too small, or the op cannot be compiled.
+    """
+    strategy = recipe.strategy
+    if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
+        yield None
+        return
+    root = Path(str(strategy.nvme_path)).expanduser()
+    # The processes of a node share their launcher; other nodes may share the drive.
+    folder = root / f"toolkit-{socket.gethostname()}-{os.getppid()}"
+    try:
+        (folder / f"rank{world.rank}").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"strategy.nvme_path: {folder} cannot be written: {error.strerror}", "set it to a folder on a local drive"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        if world.local_rank == 0:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.enter_context(FileLock(folder / ".lock", timeout=0))
+            _remove_abandoned(root, folder)
+            _check_space(recipe, world, root, parameters())
+        _load_op(tell if world.local_rank == 0 else lambda text: None)
+        yield folder
+
+
+def _remove_abandoned(root: Path, own: Path) -> None:
+    """Removes folders of launches that were killed: nobody holds their lock any more."""
+    for folder in root.glob("toolkit-*"):
+        if folder != own and (folder / ".lock").is_file():
+            with contextlib.suppress(Timeout), FileLock(folder / ".lock", timeout=0):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_space(recipe: Recipe, world: World, root: Path, parameters: int) -> None:
+    need = 0
+    if recipe.strategy.offload_param == "nvme":
+        need += parameters * (4 if dtypes(recipe).local == "float32" else 2)
+    if recipe.strategy.offload_optimizer == "nvme" and recipe.method.name == "full":
+        need += parameters * _OPTIMIZER_BYTES
+    need = need * world.local_world_size // world.world_size
+    free = shutil.disk_usage(root).free
+    if free < need:
+        raise UserError(
+            f"strategy.nvme_path: {root} has {free / 1e9:.2f} GB left, and this node's share of what is offloaded "
+            f"takes {need / 1e9:.2f} GB",
+            "free space, name a larger drive, offload to cpu, or use more nodes",
+        )
+
+
+def _load_op(tell: Callable[[str], None]) -> None:
+    """Compiles DeepSpeed's `async_io` at first use, before a process group exists that could time out."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder: Any = AsyncIOBuilder()
+    if not builder.is_compatible():
+        raise UserError(
+            "offloading to NVMe needs libaio and a C++ compiler, to build DeepSpeed's async_io",
+            "run `apt install libaio-dev g++` (libaio-devel gcc-c++ on Fedora and RHEL), or offload to cpu",
+        )
+    build = Path(_get_build_directory(builder.name, verbose=False))
+    with FileLock(build.parent / "toolkit.lock"):
+        lock = build / "lock"
+        if lock.is_file():
+            if time.time() - max(file.stat().st_mtime for file in build.iterdir()) > _STALE_SECONDS:
+                lock.unlink()
+            else:
+                tell(f"Waiting for the process that compiles async_io; if none does, delete {lock}")
+        if not any(build.glob("*.so")):
+            tell("Compiling DeepSpeed's async_io: once, a minute or two")
+        try:
+            builder.load()
+        except (RuntimeError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"DeepSpeed's async_io cannot be built here: {reason}",
+                "install libaio's headers and a C++ compiler, or offload to cpu",
+            ) from error

@@ -1,0 +1,379 @@
+"""The processes of a run, met at the rendezvous store before any process group exists.
+
+A process group that hangs names nobody. The store can: it is a TCP server beside the first process (or in its
+launcher), where each process leaves what it has to say and a heartbeat. A process may be slow, as one that tokenises
+is, but it may not fall silent. What one process finds wrong is told to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from toolkit.common import UserError
+from toolkit.distributed.layout import World
+
+TIMEOUT_SECONDS = 120.0
+"""How long a process may stay silent.
+
+A constant, because a recipe knows nothing of clusters: launchers start all processes at about the same time, importing
+the libraries from a cold network disk takes less than this, and whatever takes longer sends heartbeats meanwhile.
+"""
+JOIN_SECONDS = 300.0
+"""How long starting the process group may take, with DeepSpeed's compilation of an operation when it is used first."""
+_BEAT_SECONDS = 1.0
+_LEAVE_SECONDS = 5.0
+
+Said = Mapping[int, Any]
+"""Rank to what it said."""
+
+
+class Agreed(UserError):
+    """An error of the run as a whole, not of the process that found it."""
+
+
+@contextlib.contextmanager
+def meet(world: World) -> Iterator[Meeting]:
+    """Meets the other processes. A failure inside the block ends them too, and they hear why. Free for one process.
+
+    Raises:
+        UserError: If the first process is not there, or another one failed.
+    """
+    met = Meeting(world)
+    try:
+        met.introduce()
+        yield met
+    except Exception as error:
+        # Gloo has no class of errors of its own.
+        if met.joining and (isinstance(error, DistError) or "gloo" in str(error).lower()):
+            met.tell(told := met.failed_to_join(_first_line(error)))
+            raise told from error
+        met.tell(error)
+        raise
+    else:
+        met.close()
+    finally:
+        met.stop()
+
+
+class Meeting:
+    """One process's seat in the meeting."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._labels: dict[int, str] = {}
+        self._silent: list[int] = []
+        self._deadline: float | None = None
+        self._closed = threading.Event()
+        self._store: PrefixStore | None = None
+        if world.world_size > 1:
+            self._store, address = _connect(world)
+            self._labels[world.rank] = f"{platform.node()} {address}"
+            self._store.add(f"beat/{world.rank}", 1)
+            own = self._store.clone()  # type: ignore[attr-defined]
+            threading.Thread(target=self._beat, args=(own,), daemon=True).start()
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self._store is None
+
+    @property
+    def joining(self) -> bool:
+        """Whether the process group is being started."""
+        return self._deadline is not None
+
+    @property
+    def network_hint(self) -> str:
+        """What to change when processes that see the store do not reach each other."""
+        address = self._labels[self.world.rank].split()[-1]
+        return (
+            "open all TCP ports between the nodes, and on each set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to "
+            f"the interface of that network (here the one with {address}); NCCL_DEBUG=INFO tells more"
+        )
+
+    def introduce(self) -> None:
+        """Waits until all processes are there, and learns where they are."""
+        if self._store is not None:
+            rank, label = self.world.rank, self._labels[self.world.rank]
+            if self._ask(lambda store: store.add(f"seat/{rank}", 1)) > 1:
+                raise Agreed(
+                    f"two processes say that they are rank {rank}, one of them on {label}",
+                    "give every node its own --machine_rank (or RANK), from 0",
+                )
+            answer = self.exchange("label", label, lambda said: {str(rank): label for rank, label in said.items()})
+            self._labels = {int(rank): label for rank, label in answer.items()}
+
+    def exchange(self, topic: str, mine: Any, judge: Callable[[Said], dict[str, Any]]) -> dict[str, Any]:
+        """Every process says something; the first one judges it all; everyone gets the answer.
+
+        Waits as long as all processes live.
+
+        Args:
+            topic: Used once in a meeting, by all processes in the same order.
+            mine: What this process says, as JSON can hold it.
+            judge: Called on the first process; what it raises is raised on all.
+
+        Raises:
+            UserError: If a process has gone or failed, or as `judge` says.
+        """
+        self._put(f"{topic}/{self.world.rank}", mine)
+        if self.world.rank:
+            return self._wait({0: f"{topic}/answer"})[0]
+        answer = judge(self._wait({rank: f"{topic}/{rank}" for rank in range(self.world.world_size)}))
+        self._put(f"{topic}/answer", answer)
+        return answer
+
+    def begin_joining(self) -> None:
+        """From here to `close` this process may hang in a library; then it reports and ends by itself."""
+        self._deadline = time.monotonic() + JOIN_SECONDS
+
+    def joined(self) -> None:
+        """This process has started its group and comes to the first collective operation."""
+        self._put(f"joined/{self.world.rank}", True)
+
+    def failed_to_join(self, why: str) -> UserError:
+        """Who has gone; else who did not come; else that they do not reach each other."""
+        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
+
+        def beats(store: Store) -> list[int]:
+            return [store.add(f"beat/{rank}", 0) for rank in others]
+
+        try:
+            first = self._ask(beats)
+            time.sleep(5 * _BEAT_SECONDS)
+            second = self._ask(beats)
+            absent = self._ask(lambda store: [rank for rank in others if not store.check([f"joined/{rank}"])])
+            arrived = self._ask(lambda store: store.check([f"joined/{self.world.rank}"]))
+        except UserError as error:
+            return error
+        if silent := [rank for rank, old, new in zip(others, first, second, strict=True) if old == new]:
+            return self._gone(silent, "stopped answering while the process group started")
+        if arrived and absent:
+            return Agreed(f"{self.name(*absent)} did not come to the first all-reduce: {why}", self.network_hint)
+        return Agreed(f"the processes are all there, but cannot exchange data: {why}", self.network_hint)
+
+    def close(self) -> None:
+        """Leaves the meeting. The first process, at whose side the store may be, leaves last."""
+        if self._store is not None and not self._closed.is_set():
+            self.stop()
+            self._leave(self._store, self.world.world_size)
+
+    def stop(self) -> None:
+        """Ends the heartbeat."""
+        self._deadline = None
+        self._closed.set()
+
+    def tell(self, error: Exception) -> None:
+        """Tells the other processes why this one ends, and gives them the time to hear it."""
+        store = self._store
+        if store is None or self._closed.is_set() or self._silent == [0]:
+            return
+        self.stop()
+        what, change = f"{type(error).__name__}: {_first_line(error)}", "its own message tells more"
+        if isinstance(error, UserError):
+            what, change = error.what, error.change
+        if not isinstance(error, Agreed):
+            what = f"{self.name(self.world.rank)}: {what}"
+        message = json.dumps([what, change, self.world.world_size - len(self._silent)])
+        with contextlib.suppress(DistError, queue.Empty):
+            said = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
+            self._leave(store, json.loads(said)[2])
+
+    def _leave(self, store: Store, present: int) -> None:
+        """Waits a moment until all have come to the end: launchers end all processes of a node as soon as one ends."""
+        end = time.monotonic() + _LEAVE_SECONDS
+        with contextlib.suppress(DistError, queue.Empty):
+            left = _within(_LEAVE_SECONDS, lambda: store.add("left", 1))
+            while left < present and time.monotonic() < end:
+                time.sleep(0.05)
+                left = _within(_LEAVE_SECONDS, lambda: store.add("left", 0))
+
+    def name(self, *ranks: int) -> str:
+        """`ranks 0-3 (node-a 10.0.0.1), rank 4 (node-b 10.0.0.2)`; hosts only where there are several."""
+        hosts: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            hosts.setdefault(self._host(rank), []).append(rank)
+        parts = []
+        for host, members in hosts.items():
+            ordinals = f"rank {members[0]}" if len(members) == 1 else f"ranks {_spans(members)}"
+            parts.append(f"{ordinals} ({host})" if self.world.num_nodes > 1 else ordinals)
+        return ", ".join(parts)
+
+    def _host(self, rank: int) -> str:
+        """Launchers number the processes node by node, so one of a node tells where its neighbours are."""
+        width = self.world.local_world_size
+        node = [label for other, label in self._labels.items() if other // width == rank // width]
+        return self._labels.get(rank) or next(iter(node), "host unknown")
+
+    def _put(self, key: str, value: Any) -> None:
+        self._ask(lambda store: store.set(key, json.dumps(value)))
+
+    def _wait(self, keys: Mapping[int, str]) -> dict[int, Any]:
+        """The values of these keys, each owed by a rank that must not fall silent."""
+        values: dict[int, Any] = {}
+        began = time.monotonic()
+        heard = dict.fromkeys(keys, (0, began))
+
+        def look(store: Store) -> dict[int, int]:
+            """Takes what has come; heartbeats of those still owing."""
+            if store.check(["end"]):
+                raise Agreed(*json.loads(store.get("end"))[:2])
+            came = [rank for rank in keys if rank not in values and store.check([keys[rank]])]
+            values.update({rank: json.loads(store.get(keys[rank])) for rank in came})
+            return {rank: store.add(f"beat/{rank}", 0) for rank in keys if rank not in values}
+
+        while beats := self._ask(look):
+            moment = time.monotonic()
+            heard |= {rank: (beat, moment) for rank, beat in beats.items() if beat != heard[rank][0]}
+            if silent := [rank for rank in beats if moment - heard[rank][1] > TIMEOUT_SECONDS]:
+                came = any(beats[rank] for rank in silent)
+                how = (
+                    f"stopped answering {TIMEOUT_SECONDS:g} s ago"
+                    if came
+                    else f"did not answer within {TIMEOUT_SECONDS:g} s"
+                )
+                raise self._gone(silent, how)
+            # Prompt at first, and light on the store where thousands wait for an hour of tokenising.
+            time.sleep(min(1.0, 0.05 + (moment - began) / 20))
+        return values
+
+    def _gone(self, ranks: Sequence[int], how: str) -> UserError:
+        self._silent = list(ranks)
+        if self.world.rank == 0:
+            everyone = {rank: f"label/{rank}" for rank in range(self.world.world_size)}
+            come = self._ask(
+                lambda store: {rank: store.get(key) for rank, key in everyone.items() if store.check([key])}
+            )
+            self._labels |= {rank: json.loads(label) for rank, label in come.items()}
+        return Agreed(
+            f"{self.name(*ranks)} {how}",
+            "look at what was printed there last; launch with the same arguments on every node, and from each "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reachable",
+        )
+
+    def _ask(self, call: Callable[[Store], Any]) -> Any:
+        """Asks the store. Where the network has gone it raises, or hangs beyond its own time-out."""
+        store = self._store
+        assert store is not None, "there is nobody to talk to"
+        try:
+            return _within(TIMEOUT_SECONDS, lambda: call(store))
+        except DistError:
+            raise self._gone([0], "has ended") from None
+        except queue.Empty:
+            raise self._gone([0], f"stopped answering {TIMEOUT_SECONDS:g} s ago") from None
+
+    def _beat(self, store: Store) -> None:
+        """The heartbeat. While the group starts it is also the only one who can report that it hangs."""
+        try:
+            while not self._closed.wait(_BEAT_SECONDS):
+                store.add(f"beat/{self.world.rank}", 1)
+                if self._deadline is None:
+                    continue
+                if store.check(["end"]):
+                    self._exit(Agreed(*json.loads(store.get("end"))[:2]))
+                # The first process says who is missing; should it hang itself, the others end all the same.
+                elif time.monotonic() > self._deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
+                    self._exit(self.failed_to_join(f"nothing for {JOIN_SECONDS:g} s"))
+        except DistError as error:
+            if self._deadline is not None:
+                self._exit(Agreed(f"{self.name(0)} stopped answering: {_first_line(error)}", self.network_hint))
+
+    def _exit(self, error: UserError) -> None:
+        """Ends a process whose main thread hangs where nothing can interrupt it."""
+        if not self._closed.is_set():
+            rank = self.world.rank
+            print(f"error on process {rank}: {error.what}" if rank else f"error: {error}", file=sys.stderr, flush=True)
+            self.tell(error)
+            os._exit(error.exit_code)
+
+
+def _connect(world: World) -> tuple[PrefixStore, str]:
+    """The store, and this node's own address on the way to it.
+
+    The launcher's store where torch's agent keeps one, else one that the process group will share.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise UserError(
+            f"the launcher started {world.world_size} processes and set no MASTER_ADDR and MASTER_PORT",
+            "start with accelerate launch, torchrun or `toolkit launch`",
+        )
+    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    server = None
+    if serves:
+        try:
+            server = TCPStore(
+                host, int(port), is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
+        except DistError as error:
+            raise UserError(
+                f"port {port} cannot be opened on {host}: {_first_line(error)}",
+                "launch with another --main_process_port",
+            ) from None
+    address = _reach(host, int(port))
+    store = server or TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
+    # An agent's store outlives a restart of its workers.
+    return PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), address
+
+
+def _reach(host: str, port: int) -> str:
+    """Waits until the first process listens. The store would wait as well, but with pages of stack traces."""
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(1.0, end - time.monotonic())) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"rank 0 ({host}:{port}) did not answer within {TIMEOUT_SECONDS:g} s: {error.strerror or error}",
+                    "start the first node, and open that port to this one; --main_process_ip must be an address of the "
+                    "first node",
+                ) from None
+        time.sleep(0.2)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """The result of a call that may hang; raises queue.Empty if it does."""
+    box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            box.put((True, call()))
+        except BaseException as error:
+            box.put((False, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    good, result = box.get(timeout=seconds)
+    if not good:
+        raise result
+    return result
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`0-3, 5` from 0, 1, 2, 3, 5."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -1,6 +1,0 @@
-"""Hardware: what GPUs can do, what this machine has, and what was measured."""
-
-from toolkit.hardware.lookup import find, names, this_machine
-from toolkit.hardware.parts import Device, Efficiency, Hardware, Node, Rate
-
-__all__ = ["Device", "Efficiency", "Hardware", "Node", "Rate", "find", "names", "this_machine"]

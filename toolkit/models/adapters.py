@@ -1,0 +1,172 @@
+"""Tokenizer, weights, quantization and adapters, built the way the recipe says."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
+
+from toolkit.common import UserError
+from toolkit.distributed import Dtypes
+from toolkit.recipe import Recipe, did_you_mean
+
+
+def keep_unpacked(model: torch.nn.Module) -> None:
+    """Keeps 4-bit weights as they are stored.
+
+    bitsandbytes 0.50 repacks them for AVX512 at the first forward pass in evaluation mode; the packed form has no
+    backward pass and later gradients are silently wrong.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
+    """Freezes, or adds adapters. Returns the model to train.
+
+    Raises:
+        UserError: If a pattern or module name matches nothing in this model, or cannot be trained.
+    """
+    method = recipe.method
+    if method.name == "full":
+        _freeze(model, method.freeze)
+        return model
+    from peft import LoraConfig, TaskType, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    _check_modules(model, method.target_modules, method.modules_to_save)
+    saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
+    adapter = LoraConfig(
+        r=method.r,
+        lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=method.lora_dropout,
+        target_modules=method.target_modules,
+        modules_to_save=saved or None,
+        ensure_weight_tying=tied,
+        use_rslora=method.use_rslora,
+        use_dora=method.use_dora,
+        task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
+    )
+    adapted = get_peft_model(model, adapter)
+    cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.local)
+    if dtypes.autocast:
+        # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
+        for module in adapted.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    return adapted
+
+
+def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> None:
+    """Converts parameters only: `Module.to` would also round the frequencies of rotary embeddings."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
+    """Number of parameters in `total`, `trainable`, and `tied`: those that a second name stands for.
+
+    4-bit weights count as the parameters they stand for.
+    """
+    total = trainable = tied = 0
+    seen = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves empty tensors behind
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            count = state.shape.numel()
+        if parameter in seen:
+            tied += count
+            continue
+        seen.add(parameter)
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return {"total": total, "trainable": trainable, "tied": tied}
+
+
+def quantization_config(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
+    if recipe.method.quantization == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=recipe.method.double_quantization,
+            bnb_4bit_compute_dtype=getattr(torch, dtypes.compute),
+            # FSDP shards numbers of the type it computes in; bytes it would leave whole, others it would convert.
+            bnb_4bit_quant_storage=getattr(torch, dtypes.compute) if recipe.strategy.name == "fsdp" else torch.uint8,
+        )
+    if recipe.method.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return None
+
+
+def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"method.freeze: no parameter of this model matches {pattern!r}",
+                f"parameters are named like {names[0]}, {names[len(names) // 2]}",
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
+    if names and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("method.freeze leaves nothing to train", "remove a pattern from method.freeze")
+
+
+def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list[str]) -> None:
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if name and hasattr(module, "weight")}
+    paths = [name for name, _ in model.named_modules()]
+    wanted = [("method.modules_to_save", module) for module in saved]
+    if isinstance(targets, list):
+        wanted += [("method.target_modules", module) for module in targets]
+    elif targets != "all-linear":
+        raise UserError(
+            f"method.target_modules={targets!r} is not known", "write all-linear, or a list of module names"
+        )
+    for key, module in wanted:
+        if not any(_matches(path, [module]) for path in paths):
+            close = did_you_mean(module, names)
+            raise UserError(
+                f"{key}: this model has no module {module!r}",
+                (f"did you mean {close!r}? " if close else "") + f"modules with weights: {', '.join(sorted(names))}",
+            )
+
+
+def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: list[str]) -> tuple[list[str], bool]:
+    """The modules to train in full, and whether the embeddings are among them and tied.
+
+    PEFT keeps tied embeddings tied when they have the names that it knows, of which it wants one.
+    """
+    weights = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    embeddings = [
+        name
+        for name, module in model.named_modules()
+        if any(getattr(module, "weight", None) is each for each in weights)
+    ]
+    if isinstance(targets, list) and any(_matches(name, targets) for name in embeddings):
+        raise UserError(
+            f"method.target_modules: adapters on {' and '.join(embeddings)} would be trained or merged wrongly: "
+            "the loss reads the output head's weight itself, and tied embeddings share theirs",
+            "train them in full with method.modules_to_save",
+        )
+    if weights[0] is not weights[1] or not any(_matches(name, saved) for name in embeddings):
+        return saved, False
+    if [name.rpartition(".")[2] for name in embeddings] != ["embed_tokens", "lm_head"]:
+        raise UserError(
+            f"method.modules_to_save: {' and '.join(embeddings)} share one weight, and adapters would part them",
+            "remove them from method.modules_to_save, or set method.name=full",
+        )
+    others = [name for name in saved if not any(_matches(each, [name]) for each in embeddings)]
+    return [*others, "lm_head"], True
+
+
+def _matches(path: str, modules: list[str]) -> bool:
+    """Whether PEFT would take the module at this path for one of the named ones."""
+    return any(path == module or path.endswith(f".{module}") for module in modules)

@@ -1,0 +1,127 @@
+"""Attention backends by name: which there are, what a model needs of one, and the one place that decides `auto`.
+
+Imports no torch, so that validation and plans can ask too; the kernels themselves are in `kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from toolkit.common import UserError
+
+IMPLEMENTATIONS = {
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex_attention",
+    "torch_varlen": "torch_varlen",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "flash_attention_4": "flash_attention_4",
+}
+"""Recipe name to Transformers' `attn_implementation`."""
+
+VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
+"""Backends that take documents by their boundaries instead of a mask."""
+
+_SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
+_SINKS = frozenset({"eager", "flex", "flash_attention_3"})
+_NO_SDPA = frozenset(
+    {
+        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "fsmt"),
+        *("gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa"),
+        *("granitemoe_swa", "hy_v4", "inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert"),
+        *("mimo_v2_flash", "mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer", "rembert"),
+        *("roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm"),
+    }
+)
+"""Kinds of models whose Transformers code has no `scaled_dot_product_attention`."""
+_NO_BOUNDARIES = frozenset(
+    {
+        *("bailing_hybrid", "bamba", "bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
+        *("bloom", "blt", "codegen", "cpmant", "falcon", "falcon_h1", "falcon_mamba", "git", "gpt_neo"),
+        *("gpt_neox_japanese", "gptj", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2"),
+        *("marian", "mbart", "megatron-bert", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h", "olmo_hybrid"),
+        *("openai-gpt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert", "roformer", "rwkv"),
+        *("stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
+    }
+)
+"""Kinds of decoders whose code has its own attention, or layers without any: none reads where documents begin."""
+_BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "eager")
+"""What `auto` tries, in this order."""
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+
+def resolve(requested: str, config: Mapping[str, Any], compute: str, available: Mapping[str, str]) -> str:
+    """The backend that will run.
+
+    Args:
+        requested: `model.attention` of the recipe.
+        config: The model's config as a dictionary; may be empty.
+        compute: Name of the compute dtype, e.g. `bfloat16`.
+        available: Every backend with `ok`, or why it does not run, see `kernels.available`.
+
+    Returns:
+        A key of `IMPLEMENTATIONS`.
+
+    Raises:
+        UserError: If the requested backend cannot run or would compute something else; says which ones can.
+    """
+    reasons = {
+        name: unfit(name, config, compute) or "ok" if reason == "ok" else reason for name, reason in available.items()
+    }
+    usable = [name for name, reason in reasons.items() if reason == "ok"]
+    if requested == "auto":
+        return _best(usable)
+    if requested not in usable:
+        raise UserError(
+            f"model.attention={requested} cannot be used: {reasons[requested]}",
+            f"set model.attention=auto or one of: {', '.join(usable)}",
+        )
+    return requested
+
+
+def planned(requested: str, config: Mapping[str, Any], compute: str, capability: str | None) -> str:
+    """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
+
+    Args:
+        capability: CUDA's compute capability, such as `9.0`; None on a CPU.
+    """
+    if requested != "auto":
+        return requested
+    newest = ["torch_varlen"] if capability is not None and float(capability) >= 8 else []
+    return _best([name for name in (*newest, "sdpa", "eager") if not unfit(name, config, compute)])
+
+
+def _best(usable: Collection[str]) -> str:
+    return next(name for name in _BEST_FIRST if name in usable)
+
+
+def with_mask(config: Mapping[str, Any]) -> str:
+    """The backend for generation, which pads and keeps a cache: one that reads masks and computes this model right."""
+    return "eager" if unfit("sdpa", config, "float32") else "sdpa"
+
+
+def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
+    """Why a backend would compute something else than this model asks for; empty if it would not."""
+    text = config.get("text_config") or config
+    if text.get("attn_logit_softcapping") and name not in _SOFTCAP:
+        return "this model caps its attention logits, which this backend would silently skip"
+    if text.get("model_type") == "gpt_oss" and name not in _SINKS:
+        return "this model has attention sinks, which this backend would silently skip"
+    if name == "sdpa" and text.get("model_type") in _NO_SDPA:
+        return "Transformers has no such code for this model"
+    if name in VARLEN:
+        if compute == "float32":
+            return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
+        if text.get("is_encoder_decoder"):
+            return "encoder-decoder models are not fed by document boundaries"
+        if text.get("model_type") in _NO_BOUNDARIES:
+            return "this model does not read where documents begin"
+        head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+        if head_dim > 256 or head_dim % 8:
+            return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
+        if name == "torch_varlen" and any(text.get(key) for key in _ATTENTION_DROPOUT):
+            return "this model drops attention weights while training, which this backend does not do"
+    return ""

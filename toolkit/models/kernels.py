@@ -1,0 +1,153 @@
+"""Attention kernels: which ones run on this device, and torch's own variable-length FlashAttention for Transformers.
+
+`torch_varlen` registers `torch.nn.attention.varlen` with Transformers. The kernels are part of the torch wheel, so
+packed training is fast without building flash-attn. The collator supplies `cu_seq_lens_*` as tensors and
+`max_length_*` as host integers; a tensor there would synchronise the device in every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from typing import Any
+
+import torch
+
+_FLASH_MODULES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute",
+}
+
+
+def available() -> dict[str, str]:
+    """Every backend with `ok`, or the reason why it does not run on this machine."""
+    cuda = torch.cuda.is_available()
+    reasons = {"eager": "ok", "sdpa": "ok", "flex": "ok" if cuda else "has no backward pass on a CPU"}
+    capability = torch.cuda.get_device_capability() if cuda else (0, 0)
+    if not cuda:
+        reasons["torch_varlen"] = "needs a CUDA GPU"
+    elif capability < (8, 0):
+        reasons["torch_varlen"] = "needs an Ampere GPU or newer (compute capability 8.0)"
+    elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        reasons["torch_varlen"] = "needs torch 2.10 or newer"
+    else:
+        reasons["torch_varlen"] = "ok"
+    for name, module in _FLASH_MODULES.items():
+        reasons[name] = "ok" if cuda and _imports(module) else _flash_reason(module, cuda)
+    return reasons
+
+
+def register() -> None:
+    """Makes `attn_implementation="torch_varlen"` known to Transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register("torch_varlen", varlen_attention)
+    # Boundaries of documents travel in cu_seq_lens; a mask would only cost memory.
+    ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", lambda *args, **kwargs: None)
+
+
+def repeat_shared_heads(capability: tuple[int, int]) -> None:
+    """Has Transformers repeat keys and values that heads share, where no fused kernel takes them as they are.
+
+    FlashAttention does, in 16 bits and from compute capability 8.0 on. Elsewhere torch would silently compute all
+    scores of a layer at once, in memory that grows with the square of the length
+    (`check_batch_size_and_num_heads_dense` in ATen/native/transformers/sdp_utils_cpp.h; transformers issue 48633).
+
+    Args:
+        capability: Compute capability of the GPU.
+    """
+    from transformers.integrations import sdpa_attention
+
+    takes = inspect.unwrap(sdpa_attention.use_gqa_in_sdpa)
+
+    @functools.wraps(takes)
+    def shares(attention_mask: Any, key: Any, value: Any) -> bool:
+        device = key.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
+        flash = capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16)
+        return flash and bool(takes(attention_mask, key, value))
+
+    sdpa_attention.use_gqa_in_sdpa = shares
+
+
+def varlen_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Any = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """Causal attention within documents, through torch's variable-length FlashAttention.
+
+    Args:
+        query: (1, num_heads, tokens, head_dim); key and value may have fewer heads.
+        sliding_window: Tokens a query may look back to, itself included.
+        cu_seq_lens_q: (documents + 1,) int32, cumulative lengths.
+        max_length_q: Longest document, a host integer.
+
+    Returns:
+        (1, tokens, num_heads, head_dim), and no attention weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("torch_varlen attention needs cu_seq_lens and max_length from the collator")
+    if dropout:
+        raise ValueError("torch_varlen attention has no dropout; set attention_dropout to 0 or use sdpa")
+    # Norms of queries and keys (Qwen3, Gemma 3) with fp32 masters give fp32 under autocast; the kernels take 16 bits.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    left = -1 if sliding_window is None else sliding_window - 1
+    out = varlen_attn(
+        query.squeeze(0).transpose(0, 1).to(dtype),
+        key.squeeze(0).transpose(0, 1).to(dtype),
+        value.squeeze(0).transpose(0, 1).to(dtype),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert not isinstance(out, tuple)
+    return out.unsqueeze(0), None
+
+
+def _imports(module: str) -> bool:
+    try:
+        return bool(importlib.import_module(module))
+    except Exception:
+        # A broken build of flash-attn raises anything from ImportError to OSError on its shared library.
+        return False
+
+
+def _flash_reason(module: str, cuda: bool) -> str:
+    return f"{module} does not import" if cuda else "needs a CUDA GPU"
+
+
+def keep_attention(model: Any) -> None:
+    """Makes selective activation checkpointing keep the outputs of attention, once it is switched on.
+
+    TRL knows the kernels of `scaled_dot_product_attention` and of flash-attn by name, but not torch's own
+    variable-length one, which would be computed twice.
+    """
+    import torch.nn.attention.varlen
+    from trl.models import selective_activation_checkpointing as selective
+
+    known = selective._aten_attention_ops
+    selective._aten_attention_ops = lambda: known() | {torch.ops.torch_attn._varlen_attn.default}
+    try:
+        selective.enable_selective_activation_checkpointing(model)
+    finally:
+        selective._aten_attention_ops = known

@@ -1,0 +1,256 @@
+"""What to change: the fastest and the cheapest setting that fits, and what other changes would buy and cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from toolkit.common import UserError
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.plan import Advice, Plan
+from toolkit.planner.search import TIE, Candidate, Changes, Estimate, cheapest, consider, explore, fastest, fitting
+from toolkit.recipe import Recipe
+from toolkit.recipe.errors import as_text
+from toolkit.recipe.rules import check
+
+MOST = 6
+"""Entries of a list of advice."""
+_WORTH = 0.05
+"""The share of time, memory or money that a change has to save to be worth a line."""
+_COUNTS = (1, 2, 4, 8)
+_FREE = ("batch.micro_batch_size", "activation_checkpointing.mode", "strategy.name")
+_IN_8_BITS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), "adamw_8bit"),
+    **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion_8bit"),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), "ademamix_8bit"),
+}
+
+
+def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -> list[Advice]:
+    """The setting that was asked for, or the smallest change that fits; then the fastest, the cheapest and options.
+
+    The fastest and the cheapest train the same: global batch, method, precision and optimizer are the recipe's. The
+    cheapest has the least device-seconds per token, if need be on fewer devices. An option changes what is trained or
+    with how many devices, and what must go with that.
+
+    Args:
+        recipe: A decided one.
+        plan: Its plan.
+
+    Returns:
+        At most `MOST` entries.
+    """
+    asked = Candidate({}, recipe, plan)
+    found = [asked, *explore(recipe, hardware, estimate, _FREE)]
+    fewer = [each for count in _COUNTS for each in _with_devices(recipe, hardware, estimate, count, fewer=True)]
+    options = _options(recipe, hardware, estimate)
+    first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, found, options)
+    # A setting that cannot run is no measure of others.
+    base = first or asked
+    trains_the_same = not any(first is each for each in options)
+    picked: list[tuple[str, Candidate]] = [("as asked" if trains_the_same else "option", first)] if first else []
+    quick, cheap = fastest(found), cheapest([*found, *fewer])
+    if quick and (quick.seconds < base.seconds * (1 - TIE) or (base.fits, quick.fits) == ("tight", "yes")):
+        picked.append(("fastest", quick))
+    if cheap and all(cheap.cost < each.cost * (1 - _WORTH) for _, each in picked):
+        picked.append(("cheapest", cheap))
+    worth = [each for each in fitting(options) if not any(_dominates(other, each) for _, other in picked)]
+    picked += [("option", each) for each in sorted(worth, key=lambda each: -_gain(each, base)) if _saves(each, base)]
+    entries = {
+        as_text(each.changes): _entry(kind, each, asked if each is first else base) for kind, each in reversed(picked)
+    }
+    return [*reversed(entries.values())][:MOST]
+
+
+def remedies(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
+    """The options that make a recipe fit which does not, those with the fewest changes first."""
+    there = fitting(_options(recipe, hardware, estimate))
+    return sorted(there, key=lambda each: (len(each.changes), each.total))
+
+
+def _nearest(
+    recipe: Recipe, hardware: Hardware, estimate: Estimate, found: list[Candidate], options: list[Candidate]
+) -> Candidate | None:
+    """The smallest change that fits: one key before several, the same training before another."""
+    singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, (key,))]
+    for candidates in (singles, found, options):
+        there = fitting(candidates)
+        fewest = min((len(each.changes) for each in there), default=0)
+        if best := fastest(each for each in there if len(each.changes) == fewest):
+            return best
+    return None
+
+
+def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
+    """The recipe with each option; where one does not fit by itself, with what makes it fit."""
+    found = []
+    for changes in _other_trainings(recipe, hardware):
+        changed = recipe.with_values(changes)
+        if check(changed):
+            continue
+        candidate = consider(changed, hardware, estimate, {})
+        if candidate and candidate.fits == "no":
+            candidate = fastest(explore(changed, hardware, estimate, _FREE)) or candidate
+        if candidate:
+            found.append(dataclasses.replace(candidate, changes={**changes, **candidate.changes}))
+    # The smallest number of further devices that fits speaks for all.
+    more = (_with_devices(recipe, hardware, estimate, count, fewer=False) for count in _COUNTS)
+    there = [best for candidates in more if (best := fastest(candidates))]
+    return found + fitting(there)[:1]
+
+
+def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
+    method, optimizer = recipe.method, recipe.optimizer.name
+    if optimizer in _IN_8_BITS:
+        name = "adamw_torch_8bit" if recipe.strategy.name == "fsdp" else _IN_8_BITS[optimizer]
+        yield {"optimizer.name": name}
+    if method.name == "full":
+        yield {"method.name": "lora"}
+        yield {"method.name": "lora", "method.quantization": "nf4"}
+        if recipe.precision == "bf16":
+            yield {"precision": "pure_bf16"}
+    elif method.quantization == "none":
+        yield {"method.quantization": "nf4"}
+    if recipe.precision == "fp32" and "bf16" in hardware.device.flops:
+        yield {"precision": "bf16"}
+    if recipe.precision == "bf16" and "bf16" not in hardware.device.flops and "fp16" in hardware.device.flops:
+        yield {"precision": "fp16"}
+    if recipe.model.attention != "auto":
+        yield {"model.attention": "auto"}
+
+
+def _with_devices(
+    recipe: Recipe, hardware: Hardware, estimate: Estimate, count: int, *, fewer: bool
+) -> list[Candidate]:
+    """The settings on so many devices in one node, if that is fewer (or more) than there are."""
+    wanted = count < hardware.devices if fewer else count > hardware.devices
+    if hardware.device.kind == "cpu" or not wanted or recipe.batch.sequences_per_step % count:
+        return []
+    share, node = count / hardware.devices_per_node, hardware.node
+    part = dataclasses.replace(
+        node,
+        ram=int(node.ram * share),
+        cores=max(1, int(node.cores * share)),
+        network=node.network * share,
+        nvme=node.nvme * share,
+        nvme_bytes=int(node.nvme_bytes * share) if node.nvme_bytes else None,
+    )
+    name = hardware.device.name + (f"x{count}" if count > 1 else "")
+    other = dataclasses.replace(hardware, name=name, node=part, devices_per_node=count, nodes=1)
+    try:
+        found = explore(recipe, other, estimate, _FREE)
+    except UserError:
+        return []  # So many cannot take the recipe: hybrid sharding needs several nodes.
+    return [dataclasses.replace(each, changes={"hardware": name, **each.changes}) for each in found]
+
+
+def _saves(each: Candidate, base: Candidate) -> bool:
+    pairs = ((each.seconds, base.seconds), (each.total, base.total), (each.cost, base.cost))
+    return any(new < old * (1 - _WORTH) for new, old in pairs)
+
+
+def _gain(each: Candidate, base: Candidate) -> float:
+    """How much less time and memory, as a factor."""
+    return (base.seconds / each.seconds) * (base.total / each.total)
+
+
+def _dominates(other: Candidate, each: Candidate) -> bool:
+    return other.seconds <= each.seconds and other.total <= each.total and other.cost <= each.cost
+
+
+def _entry(kind: str, each: Candidate, asked: Candidate) -> Advice:
+    return Advice.model_validate(
+        {
+            "kind": kind,
+            "changes": {path: as_text(value) for path, value in each.changes.items()},
+            "buys": buys(each, asked),
+            "costs": costs(each, asked),
+            "fits": each.fits,
+            "total": each.total,
+            "step_seconds": each.seconds,
+            "gpu_seconds_per_token": each.cost,
+        }
+    )
+
+
+_GIB = 2**30
+_METHODS = {
+    # Biderman et al. 2024, "LoRA Learns Less and Forgets Less".
+    "lora": "only adapters are trained, which learn less from much data and want about ten times the learning rate",
+    "nf4": "the frozen base is rounded to 4 bits and expanded again for every pass",
+}
+_PRECISIONS = {
+    "pure_bf16": "no fp32 masters: most updates of a small learning rate are lost",
+    "bf16": "matrix products in bf16, which has 8 significant bits",
+    "fp16": "fp16 with loss scaling, as these devices have no fast bf16",
+}
+_CHECKPOINTING = {
+    "full": "layers are computed twice",
+    "selective": "all but attention is computed twice",
+    "offload": "layers are computed twice, and their inputs cross to the host and back",
+}
+
+
+def buys(each: Candidate, asked: Candidate) -> str:
+    """What is better than with another setting, the one that was asked for as a rule."""
+    fits = []
+    if asked.fits == "no":
+        same = each.plan.fit.where == asked.plan.fit.where
+        fits.append(
+            f"fits: needs {each.need} instead of {f'{asked.plan.fit.needed / _GIB:.1f}' if same else asked.need}"
+        )
+    return "; ".join([*fits, *_compared(each, asked)]) or "nothing"
+
+
+def costs(each: Candidate, asked: Candidate) -> str:
+    """What is worse."""
+    parts = [*_compared(each, asked, worse=True), *_notes(each.changes)]
+    if each.fits == "tight":
+        parts.append(f"tight: may need more than the {each.plan.fit.available / _GIB:.1f} GiB there are")
+    return "; ".join(parts) or "nothing"
+
+
+def _compared(each: Candidate, asked: Candidate, worse: bool = False) -> Iterator[str]:
+    """The figures that differ in one direction by more than two plans can tell."""
+
+    def differs(new: float, old: float) -> bool:
+        return new > old * (1 + TIE) if worse else new < old * (1 - TIE)
+
+    new, old = each.seconds, asked.seconds
+    if differs(new, old):
+        times = f"{new / old:.2f} times as long" if worse else f"{old / new:.2f} times as fast"
+        yield f"{times}: {_three_digits(new)} s a step instead of {_three_digits(old)}"
+    if differs(each.cost, asked.cost) and each.plan.devices != asked.plan.devices:
+        yield f"{abs(1 - each.cost / asked.cost):.0%} {'more' if worse else 'less'} device time per token"
+    for new, old, what in (
+        (each.total, asked.total, "memory on a device"),
+        (each.plan.host.peak, asked.plan.host.peak, "host memory"),
+    ):
+        # Of a setting that does not fit it has been said what it needs.
+        if differs(new, old) and abs(new - old) > _GIB / 10 and (worse or asked.fits != "no"):
+            more = f"{abs(new - old) / _GIB:.1f} GiB {'more' if worse else 'less'} {what}"
+            yield f"{more} ({new / _GIB:.1f} instead of {old / _GIB:.1f})"
+
+
+def _three_digits(seconds: float) -> str:
+    """Without an exponent where it would need one."""
+    return f"{seconds:,.0f}" if seconds >= 999.5 else f"{seconds:.3g}"
+
+
+def _notes(changes: Changes) -> Iterator[str]:
+    """What the figures do not show."""
+    if "optimizer.name" in changes:
+        yield "the optimizer's moments are rounded to 8 bits"
+    if (method := changes.get("method.name")) in _METHODS:
+        yield _METHODS[method]
+    if (storage := changes.get("method.quantization")) in _METHODS:
+        yield _METHODS[storage]
+    if (precision := changes.get("precision")) in _PRECISIONS:
+        yield _PRECISIONS[precision]
+    every = changes.get("activation_checkpointing.every_n_layers", 1)
+    if (mode := changes.get("activation_checkpointing.mode")) in _CHECKPOINTING:
+        yield "every second layer is computed twice" if every == 2 else _CHECKPOINTING[mode]
+    if "nvme" in changes.values():
+        yield "wear of the drive"
+    elif "cpu" in (changes.get("strategy.offload_optimizer"), changes.get("strategy.offload_param")):
+        yield "state waits in host memory and crosses to it in every step"

@@ -1,0 +1,119 @@
+"""What `auto` in a recipe stands for: the fastest setting that fits, with the reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+from toolkit.common import UserError
+from toolkit.planner.advice import remedies
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.plan import Plan
+from toolkit.planner.search import TIE, Candidate, Changes, as_arguments, explore, fastest, least
+from toolkit.recipe import Recipe
+from toolkit.recipe.errors import as_text
+
+
+class Estimator(Protocol):
+    """See `search.Estimate`; with `may_trace` a plan is made for every setting, which takes seconds for a new one."""
+
+    def __call__(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None: ...
+
+
+_SECTIONS = {
+    "strategy": "no other goes with these devices and the rest of the recipe",
+    "activation_checkpointing": "it fits with nothing recomputed",
+    "batch": "the most that divides the batch and keeps a device busy",
+}
+"""Sections in the order in which they are decided, with the reason of a choice that had no rival."""
+
+
+def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimator) -> tuple[Recipe, dict[str, str]]:
+    """Decides what a recipe leaves to the plan. The same recipe on the same hardware always gets the same answer.
+
+    Settings whose plans are not known yet are traced, or the answer would depend on what was planned before.
+
+    Returns:
+        A recipe that can run, and the decided keys with value and reason, such as `zero2: ddp would not fit (163.0 of
+        139.8 GiB of device memory)`.
+
+    Raises:
+        UserError: If nothing fits, with the least that is needed and what to change; or if the devices cannot take the
+            recipe at all.
+    """
+    if not recipe.undecided:
+        return recipe, {}
+    found = explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
+    best = fastest(found)
+    if best is None:
+        raise _nothing_fits(recipe, hardware, estimate, found)
+    return best.recipe, _reasons(best, found)
+
+
+def _reasons(best: Candidate, found: Sequence[Candidate]) -> dict[str, str]:
+    """Value and reason of each decided key; keys that only follow from another one of their section say so."""
+    reasons = {}
+    for section, unrivalled in _SECTIONS.items():
+        paths = [path for path in best.changes if path.startswith(f"{section}.")]
+        for path in paths[:1]:
+            reasons[path] = "; ".join(_rivals(section, best, found)) or unrivalled
+        reasons |= dict.fromkeys(paths[1:], f"goes with {section}")
+        # What is decided later is compared within what is decided already.
+        found = [each for each in found if _part(each, section) == _part(best, section)]
+    return {path: f"{as_text(value)}: {reasons[path]}" for path, value in best.changes.items()}
+
+
+def _part(each: Candidate, section: str) -> Changes:
+    return {path: value for path, value in each.changes.items() if path.startswith(f"{section}.")}
+
+
+def _in_words(part: Changes) -> str:
+    """`zero2 with offload_optimizer=cpu`."""
+    first, *others = part.items()
+    return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])
+
+
+def _rivals(section: str, best: Candidate, found: Sequence[Candidate]) -> list[str]:
+    """Why not other values: those that do not fit, then the nearest in speed; three at most."""
+    others: dict[str, list[Candidate]] = {}
+    for each in found:
+        if (part := _part(each, section)) != _part(best, section):
+            others.setdefault(_in_words(part), []).append(each)
+    texts: list[tuple[float, str]] = []
+    alike = []
+    for value, candidates in others.items():
+        rival = fastest(candidates)
+        if rival is None:
+            texts.append((0, f"{value} would not fit ({least(candidates).need})"))
+        elif rival.fits == "tight" and best.fits == "yes":
+            texts.append((0, f"{value} might not fit ({rival.need})"))
+        elif (ratio := rival.seconds / best.seconds) > 1 + TIE:
+            texts.append((ratio, f"{value} would take {ratio:.2f} times as long"))
+        else:
+            alike.append(value)
+    if alike:
+        texts.append((1, f"{' and '.join(alike)} would be no faster"))
+    return [text for _, text in sorted(texts, key=lambda pair: pair[0])][:3]
+
+
+def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimator, found: Sequence[Candidate]) -> UserError:
+    if not found:
+        return UserError(
+            f"{' and '.join(recipe.undecided)} cannot be decided: no setting goes with the rest of the recipe on "
+            f"{hardware.name}",
+            "set these keys; `toolkit validate` then says what stands against them",
+        )
+    nearest = least(found)
+    left = {path.partition(".")[0] for path in recipe.undecided}
+    ways = []
+    for way in remedies(nearest.recipe, hardware, estimate):
+        # What the recipe leaves to the plan need not be said again.
+        said = {path: value for path, value in way.changes.items() if path.partition(".")[0] not in left}
+        ways.append(f"{as_arguments(said)} ({way.need})")
+    smaller = "lower batch.seq_len, or take a smaller model or more or larger devices"
+    return UserError(
+        f"nothing that trains the same fits on {hardware.name}: the least that is needed is {nearest.need}, with "
+        f"{as_arguments(nearest.changes)}",
+        f"set {', or '.join(ways)}" if ways else smaller,
+    )

@@ -1,0 +1,283 @@
+"""Puts a plan together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.data.statistics import Counted, counted
+from toolkit.distributed import BatchLayout, World, batch_layout, dtypes
+from toolkit.models import attention
+from toolkit.planner.advice import advise
+from toolkit.planner.auto import Estimator, resolve
+from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.memory.device import memory
+from toolkit.planner.memory.host import disk, host
+from toolkit.planner.plan import Disk, Fit, Host, Memory, Plan, Range, Work
+from toolkit.planner.search import explore
+from toolkit.planner.speed.work import work
+from toolkit.planner.trace import store
+from toolkit.planner.trace.types import Setting, Trace, setting_of
+from toolkit.recipe import Loaded, Recipe, model_configs
+
+_FORMULAS_OFF = 0.35
+"""By what share the formulas that stand in for a trace were off, for current decoders."""
+
+Tracer = Callable[[Setting], Trace | None]
+
+
+def make_plan(
+    recipe: Recipe,
+    name: str,
+    hardware: Hardware,
+    *,
+    overrides: Sequence[str] = (),
+    price: float | None = None,
+    advice: bool = True,
+    config: Mapping[str, Any] | None = None,
+    rows: Counted | None = None,
+    tracer: Tracer = store.obtain,
+) -> Plan:
+    """The plan of a recipe on some hardware, one process per device.
+
+    Args:
+        name: The recipe's name.
+        overrides: What was set on the command line, for the record.
+        price: Of a GPU-hour.
+        advice: Whether to look for better settings.
+        config: The model's config, where it has been loaded.
+        rows: Figures of the prepared data, where they are at hand.
+        tracer: Where traces come from.
+
+    Raises:
+        UserError: If the model's config cannot be found, or the batch does not divide over the devices.
+    """
+    config = config or model_configs.config_of(recipe.model) or store.config_of(recipe)
+    rows = rows or counted(recipe)
+    recipe, chosen = decide(recipe, hardware, config=config, tracer=tracer)
+    estimate = _estimator(name, overrides, price, config, rows, tracer)
+    plan = _plan(recipe, name, hardware, overrides, price, config, rows, tracer)
+    assert plan is not None
+    suggestions = advise(recipe, hardware, plan, estimate) if advice else []
+    if advice and plan.fit.answer == "no" and all(each.kind == "option" for each in suggestions):
+        # Advice knows what has been traced, which may be too little. These settings take the least memory.
+        least = recipe.with_values({"batch.micro_batch_size": 1, "activation_checkpointing.mode": "full"})
+        explore(least, hardware, functools.partial(estimate, may_trace=True), ("strategy.name",))
+        suggestions = advise(recipe, hardware, plan, estimate)
+    return plan.model_copy(update={"chosen": chosen, "advice": suggestions})
+
+
+def decide(
+    recipe: Recipe, hardware: Hardware, *, config: Mapping[str, Any] | None = None, tracer: Tracer = store.obtain
+) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with all that it leaves to the plan decided, and the reasons; see `auto.resolve`.
+
+    Whether the data is prepared plays no part: a run that is continued must find what it began with.
+
+    Raises:
+        UserError: If nothing fits, or as in `make_plan`.
+    """
+    if not recipe.undecided:
+        return recipe, {}
+    config = config or model_configs.config_of(recipe.model) or store.config_of(recipe)
+    return resolve(recipe, hardware, _estimator("", (), None, config, None, tracer))
+
+
+def _estimator(
+    name: str,
+    overrides: Sequence[str],
+    price: float | None,
+    config: Mapping[str, Any],
+    rows: Counted | None,
+    tracer: Tracer,
+) -> Estimator:
+    def estimate(recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
+        """The plan of another setting, without advice; None where its trace is not known."""
+        obtain = tracer if may_trace else store.find
+        return _plan(recipe, name, hardware, overrides, price, config, rows, obtain)
+
+    return estimate
+
+
+def _plan(
+    recipe: Recipe,
+    name: str,
+    hardware: Hardware,
+    overrides: Sequence[str],
+    price: float | None,
+    config: Mapping[str, Any],
+    rows: Counted | None,
+    tracer: Tracer,
+) -> Plan | None:
+    layout = batch_layout(recipe, hardware.devices)
+    backend = attention.planned(recipe.model.attention, config, dtypes(recipe).compute, hardware.device.capability)
+    longest = _longest(recipe, layout, rows)
+    trace = tracer(setting_of(recipe, config, hardware.device.kind, backend, longest))
+    if trace is None:
+        return None
+    ranks = memory(recipe, longest, hardware, trace)
+    ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
+    labour = work(
+        recipe,
+        layout,
+        hardware,
+        trace,
+        rows,
+        price,
+        attention=backend,
+        experts=model_configs.experts(config),
+        checkpoint_bytes=drives.checkpoint,
+    )
+    if trace.origin == "formulas":
+        ranks, labour = [_less_sure(each) for each in ranks], _slower_or_faster(labour)
+    return Plan(
+        recipe=name,
+        overrides=list(overrides),
+        hardware=hardware.name,
+        devices=hardware.devices,
+        nodes=hardware.nodes,
+        device_memory=hardware.device.memory,
+        strategy=_strategy(recipe),
+        attention=backend,
+        micro_batch_size=layout.micro_batch_size,
+        gradient_accumulation_steps=layout.gradient_accumulation_steps,
+        global_batch_size=layout.global_batch_size,
+        seq_len=layout.seq_len,
+        chosen={},
+        memory=ranks,
+        host=ram,
+        host_memory=hardware.node.ram,
+        disk=drives,
+        fit=fit(hardware, ranks, ram, drives),
+        work=labour,
+        advice=[],
+        origin=trace.origin,
+        notes=_notes(recipe, layout, hardware, trace, backend),
+    )
+
+
+def _less_sure(memory: Memory) -> Memory:
+    """Wider ranges for what was estimated from a config."""
+    peak = memory.phases[memory.peak_phase]
+    off = _FORMULAS_OFF * sum(peak.get(part, 0) for part in ("activations", "casts", "logits"))
+    wider = {
+        key: Range(value=kept.value, low=kept.low - off, high=kept.high + off)
+        for key, kept in (("reserved", memory.reserved), ("total", memory.total))
+    }
+    return memory.model_copy(update=wider)
+
+
+def _slower_or_faster(work: Work) -> Work:
+    """The same for time."""
+    ranges = {key: getattr(work, key) for key in ("compute_seconds", "step_seconds", "total_seconds")}
+    wider = {
+        key: Range(value=kept.value, low=kept.low * (1 - _FORMULAS_OFF), high=kept.high * (1 + _FORMULAS_OFF))
+        for key, kept in ranges.items()
+        if kept is not None
+    }
+    return work.model_copy(update=wider)
+
+
+def _longest(recipe: Recipe, layout: BatchLayout, rows: Counted | None) -> BatchLayout:
+    """The layout of the largest micro-batch: of rows as long as the longest there is, where they have been counted."""
+    if rows is None or recipe.objective == "seq2seq":  # Of pairs only the sources are counted.
+        return layout
+    return dataclasses.replace(layout, seq_len=min(layout.seq_len, math.ceil(rows.quantiles[-1])))
+
+
+def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:
+    """Whether all fits; the scarcest place decides."""
+    fullest = ranks[0]
+    phase = fullest.phases[fullest.peak_phase]
+    part = max(phase, key=lambda key: phase[key])
+    on_cpu = hardware.device.kind == "cpu"
+    # Processes on a CPU share the host's memory, in which their tensors are counted already.
+    needed = ram.peak if on_cpu else int(fullest.total.value)
+    worst = needed * fullest.total.high / fullest.total.value if on_cpu else fullest.total.high
+    places = [("host RAM" if on_cpu else "device memory", needed, worst, hardware.device.memory, part)]
+    if not on_cpu:
+        largest = max(ram.parts, key=lambda key: ram.parts[key])
+        places.append(("host RAM", ram.peak, ram.peak, hardware.node.ram, largest))
+    if hardware.node.nvme_bytes is not None:
+        places.append(("NVMe", drives.nvme, drives.nvme, hardware.node.nvme_bytes, "optimizer"))
+
+    def answer(needed: float, worst: float, available: float) -> Literal["yes", "tight", "no"]:
+        return "no" if needed > available else "tight" if worst > available else "yes"
+
+    order = ("yes", "tight", "no")
+    where, needed, worst, available, decides = max(
+        places, key=lambda place: (order.index(answer(*place[1:4])), place[1] / place[3])
+    )
+    return Fit(
+        answer=answer(needed, worst, available),
+        where=where,
+        needed=needed,
+        available=available,
+        margin=available - needed,
+        decides=decides,
+    )
+
+
+def _strategy(recipe: Recipe) -> str:
+    strategy = recipe.strategy
+    offloads = [
+        f"{part} on {device}"
+        for part, device in (("optimizer", strategy.offload_optimizer), ("parameters", strategy.offload_param))
+        if device != "none"
+    ]
+    return ", ".join([strategy.name, *offloads])
+
+
+def _notes(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, backend: str) -> list[str]:
+    notes = []
+    if trace.origin == "formulas":
+        # Libraries name all that they know instead: hundreds of models.
+        why = textwrap.shorten(trace.note, 200, placeholder=" …")
+        notes.append(f"activations are estimated from the config; the model's code could not be traced: {why}")
+    if not hardware.device.efficiency.matmul.measured:
+        notes.append(
+            f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
+        )
+    if recipe.method.quantization == "int8":
+        notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
+    return notes
+
+
+def launched_on(
+    world: World, folder: str | Path | None = None, environment: Mapping[str, str] = os.environ
+) -> Hardware:
+    """The hardware of a launch: a device of this machine for each of its processes, and other nodes like this one.
+
+    Args:
+        folder: The user's recipes folder, see `hardware.find`.
+
+    Raises:
+        UserError: If the GPUs of this machine differ.
+    """
+    # `accelerate launch --cpu` means the CPU, also where there are GPUs.
+    own = Path(folder) if folder else None
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    here = find("cpu", own) if on_cpu else this_machine(own)
+    if here.device.kind == "cpu":
+        # The processes share its cores.
+        here = find(f"cpux{world.local_world_size}", own)
+    count, nodes = world.local_world_size, world.num_nodes
+    sizes = f"x{count}" * (world.world_size > 1) + f"x{nodes}" * (nodes > 1)
+    return dataclasses.replace(here, name=f"{here.device.name}{sizes}", devices_per_node=count, nodes=nodes)
+
+
+def decided(loaded: Loaded, world: World, folder: str | Path | None = None) -> Loaded:
+    """The recipe with what it leaves to the plan decided for a launch. All processes come to the same answer.
+
+    Raises:
+        UserError: If nothing fits, or these processes cannot take the recipe.
+    """
+    if not loaded.recipe.undecided:
+        return loaded
+    return loaded.decided(*decide(loaded.recipe, launched_on(world, folder)))

@@ -1,0 +1,6 @@
+"""Hardware: what GPUs can do, what this machine has, and what was measured."""
+
+from toolkit.planner.hardware.lookup import find, names, this_machine
+from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Node, Rate
+
+__all__ = ["Device", "Efficiency", "Hardware", "Node", "Rate", "find", "names", "this_machine"]

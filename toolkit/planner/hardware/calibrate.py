@@ -1,0 +1,400 @@
+"""`toolkit calibrate`: measures what training reaches on this machine's devices.
+
+One process measures a device. Started with several, also on several nodes, it measures what passes between them and
+adds that to the figures of the device: `torchrun --nproc-per-node 8 -m toolkit.planner.hardware.calibrate`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+
+import toolkit
+from toolkit.common import UserError
+from toolkit.planner.hardware.calibration import Calibration, describe, load, path_of
+from toolkit.planner.hardware.detect import detect
+from toolkit.planner.hardware.specs import Hardware
+
+__all__ = ["calibrate", "describe"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FP8 = torch.float8_e4m3fn
+_ADAMW_BYTES = 28
+"""Per fp32 parameter: weight, gradient and two moments are read, weight and moments written, 4 bytes each."""
+_BACKWARD_ATTENTION = 2.5
+"""Matrix products of the backward pass for one of the forward pass: 5 to 2 (Dao 2023, FlashAttention-2, 4.1)."""
+
+Times = list[float]
+Figure = list[float]
+
+
+def calibrate(seconds: float = 60.0) -> Path:
+    """Measures, and stores the figures where plans on such devices find them.
+
+    Args:
+        seconds: About how long it may take.
+
+    Returns:
+        The stored file.
+
+    Raises:
+        UserError: If torch cannot use this machine's GPU.
+        OSError: If the figures cannot be kept; before anything is measured.
+    """
+    hardware = detect()
+    on_gpu = hardware.device.kind != "cpu"
+    if on_gpu != torch.cuda.is_available():
+        sees = "no GPU" if on_gpu else f"a {torch.cuda.get_device_name()}"
+        raise UserError(
+            f"the driver says that this machine has {hardware.device.title}, and torch sees {sees}",
+            "install a build of torch that fits the driver; `toolkit doctor` shows both",
+        )
+    path = path_of(hardware.device.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # What cannot be kept need not be measured.
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+    before = load(path).model_dump() if path.is_file() else {}
+    same = before.get("title") == hardware.device.title
+    found: dict[str, Any]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with _process_group(on_gpu) as device:
+            found = {**(before if same else {}), **_between_processes(device, seconds)}
+            leads = dist.get_rank() == 0
+    else:
+        kept: dict[str, Any] = {key: before[key] for key in ("link", "network", "processes") if same and key in before}
+        with _all_cores(hardware):
+            found = {"processes": 1, **kept, **_Bench(on_gpu, seconds).measure()}
+        leads = True
+    facts = {"device": hardware.device.name, "title": hardware.device.title, "versions": _versions()}
+    found |= facts | {"date": datetime.date.today().isoformat()}
+    if leads:
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        checked = Calibration.model_validate(found).model_dump(exclude_none=True)
+        partial.write_text(yaml.safe_dump(checked, sort_keys=False, default_flow_style=None), encoding="utf-8")
+        partial.replace(path)
+    return path
+
+
+def _versions() -> dict[str, str]:
+    versions = {"toolkit": toolkit.__version__, "torch": torch.__version__}
+    if torch.version.cuda and torch.cuda.is_available():
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+@contextmanager
+def _all_cores(hardware: Hardware) -> Iterator[None]:
+    """A launcher may have left one thread to this process; a CPU is measured as a whole."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(hardware.node.cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Bench:
+    """The measurements on one device.
+
+    Args:
+        on_gpu: Whether it is a GPU, else the CPU.
+        seconds: For all of them together.
+    """
+
+    def __init__(self, on_gpu: bool, seconds: float) -> None:
+        self.on_gpu = on_gpu
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+        self.skipped: dict[str, str] = {}
+        memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
+        # A CPU is some thousand times slower; a GPU of a few GiB takes less at once.
+        self.scale = 1 if on_gpu and memory > 12 * 2**30 else 4 if on_gpu else 16
+        self.dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
+        # Three sizes of product per dtype, three lengths of attention, and five others.
+        self.each = seconds / (3 * len(self.dtypes) + 3 + 5)
+
+    def measure(self) -> dict[str, object]:
+        """All figures of `Calibration` that one process can know, and why others are missing."""
+        found: dict[str, object] = {}
+        found["matmul"] = self._by_dtype("matmul", self.dtypes, self._products)
+        found["attention"] = self._by_dtype(
+            "attention", ["fp32" if not self.on_gpu else "bf16" if self._has_bf16() else "fp16"], self._attention
+        )
+        singles: dict[str, Callable[[], Figure]] = {
+            "bandwidth": self._bandwidth,
+            "optimizer": self._optimizer,
+            "launch_seconds": self._launches,
+        }
+        if self.on_gpu:
+            singles["pcie"] = self._copies
+        for name, work in singles.items():
+            if (figure := self._tried(name, work)) is not None:
+                found[name] = figure
+        return {**found, "skipped": self.skipped}
+
+    def _has_bf16(self) -> bool:
+        return not self.on_gpu or torch.cuda.get_device_capability() >= (8, 0)
+
+    def _by_dtype(self, name: str, dtypes: list[str], work: Callable[[str], Figure]) -> dict[str, Figure]:
+        found = {}
+        for dtype in dtypes:
+            if dtype in ("bf16", "tf32") and not self._has_bf16():
+                continue
+            if (figure := self._tried(f"{name} {dtype}", functools.partial(work, dtype))) is not None:
+                found[dtype] = figure
+        return found
+
+    def _tried(self, name: str, work: Callable[[], Figure]) -> Figure | None:
+        """Kernels and dtypes are missing on some devices, in ways that only trying shows."""
+        try:
+            return work()
+        except (RuntimeError, NotImplementedError, ValueError, ImportError, AttributeError) as error:
+            self.skipped[name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+            return None
+        finally:
+            if self.on_gpu:
+                torch.cuda.empty_cache()
+
+    def _times(self, work: Callable[[], object]) -> Times:
+        """Seconds of each repetition within the budget; at least three after two to warm up.
+
+        A GPU gets them without a pause: under the load of training it is slower than after a rest.
+        """
+        for _ in range(2):
+            work()
+        self._wait()
+        times: Times = []
+        end = time.perf_counter() + self.each
+        while len(times) < 3 or (time.perf_counter() < end and len(times) < 5000):
+            times += self._queued(work) if self.on_gpu else [_clocked(work)]
+        return times
+
+    def _queued(self, work: Callable[[], object], count: int = 10) -> Times:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        marks[-1].synchronize()
+        return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)]
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def _rates(self, works: Sequence[tuple[float, Callable[[], object]]]) -> Figure:
+        """Amount per second: of the middle one of some works, with the slowest and the fastest as the range."""
+        rates = sorted(amount / statistics.median(self._times(work)) for amount, work in works)
+        return _figure(rates[(len(rates) - 1) // 2], rates[0], rates[-1])
+
+    def _products(self, dtype: str) -> Figure:
+        """A layer's projection to four times its width, for three widths; with its gradients, but in fp8."""
+        tokens = 8192 // self.scale
+        kind = torch.float32 if dtype == "tf32" else _DTYPES.get(dtype, torch.bfloat16)
+
+        def work_of(width: int) -> tuple[float, Callable[[], object]]:
+            channels = width // self.scale * (1 if self.on_gpu else 2)
+            inputs = torch.randn(tokens, channels, device=self.device).to(kind)
+            weight = torch.randn(4 * channels, channels, device=self.device).to(kind)
+            flops = 2.0 * tokens * channels * 4 * channels
+            if dtype == "fp8":
+                return flops, self._fp8_product(inputs, weight)
+
+            def products() -> None:
+                out = inputs @ weight.T
+                out @ weight, out.T @ inputs
+
+            return 3 * flops, products
+
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        try:
+            return self._rates([work_of(width) for width in (2048, 4096, 8192)])
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+    def _fp8_product(self, left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
+        """As in training: one operand is scaled and cast each time, with one scale per tensor."""
+        largest = torch.finfo(_FP8).max
+        one = torch.ones((), device=self.device)
+        weight = right.to(_FP8).t()
+
+        def product() -> torch.Tensor:
+            scale = left.abs().amax().float() / largest
+            return torch._scaled_mm((left / scale).to(_FP8), weight, scale_a=scale, scale_b=one, out_dtype=left.dtype)
+
+        return product
+
+    def _attention(self, dtype: str) -> Figure:
+        """Causal attention over documents of three lengths, forward and backward."""
+        heads, size, tokens = 32 // min(self.scale, 8), 128, 16384 // min(self.scale, 4)
+        varlen = self.on_gpu and torch.version.cuda and self._has_bf16()
+        works = []
+        for length in (tokens // 32, tokens // 16, tokens // 4):
+            shape = (tokens, heads, size)
+            inputs = [torch.randn(shape, device=self.device).to(_DTYPES[dtype]).requires_grad_() for _ in range(3)]
+            work = self._varlen(inputs, length) if varlen else _dense(inputs, length)
+            # Two products over half of all pairs of positions, each of a multiplication and an addition.
+            forward = 2 * 2.0 * heads * size * tokens * length / 2
+            works.append((forward * (1 + _BACKWARD_ATTENTION), work))
+        return self._rates(works)
+
+    def _varlen(self, inputs: list[torch.Tensor], length: int) -> Callable[[], object]:
+        from torch.nn.attention.varlen import varlen_attn
+
+        tokens = inputs[0].shape[0]
+        bounds = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=self.device)
+        upstream = torch.randn_like(inputs[0])
+
+        def work() -> None:
+            query, key, value = inputs
+            out: Any = varlen_attn(query, key, value, bounds, bounds, length, length, window_size=(-1, 0))
+            torch.autograd.grad(out, inputs, upstream)
+
+        return work
+
+    def _bandwidth(self) -> Figure:
+        """A copy, a sum, and the gate of a feed-forward layer, in the dtype that training computes in."""
+        numbers = 2**28 // self.scale
+        kind = torch.bfloat16 if self._has_bf16() and self.on_gpu else torch.float32
+        first, second = (torch.randn(numbers, device=self.device).to(kind) for _ in range(2))
+        out = torch.empty_like(first)
+        size = numbers * first.element_size()
+        return self._rates(
+            [
+                (2.0 * size, lambda: out.copy_(first)),
+                (3.0 * size, lambda: torch.add(first, second, out=out)),
+                (5.0 * size, lambda: torch.mul(torch.sigmoid(first), second, out=out)),
+            ]
+        )
+
+    def _optimizer(self) -> Figure:
+        works = []
+        for count in (64, 16, 4):
+            size = 2**26 // self.scale // count
+            parameters = [torch.nn.Parameter(torch.randn(size, device=self.device)) for _ in range(count)]
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            works.append((float(_ADAMW_BYTES) * size * count, torch.optim.AdamW(parameters, lr=1e-5, fused=True).step))
+        return self._rates(works)
+
+    def _copies(self) -> Figure:
+        size = 2**28
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(size, dtype=torch.uint8, device=self.device)
+        to, back = (lambda: device.copy_(host, non_blocking=True), lambda: host.copy_(device, non_blocking=True))
+        return self._rates([(float(size), to), (float(size), back)])
+
+    def _launches(self) -> Figure:
+        """Seconds per operation, of operations too small to take any time themselves."""
+        small, count = torch.ones(8, device=self.device), 200
+        leaf = torch.ones(8, device=self.device, requires_grad=True)
+        norm = torch.nn.LayerNorm(8, device=self.device)
+
+        def plain() -> None:
+            for _ in range(count):
+                small.add_(1)
+
+        def graph() -> None:
+            value = leaf
+            for _ in range(count // 2):
+                value = value * 2
+            value.sum().backward()
+
+        def modules() -> None:
+            value = leaf
+            for _ in range(count // 2):
+                value = norm(value)
+            value.sum().backward()
+
+        threads = torch.get_num_threads()
+        # Nothing here is worth sharing, and to wait for another thread takes longer than all of it.
+        torch.set_num_threads(1)
+        try:
+            seconds = sorted(statistics.median(self._times(work)) / count for work in (plain, graph, modules))
+        finally:
+            torch.set_num_threads(threads)
+        return _figure(seconds[1], seconds[0], seconds[2])
+
+
+def _dense(inputs: list[torch.Tensor], length: int) -> Callable[[], object]:
+    """Attention where there is no kernel for documents of different lengths."""
+    tokens, heads, size = inputs[0].shape
+    batch = [each.view(tokens // length, length, heads, size).transpose(1, 2) for each in inputs]
+    upstream = torch.randn_like(batch[0])
+
+    def work() -> None:
+        query, key, value = batch
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, inputs, upstream, retain_graph=True)
+
+    return work
+
+
+def _clocked(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _figure(value: float, low: float, high: float) -> Figure:
+    return [float(f"{each:.4g}") for each in (value, low, high)]
+
+
+@contextmanager
+def _process_group(on_gpu: bool) -> Iterator[torch.device]:
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield torch.device("cuda" if on_gpu else "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def _between_processes(device: torch.device, seconds: float) -> dict[str, Any]:
+    """Bus bandwidth of all-reduces of three sizes: what each process sends, 2 (n - 1) / n of the data in a ring.
+
+    Source: NCCL's own tests, doc/PERFORMANCE.md. All processes repeat alike, as often as the first one says.
+    """
+    count, world = 20, dist.get_world_size()
+    rates = []
+    for mebibytes in (16, 64, 256) if device.type == "cuda" else (1, 4, 16):
+        data = torch.ones(mebibytes * 2**18, device=device)
+        times = []
+        end = torch.tensor([time.perf_counter() + seconds / 3])
+        for turn in range(count + 2):
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(data)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= 2:
+                times.append(time.perf_counter() - started)
+            going = torch.tensor([float(turn < 4 or time.perf_counter() < end.item())], device=device)
+            dist.broadcast(going, 0)
+            if not going.item():
+                break
+        rates.append(data.numel() * 4 * 2 * (world - 1) / world / statistics.median(times))
+    over = "network" if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)) else "link"
+    return {over: _figure(rates[-1], min(rates), max(rates)), "processes": world}
+
+
+if __name__ == "__main__":
+    stored = calibrate()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{describe(stored)}\nstored in {stored}")

@@ -1,0 +1,292 @@
+"""Reads the catalogue of devices, and the user's own, into what a plan computes with."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator, Field, ValidationError
+
+from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Kind, Node, Rate
+from toolkit.recipe import Problem, RecipeError, Section, did_you_mean
+
+USER_FILE = "_hardware.yaml"
+"""In a recipes folder; the underscore keeps it out of the list of recipes."""
+_SHIPPED = Path(__file__).with_name("catalogue.yaml")
+_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
+_GIB, _GB, _TERA = 2**30, 1e9, 1e12
+
+
+def _in_order(rate: list[float]) -> list[float]:
+    value, low, high = rate
+    if not low <= value <= high:
+        raise ValueError("value, low, high, in which the value lies between the others")
+    return rate
+
+
+def _with_fp32(peaks: dict[Dtype, float]) -> dict[Dtype, float]:
+    if "fp32" not in peaks:
+        raise ValueError("fp32 among them, at whose peak runs what has none of its own")
+    return peaks
+
+
+Positive = Annotated[float, Field(gt=0)]
+Range = Annotated[list[Positive], Field(min_length=3, max_length=3), AfterValidator(_in_order)]
+
+
+class Rates(Section):
+    """Shares of the peaks as `[value, low, high]`, and the seconds of a launch."""
+
+    matmul: Range
+    """Large matrix products in bf16 or fp16."""
+    attention: Range
+    """Fused attention, forward and backward."""
+    bandwidth: Range
+    """Element-wise operations."""
+    optimizer: Range
+    """A fused optimizer step, of the memory's bandwidth."""
+    link: Range
+    """Collectives in a node."""
+    pcie: Range
+    """Copies to and from pinned host memory."""
+    network: Range
+    """Collectives between nodes."""
+    launch_seconds: Range
+    """Python and dispatch of one operation."""
+    fp8: Range | None = None
+    """Matrix products in fp8 with their casts, where that differs from `matmul`."""
+
+
+class NodeEntry(Section):
+    """A usual machine for a device."""
+
+    devices: Annotated[int, Field(gt=0)]
+    """Devices in one."""
+    ram_gib: Positive
+    """Host RAM."""
+    cores: Annotated[int, Field(gt=0)]
+    """Physical cores."""
+    network_gbit_s: Positive
+    """To other nodes, all adapters together."""
+    nvme_gb_s: Positive
+    """Local drives together."""
+    nvme_tb: Positive | None = None
+    """Their size."""
+    source: str = ""
+    """Where the figures come from."""
+
+
+class DeviceEntry(Section):
+    """A device. With `like` only what differs needs to be given."""
+
+    title: str
+    """For people."""
+    kind: Kind = "cuda"
+    """cuda, rocm or cpu."""
+    reported: list[str] = Field(default_factory=list)
+    """Names that the driver reports."""
+    memory_gib: Positive
+    """What torch reports as total."""
+    tflops: Annotated[dict[Dtype, Positive], AfterValidator(_with_fp32)]
+    """Dense peaks that accumulate in fp32; that of fp32 must be there."""
+    bandwidth_gb_s: Positive
+    """Of its memory."""
+    link_gb_s: Positive | None = None
+    """NVLink or xGMI, one direction."""
+    pcie_gb_s: Positive
+    """To the host, one direction."""
+    capability: str | None = None
+    """CUDA's."""
+    efficiency: Rates
+    """What is reached."""
+    measured: list[str] = Field(default_factory=list)
+    """Which efficiencies were measured."""
+    sources: list[str] = Field(default_factory=list)
+    """Where the peaks come from."""
+    node: NodeEntry
+    """A usual machine."""
+
+    def device(self, name: str) -> Device:
+        """In bytes and seconds."""
+
+        def rate(key: str) -> Rate:
+            value, low, high = getattr(self.efficiency, key)
+            return Rate(value, low, high, key in self.measured)
+
+        return Device(
+            name=name,
+            title=self.title,
+            kind=self.kind,
+            memory=int(self.memory_gib * _GIB),
+            flops={dtype: peak * _TERA for dtype, peak in self.tflops.items()},
+            bandwidth=self.bandwidth_gb_s * _GB,
+            link=self.link_gb_s * _GB if self.link_gb_s else None,
+            pcie=self.pcie_gb_s * _GB,
+            capability=self.capability,
+            sources=tuple(self.sources),
+            efficiency=Efficiency(
+                **{key: rate(key) for key in Rates.model_fields if key != "fp8"},
+                dtypes={"fp8": rate("fp8")} if self.efficiency.fp8 else {},
+            ),
+        )
+
+    def machine(self, devices: int) -> Node:
+        """A node's part that comes with some of its devices: one of eight is rented with an eighth of the host."""
+        share = min(1.0, devices / self.node.devices)
+        return Node(
+            ram=int(self.node.ram_gib * _GIB * share),
+            cores=max(1, int(self.node.cores * share)),
+            network=self.node.network_gbit_s * _GB / 8 * share,
+            nvme=self.node.nvme_gb_s * _GB * share,
+            nvme_bytes=int(self.node.nvme_tb * 1e12 * share) if self.node.nvme_tb else None,
+        )
+
+
+@functools.cache
+def shipped() -> dict[str, DeviceEntry]:
+    """The catalogue by name."""
+    return _entries(_document()["devices"], {}, _SHIPPED.name)
+
+
+@functools.cache
+def _document() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(_SHIPPED.read_text(encoding="utf-8"))
+    return document
+
+
+def estimated() -> tuple[Rates, NodeEntry]:
+    """What is assumed of a device and a machine that nothing is known about."""
+    document = _document()
+    return Rates.model_validate(document["estimates"]["generic"]), NodeEntry.model_validate(document["node"])
+
+
+def known(folder: Path | None) -> dict[str, DeviceEntry]:
+    """The catalogue and the user's devices, which win.
+
+    Args:
+        folder: The user's recipes folder; its `_hardware.yaml` is read if there is one.
+
+    Raises:
+        RecipeError: With every problem of that file.
+    """
+    file = (folder or Path("recipes")) / USER_FILE
+    return shipped() | (_own(file) if file.is_file() else {})
+
+
+def _own(file: Path) -> dict[str, DeviceEntry]:
+    hint = "write `devices:` and below it a name with `like: h100` and what differs"
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
+        content = yaml.safe_load(text) or {}
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        what = f"is not valid YAML: {getattr(error, 'problem', None) or error}"
+        raise RecipeError("", [Problem(USER_FILE, what, where, hint=hint)]) from error
+    if not isinstance(content, dict) or set(content) - {"devices"} or not isinstance(content.get("devices", {}), dict):
+        raise RecipeError("", [Problem(USER_FILE, "holds something else than devices", str(file), "", "devices", hint)])
+    return _entries(content.get("devices") or {}, lines, str(file))
+
+
+def _lines(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted key to line."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        below = f"{path}.{key.value}" if path else str(key.value)
+        yield below, key.start_mark.line + 1
+        yield from _lines(value, below)
+
+
+def _entries(raw: Mapping[str, Any], lines: Mapping[str, int], file: str) -> dict[str, DeviceEntry]:
+    found: dict[str, DeviceEntry] = {}
+    problems: list[Problem] = []
+    for name, own in raw.items():
+        place = _Place(file, f"devices.{name}", lines)
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "cpu":
+            allowed = "small letters, digits, _ - and . ; not cpu, which is this machine"
+            problems.append(place.problem("", "is not a device's name", str(name), allowed))
+            continue
+        if not isinstance(own, dict):
+            problems.append(place.problem("", "must be a mapping of keys", hint="start with `like: h100`"))
+            continue
+        try:
+            found[name] = DeviceEntry.model_validate(_extended(name, raw, (), place))
+        except RecipeError as error:
+            problems += error.problems
+        except ValidationError as error:
+            problems += [place.translated(finding) for finding in error.errors()]
+    if problems:
+        raise RecipeError("", problems)
+    return found
+
+
+@dataclass
+class _Place:
+    """An entry of a file, for messages."""
+
+    file: str
+    path: str
+    lines: Mapping[str, int]
+
+    def problem(self, key: str, what: str, given: str = "", allowed: str = "", hint: str = "") -> Problem:
+        path = f"{self.path}.{key}" if key else self.path
+        at = path
+        while at and at not in self.lines:
+            at = at.rpartition(".")[0]
+        where = f"{self.file}:{self.lines[at]}" if at else self.file
+        return Problem(path, what, where, given, allowed, hint)
+
+    def translated(self, finding: Any) -> Problem:
+        location = [str(part) for part in finding["loc"] if part != "[key]"]
+        key = ".".join(location)
+        if finding["type"] == "extra_forbidden":
+            allowed = _keys(location[:-1])
+            close = did_you_mean(location[-1], allowed)
+            hint = f"did you mean `{close}`?" if close else ""
+            return self.problem(key, "unknown key", str(finding["input"]), ", ".join(allowed), hint)
+        if finding["type"] == "missing":
+            return self.problem(key, "is required", hint=f"set {location[-1]}, or `like: NAME` of a known device")
+        return self.problem(key, "is not valid", str(finding["input"]), finding["msg"].removeprefix("Value error, "))
+
+
+def _keys(location: list[str]) -> list[str]:
+    kinds: dict[str, type[Section]] = {"efficiency": Rates, "node": NodeEntry}
+    if location:
+        return list(kinds[location[0]].model_fields) if location[0] in kinds else []
+    return ["like", *DeviceEntry.model_fields]
+
+
+def _extended(name: str, raw: Mapping[str, Any], around: tuple[str, ...], place: _Place) -> dict[str, Any]:
+    """An entry over the one that it is like; `efficiency` and `node` are joined, all else is replaced."""
+    own = dict(raw[name])
+    parent = own.pop("like", None)
+    if parent is None:
+        # What almost nobody knows about a new device.
+        return _joined({"efficiency": _document()["estimates"]["generic"], "node": _document()["node"]}, own)
+    devices = _document()["devices"]
+    if parent in raw and parent not in (*around, name):
+        base = _extended(parent, raw, (*around, name), place)
+    elif parent in devices and raw is not devices and parent not in around:
+        base = _extended(parent, devices, (), place)
+    else:
+        candidates = list(dict.fromkeys([*(other for other in raw if other != name), *devices]))
+        close = did_you_mean(str(parent), candidates)
+        what = "leads back to itself" if parent in raw else "there is no such device"
+        hint = f"did you mean `{close}`?" if close and parent not in raw else ""
+        raise RecipeError("", [place.problem("like", what, str(parent), ", ".join(candidates), hint)])
+    # What was measured on another device, or names it to its driver, says nothing about this one.
+    dropped = () if parent == name else ("reported", "measured")
+    return _joined({key: value for key, value in base.items() if key not in dropped}, own)
+
+
+def _joined(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    both = {**base, **own}
+    for key in ("efficiency", "node"):
+        if isinstance(base.get(key), dict) and isinstance(own.get(key), dict):
+            both[key] = {**base[key], **own[key]}
+    return both

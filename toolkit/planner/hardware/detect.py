@@ -1,0 +1,185 @@
+"""What this machine has, asked without torch: NVIDIA's NVML or nvidia-smi, AMD's sysfs, else the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit.common import UserError
+from toolkit.planner.hardware import nvidia
+from toolkit.planner.hardware.catalogue import DeviceEntry, Rates, estimated, known
+from toolkit.planner.hardware.nvidia import Found
+from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
+
+# Operations per cycle of one core: two fused multiply-adds per vector.
+_PER_CYCLE = {"avx512f": 64, "avx2": 32, "asimd": 16}
+_CORE_BANDWIDTH, _HOST_BANDWIDTH = 20e9, 100e9
+_GIB = 2**30
+
+
+def detect(folder: Path | None = None) -> Hardware:
+    """The devices that a run on this machine would use, before any calibration.
+
+    Args:
+        folder: The user's recipes folder, whose devices are known too.
+
+    Raises:
+        UserError: If the GPUs differ.
+    """
+    kind: Kind = "cuda"
+    found = nvidia.visible(os.environ)
+    if not found:
+        kind, found = "rocm", amd(os.environ)
+    if not found:
+        return cpu(1)
+    kinds = sorted({gpu.name for gpu in found})
+    if len(kinds) > 1:
+        raise UserError(
+            f"this machine has different GPUs: {', '.join(kinds)}",
+            "choose alike ones with CUDA_VISIBLE_DEVICES=0,1,…, or name the hardware: hardware=NAMExCOUNT",
+        )
+    smallest = min(found, key=lambda gpu: gpu.memory)
+    device = _known(smallest, known(folder)) or _unknown(smallest, kind)
+    name = device.name + (f"x{len(found)}" if len(found) > 1 else "")
+    return Hardware(name, device, host(), len(found))
+
+
+def _known(gpu: Found, entries: Mapping[str, DeviceEntry]) -> Device | None:
+    names = {reported: name for name, entry in entries.items() for reported in entry.reported}
+    if gpu.name not in names:
+        return None
+    name = names[gpu.name]
+    device = entries[name].device(name)
+    # The driver's count without its own reserve is torch's; where it could not tell the reserve, the catalogue knows.
+    nearly = not gpu.exact and gpu.memory <= device.memory * 1.03
+    return dataclasses.replace(device, memory=min(gpu.memory, device.memory) if nearly else gpu.memory)
+
+
+def _unknown(gpu: Found, kind: Kind) -> Device:
+    """A GPU that the catalogue lacks: guesses by its generation, with a wide range."""
+    rates, _ = estimated()
+    major = int((gpu.capability or "8.0").split(".")[0])
+    tflops = {"fp16": 60.0, "fp32": 15.0}
+    if major >= 8 or kind == "rocm":
+        tflops |= {"bf16": 60.0, "tf32": 30.0}
+    return Device(
+        name=re.sub(r"[^a-z0-9]+", "_", gpu.name.lower()).strip("_"),
+        title=f"{gpu.name} (not in the catalogue: speeds are guesses)",
+        kind=kind,
+        memory=gpu.memory,
+        flops={dtype: peak * 1e12 for dtype, peak in tflops.items()},
+        bandwidth=500e9,
+        link=None,
+        pcie=15.75e9,
+        capability=gpu.capability,
+        sources=(),
+        efficiency=_guessed(rates),
+    )
+
+
+def _guessed(rates: Rates) -> Efficiency:
+    """The generic shares with a range as wide as the guess of the peaks."""
+    width = 3
+    keys = [key for key in Rates.model_fields if key != "fp8"]
+    values: dict[str, Any] = {key: getattr(rates, key) for key in keys}
+    wide: dict[str, Any] = {key: Rate(value, low / width, high * width) for key, (value, low, high) in values.items()}
+    return Efficiency(**wide)
+
+
+def amd(environment: Mapping[str, str], root: Path = Path("/sys")) -> list[Found]:
+    """AMD's GPUs from sysfs; named by PCI vendor and device, as no product name is sure to be there."""
+    found = []
+    for folder in sorted((root / "class" / "drm").glob("card[0-9]*"), key=lambda each: (len(each.name), each.name)):
+        memory, vendor, identity = (
+            _text(folder / "device" / key) for key in ("mem_info_vram_total", "vendor", "device")
+        )
+        if vendor == "0x1002" and memory:
+            found.append(Found(f"1002:{identity.removeprefix('0x')}", int(memory), "", None, exact=True))
+    keys = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    return nvidia.chosen(found, next((environment[key] for key in keys if key in environment), None))
+
+
+def cpu(processes: int) -> Hardware:
+    """Processes on this machine's CPU, which share its cores and its RAM."""
+    node, flags = host(), _cpu_flags()
+    per_cycle = next((value for flag, value in _PER_CYCLE.items() if flag in flags), 8)
+    fp32 = node.cores * per_cycle * _clock() / processes
+    # AMX multiplies tiles, 16 times as much as AVX-512 does in fp32; without either, bf16 is converted first.
+    bf16 = fp32 * (16 if "amx_bf16" in flags else 2 if "avx512_bf16" in flags else 0.5)
+    bandwidth = min(node.cores * _CORE_BANDWIDTH, _HOST_BANDWIDTH) / processes
+    wide: dict[str, Any] = {
+        "matmul": Rate(0.5, 0.2, 0.9),
+        "attention": Rate(0.2, 0.05, 0.5),
+        "bandwidth": Rate(0.6, 0.2, 1.5),
+        "optimizer": Rate(0.5, 0.2, 1.5),
+        "link": Rate(0.5, 0.1, 1.0),
+        "pcie": Rate(0.5, 0.1, 1.0),
+        "network": Rate(0.5, 0.1, 1.0),
+        "launch_seconds": Rate(1e-5, 4e-6, 3e-5),
+    }
+    device = Device(
+        name="cpu",
+        title=f"{_cpu_title()}, {node.cores} core{'s' if node.cores > 1 else ''}",
+        kind="cpu",
+        memory=node.ram,
+        flops={"fp32": fp32, "bf16": bf16, "fp16": fp32 * 0.5},
+        bandwidth=bandwidth,
+        link=bandwidth,
+        pcie=bandwidth,
+        capability=None,
+        sources=("/proc/cpuinfo: cores, clock and vector units",),
+        efficiency=Efficiency(**wide),
+    )
+    return Hardware(f"cpux{processes}" if processes > 1 else "cpu", device, node, processes)
+
+
+def host() -> Node:
+    """This machine around its devices; network and drives are guessed, their size is not known."""
+    _, usual = estimated()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = min(psutil.cpu_count(logical=False) or cores, cores)
+    return Node(ram(), physical, usual.network_gbit_s * 1e9 / 8, usual.nvme_gb_s * 1e9, None)
+
+
+def ram(root: Path = Path("/")) -> int:
+    """Bytes of RAM that a process here may use: the machine's, or its container's limit."""
+    limits = [root / "sys/fs/cgroup/memory.max", root / "sys/fs/cgroup/memory/memory.limit_in_bytes"]
+    given = [int(text) for text in map(_text, limits) if text.isdigit()]
+    return min([psutil.virtual_memory().total, *given])
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _cpuinfo(keys: Iterable[str]) -> str:
+    wanted = tuple(keys)
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in wanted:
+            return value.strip()
+    return ""
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpuinfo(("flags", "Features")).split())
+
+
+def _cpu_title() -> str:
+    return _cpuinfo(("model name", "Model")) or platform.processor() or platform.machine()
+
+
+def _clock() -> float:
+    """Hertz; a guess where the system does not say."""
+    text = _cpuinfo(("cpu MHz",))
+    return float(text) * 1e6 if text else 2.5e9

@@ -1,0 +1,101 @@
+"""`hardware=h200x8x4`: from words to a machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from toolkit.common import UserError
+from toolkit.planner.hardware import calibration
+from toolkit.planner.hardware.catalogue import DeviceEntry, known
+from toolkit.planner.hardware.detect import cpu, detect
+from toolkit.planner.hardware.specs import Hardware
+from toolkit.recipe import did_you_mean, recipe_folders
+
+_FORM = "NAME, NAMExDEVICES or NAMExDEVICESxNODES, such as h200, h200x8, h200x8x4"
+
+
+def find(text: str, folder: Path | None = None) -> Hardware:
+    """Hardware by its words: a device, how many of them in each node, and how many nodes.
+
+    Figures measured on such a device (`toolkit calibrate`) take the place of estimates.
+
+    Args:
+        text: `h200`, `h200x8`, `h200x8x4`; `cpu` and `cpux2` mean processes on this machine.
+        folder: The user's recipes folder, whose `_hardware.yaml` may name more devices.
+
+    Raises:
+        UserError: If there is no such device, with the nearest name, or a node does not hold so many.
+        RecipeError: If `_hardware.yaml` is wrong.
+    """
+    entries = known(_own_folder(folder))
+    wanted = text.strip().lower()
+    name, devices, nodes = _parts(wanted, [*entries, "cpu"]) or _not_found(wanted, entries)
+    if devices < 1 or nodes < 1:
+        raise UserError(f"hardware={text}: there must be one device and one node at least", f"write {_FORM}")
+    if name == "cpu":
+        if nodes > 1:
+            raise UserError(f"hardware={text}: cpu means this machine, which is one node", f"write cpux{devices}")
+        return _with_calibration(cpu(devices))
+    entry = entries[name]
+    if devices > entry.node.devices:
+        usual = entry.node.devices
+        better = f"write {name}x{usual}x{-(-devices // usual)}, or give {name} larger nodes in _hardware.yaml"
+        raise UserError(f"hardware={text}: a node holds {usual} {entry.title}, not {devices}", better)
+    whole = name + (f"x{devices}" if devices > 1 or nodes > 1 else "") + (f"x{nodes}" if nodes > 1 else "")
+    return _with_calibration(Hardware(whole, entry.device(name), entry.machine(devices), devices, nodes))
+
+
+def this_machine(folder: Path | None = None) -> Hardware:
+    """What a run here would use, with the figures that were measured on it.
+
+    Raises:
+        UserError: If this machine's GPUs differ.
+    """
+    return _with_calibration(detect(_own_folder(folder)))
+
+
+def names(folder: Path | None = None) -> dict[str, str]:
+    """Name and title of every device that can be asked for, the user's too."""
+    return {name: entry.title for name, entry in known(_own_folder(folder)).items()}
+
+
+def _own_folder(folder: Path | None) -> Path:
+    return recipe_folders(folder)[0]
+
+
+def _with_calibration(hardware: Hardware) -> Hardware:
+    found = calibration.stored(hardware.device)
+    if found is None:
+        return hardware
+    device, node = calibration.calibrated(hardware.device, hardware.node, found)
+    return Hardware(hardware.name, device, node, hardware.devices_per_node, hardware.nodes)
+
+
+def _parts(text: str, known_names: list[str]) -> tuple[str, int, int] | None:
+    """Device, devices per node and nodes; the longest name counts, as names may end in digits or an x."""
+    for name in sorted(known_names, key=len, reverse=True):
+        match = re.fullmatch(rf"{re.escape(name)}(?:x(\d+))?(?:x(\d+))?", text)
+        if match:
+            return name, int(match[1] or 1), int(match[2] or 1)
+    return None
+
+
+def _not_found(text: str, entries: dict[str, DeviceEntry]) -> tuple[str, int, int]:
+    turned = re.fullmatch(r"(\d+)\s*x?\s*([a-z].*)", text)
+    if turned and _parts(f"{turned[2]}x{turned[1]}", [*entries, "cpu"]):
+        raise UserError(f"hardware={text}: the number comes last", f"write {turned[2]}x{turned[1]}")
+    word = re.sub(r"(x\d+)*$", "", text)
+    spelled = re.sub(r"[^a-z0-9]+", "_", word).strip("_")
+    # `a100-80gb` is an a100, though `a100_40gb` is spelled more alike.
+    alike = (spelled, spelled.partition("_")[0], did_you_mean(word, entries))
+    held = (name for name in entries if word and (word in name or name in word))
+    close = next((name for name in (*alike, *held) if name in entries), "")
+    if close:
+        counts = "".join(re.findall(r"x\d+", text[len(word) :])[:2])
+        raise UserError(f"hardware={text}: there is no such device", f"did you mean `{close}{counts}`?")
+    listed = ", ".join([*entries, "cpu"])
+    raise UserError(
+        f"hardware={text}: there is no such device",
+        f"write {_FORM}; known are {listed}; docs/hardware.md says how to add one",
+    )

@@ -1,0 +1,123 @@
+"""What an engine holds on a device beside its share of the states; here without one, and for DDP."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from toolkit.distributed import BatchLayout, Dtypes
+from toolkit.planner.memory.states import WIDTH, Division, parameter_width, stored_bytes
+from toolkit.planner.trace.types import Amount, Moment, Shape, Tensors, Trace
+from toolkit.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device.
+
+    Args:
+        gradients: Of parameters, whole or divided.
+        engine: Everything else.
+    """
+
+    gradients: float = 0.0
+    engine: float = 0.0
+
+
+class Engine:
+    """One process, or DistributedDataParallel. The base of the others.
+
+    Args:
+        recipe: Resolved.
+        types: Its dtypes.
+        layout: How the batch is divided.
+        trace: Of the recipe's model.
+        over: Over how many ranks states are divided.
+        on_cpu: Whether gloo reduces and tensors are freed at once.
+    """
+
+    def __init__(
+        self, recipe: Recipe, types: Dtypes, layout: BatchLayout, trace: Trace, over: Division, on_cpu: bool
+    ) -> None:
+        self.recipe, self.types, self.layout, self.trace, self.over = recipe, types, layout, trace, over
+        self.strategy, self.on_cpu = recipe.strategy, on_cpu
+        self.shape = Shape(trace.layers, layout.micro_batch_size, layout.seq_len)
+        self.accumulates = layout.gradient_accumulation_steps > 1
+        self.trained = trace.elements(trained=True)
+        self.local, self.reduce = WIDTH[types.local], WIDTH[types.reduce]
+
+    def standing(self) -> Held:
+        """What is there all the time."""
+        if self.layout.world_size == 1:
+            return Held()
+        # torch/csrc/distributed/c10d/reducer.cpp: buckets for all gradients; accelerate leaves them no views of these.
+        return Held(engine=self.trained * self.local)
+
+    def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
+        """What comes on top at a moment of a forward or backward pass, and what is left of the moment then.
+
+        Without accumulation there are no moments with gradients from before.
+        """
+        if self.accumulates or not moment.accumulating:
+            earlier = self.trained * self.local if moment.accumulating else 0
+            yield moment, Held(earlier + moment.gradients.at(self.shape))
+
+    def stepping(self) -> Held:
+        """What comes on top while gradients are clipped and the optimizer updates."""
+        return Held(self.trained * self.local)
+
+    def evaluating(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
+        """What comes on top at a moment of an evaluation."""
+        yield moment, Held()
+
+    def loading(self) -> float:
+        """What comes on top while states are put in place."""
+        return 0.0
+
+    def layer(self, trained: bool | None = None) -> float:
+        """Elements of a layer."""
+        return self.trace.elements(trained=trained, place="layer") / max(1, self.trace.layers)
+
+    def outside(self, *places: str, trained: bool | None = None) -> float:
+        """Elements outside the layers, or in some places there."""
+        return sum(
+            each.numel * each.count
+            for each in self.trace.tensors
+            if each.place != "layer"
+            and (not places or each.place in places)
+            and (trained is None or each.trained == trained)
+        )
+
+    def largest(self, trained: bool = True) -> int:
+        """Elements of the largest parameter."""
+        return max((each.numel for each in self.trace.tensors if each.trained or not trained), default=0)
+
+    def stored(self, tensors: Tensors, width: int | None = None) -> float:
+        """Bytes of one whole parameter."""
+        width = parameter_width(tensors, self.types) if width is None else width
+        return stored_bytes(tensors, width, self.recipe.method.double_quantization)
+
+    def layers_done(self, moment: Moment) -> int:
+        """Layers whose backward pass is over."""
+        before = {"head": 0, "last_layer": 0, "first_layer": self.trace.layers - 1, "embeddings": self.trace.layers}
+        return before[moment.place] if moment.phase == "backward" else 0
+
+    def kept(self, moment: Moment, layers: float) -> Moment:
+        """Between two layers: what that many layers keep for the backward pass, and no layer's temporary tensors."""
+        # At the end of the forward pass all layers do, and what grows with their number is what each keeps.
+        ends = [each.activations for each in self.trace.moments if each.place == "head" and each.phase != "evaluation"]
+        fullest = max(ends, key=lambda each: each.at(self.shape), default=Amount())
+        activations = Amount(tuple(layers * value for value in fullest.per_layer))
+        return dataclasses.replace(moment, activations=activations, casts=Amount(), logits=Amount())
+
+
+def fewer(moment: Moment, layers: float) -> Moment:
+    """The same moment of a model with fewer layers: that many are done since, and keep nothing any more."""
+
+    def less(amount: Amount) -> Amount:
+        pairs = itertools.zip_longest(amount.fixed, amount.per_layer, fillvalue=0.0)
+        return Amount(tuple(fixed - layers * each for fixed, each in pairs), amount.per_layer)
+
+    return dataclasses.replace(moment, activations=less(moment.activations), casts=less(moment.casts))

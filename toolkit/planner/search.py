@@ -1,0 +1,323 @@
+"""The settings in which a recipe trains the same with other speed and memory, and the best of them.
+
+The global batch, the method, the precision and the optimizer stay as they are; the strategy, activation checkpointing
+and the micro-batch vary. Nothing here computes bytes or seconds: every setting is judged by its plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.distributed import World, batch_layout, check_launch
+from toolkit.distributed.layout import MICRO_BATCH_TOKENS
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.plan import Plan
+from toolkit.recipe import Recipe
+from toolkit.recipe.errors import as_text
+from toolkit.recipe.rules import check
+from toolkit.recipe.rules.strategy import foreign_keys
+
+Estimate = Callable[[Recipe, Hardware], Plan | None]
+"""The plan of a recipe on some hardware, without advice; None where it is not known at once."""
+Changes = dict[str, Any]
+"""Dotted key to value."""
+
+TIE = 0.03
+"""Two plans whose times differ by less than this share are taken to be equally fast."""
+_RECOMPUTING = 0.1
+"""The share of a step that recomputing takes at least: half of the layers are a sixth of a step."""
+_SHARDED = ("zero1", "zero2", "fsdp", "zero3")
+_NOT_OFFLOADED: Changes = {
+    "strategy.offload_optimizer": "none",
+    "strategy.offload_param": "none",
+    "strategy.nvme_path": None,
+    "strategy.pin_memory": True,
+}
+_OFFLOADED: tuple[Changes, ...] = (
+    {"strategy.name": "zero2", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "none"},
+    {"strategy.name": "fsdp", "strategy.offload_optimizer": "none", "strategy.offload_param": "cpu"},
+    {"strategy.name": "zero3", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "none"},
+    {"strategy.name": "zero3", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "cpu"},
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting and its plan.
+
+    Args:
+        changes: What differs from the recipe that was asked for.
+        rank: Place in the order from simple to involved; decides between equals.
+    """
+
+    changes: Changes
+    recipe: Recipe
+    plan: Plan
+    rank: tuple[int, int] = (0, 0)
+
+    @property
+    def fits(self) -> str:
+        """`yes`, `tight` or `no`."""
+        return self.plan.fit.answer
+
+    @property
+    def seconds(self) -> float:
+        """Of one optimizer step."""
+        return self.plan.work.step_seconds.value
+
+    @property
+    def cost(self) -> float:
+        """Device-seconds per token."""
+        return self.seconds * self.plan.devices / self.plan.work.tokens_per_step
+
+    @property
+    def total(self) -> int:
+        """Bytes of device memory on the fullest rank."""
+        return int(max(memory.total.value for memory in self.plan.memory))
+
+    @property
+    def need(self) -> str:
+        """What is needed of what is scarcest, as text."""
+        fit = self.plan.fit
+        return f"{fit.needed / 2**30:.1f} of {fit.available / 2**30:.1f} GiB of {fit.where}"
+
+
+def at(recipe: Recipe, path: str) -> Any:
+    """The value at a dotted key."""
+    return functools.reduce(getattr, path.split("."), recipe)
+
+
+def as_arguments(changes: Changes) -> str:
+    """Changes as one types them: `strategy.name=zero2 batch.micro_batch_size=4`."""
+    return " ".join(f"{path}={as_text(value)}" for path, value in changes.items())
+
+
+def strategies(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
+    """Strategies for these devices, the simple ones first.
+
+    Args:
+        offload: Those that hold something in host memory, or those that do not. Stages of sharding without offloading
+            are the same on a single device, so it is given the first alone.
+    """
+    if hardware.device.kind == "cpu":
+        # Accelerate offers its engines on GPUs only.
+        names: Iterable[str] = ("ddp",) if not offload else ()
+    else:
+        names = ("ddp", *_SHARDED[: 4 * (hardware.devices > 1)]) if not offload else ()
+    if recipe.strategy.name == "single" and hardware.devices == 1:
+        names = ["single" if name == "ddp" else name for name in names]
+    found = [{"strategy.name": name, **_NOT_OFFLOADED} for name in names]
+    if hardware.nodes > 1 and found[1:]:
+        found.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_NOT_OFFLOADED})
+    if offload and hardware.device.kind != "cpu":
+        found += [{"strategy.nvme_path": None, **changes} for changes in _OFFLOADED]
+        if path := recipe.strategy.nvme_path:
+            nvme = {"strategy.name": "zero3", "strategy.offload_optimizer": "nvme", "strategy.nvme_path": path}
+            found += [{**nvme, "strategy.offload_param": place} for place in ("none", "cpu", "nvme")]
+    return found
+
+
+def micro_batches(recipe: Recipe, devices: int) -> list[Changes]:
+    """Sizes of a micro-batch that divide the global batch and are not larger than what keeps a device busy."""
+    share = max(1, recipe.batch.sequences_per_step // devices)
+    most = max(1, MICRO_BATCH_TOKENS // recipe.batch.seq_len)
+    sizes = {size for size in range(1, min(share, most) + 1) if share % size == 0}
+    if isinstance(asked := recipe.batch.micro_batch_size, int):
+        sizes.add(asked)
+    return [{"batch.micro_batch_size": size} for size in sorted(sizes)]
+
+
+def recomputations(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
+    """Activation checkpointing, from none to all; with `offload` the kind that needs host memory and a GPU.
+
+    `every_n_layers` stands where the recipe states one.
+    """
+    every = recipe.activation_checkpointing.every_n_layers
+    asked = recipe.activation_checkpointing.mode
+    if offload:
+        pairs = [("offload", every)] if hardware.device.kind != "cpu" else []
+    elif asked == "auto" and every > 1:
+        pairs = [("full", every)]
+    else:
+        some = [("full", number) for number in sorted({2, every} - {1}, reverse=True)]
+        pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
+    keys = ("activation_checkpointing.mode", "activation_checkpointing.every_n_layers")
+    return [dict(zip(keys, pair, strict=True)) for pair in pairs]
+
+
+def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collection[str]) -> list[Candidate]:
+    """Plans of the settings in which some keys are free; offloading is tried where nothing else fits.
+
+    Args:
+        free: Of `strategy.name` (with offloading), `activation_checkpointing.mode` and `batch.micro_batch_size`. Where
+            the recipe leaves the strategy to the plan, its other keys of that section stand; where it names one, they
+            go with it.
+
+    Raises:
+        UserError: See `search`.
+    """
+
+    def places(offload: bool) -> list[Changes]:
+        if "strategy.name" not in free:
+            return [{}]
+        found = strategies(recipe, hardware, offload)
+        if recipe.strategy.name == "auto":
+            return [changes for changes in found if _agrees(recipe, changes)]
+        return _after_asked([_with_defaults(recipe, changes) for changes in found], recipe)
+
+    def modes(offload: bool) -> list[Changes]:
+        if "activation_checkpointing.mode" not in free:
+            return [{}]
+        return recomputations(recipe, hardware, offload)
+
+    sizes = micro_batches(recipe, hardware.devices) if "batch.micro_batch_size" in free else [{}]
+    found = search(recipe, hardware, estimate, places(False), modes(False), sizes)
+    if not any(each.fits == "yes" for each in found):
+        if "activation_checkpointing.mode" in free:
+            found += search(recipe, hardware, estimate, places(False), modes(True), sizes)
+        if "strategy.name" in free:
+            found += search(recipe, hardware, estimate, places(True), [*modes(False), *modes(True)], sizes)
+    return found
+
+
+def _agrees(recipe: Recipe, changes: Changes) -> bool:
+    """Whether a strategy leaves alone what the recipe says about strategies."""
+    section = type(recipe.strategy).model_fields
+    return all(
+        value == at(recipe, path) or at(recipe, path) == section[path.partition(".")[2]].default
+        for path, value in changes.items()
+        if path != "strategy.name"
+    )
+
+
+def _with_defaults(recipe: Recipe, changes: Changes) -> Changes:
+    """The changes, and those that put keys back to their defaults which the new strategy would ignore."""
+    section = type(recipe.strategy).model_fields
+    foreign = foreign_keys(recipe.with_values(changes))
+    return changes | {f"strategy.{key}": section[key].default for key in foreign}
+
+
+def _after_asked(changes: Iterable[Changes], recipe: Recipe) -> list[Changes]:
+    """What the recipe asks for, then what differs from it."""
+    return [{}, *(each for each in changes if any(at(recipe, path) != value for path, value in each.items()))]
+
+
+def differences(recipe: Recipe, changes: Changes, devices: int) -> Changes:
+    """Those changes that change something; a micro-batch that would have been taken anyway does not."""
+    found = {path: value for path, value in changes.items() if at(recipe, path) != value}
+    if recipe.batch.micro_batch_size is None and "batch.micro_batch_size" in found:
+        taken = batch_layout(recipe, devices).micro_batch_size
+        found = {path: value for path, value in found.items() if (path, value) != ("batch.micro_batch_size", taken)}
+    return found
+
+
+def search(
+    recipe: Recipe,
+    hardware: Hardware,
+    estimate: Estimate,
+    strategies: Sequence[Changes],
+    modes: Sequence[Changes],
+    sizes: Sequence[Changes],
+) -> list[Candidate]:
+    """Plans of all combinations that the rules allow and that could be the best.
+
+    A larger micro-batch needs more memory and is never slower, so of each combination the largest that fits is looked
+    for. What a strategy would take without recomputing, in the largest micro-batch, be there room or not, is the least
+    that it takes with recomputing; where that is no gain, it is not tried.
+
+    Args:
+        modes: From the least to the most that is recomputed.
+        sizes: From the smallest to the largest.
+
+    Raises:
+        UserError: If these devices can take none of the combinations, with the reason for the first.
+    """
+    if not modes:
+        return []
+    world = World(0, 0, hardware.devices, hardware.devices_per_node)
+    found: list[Candidate] = []
+    refused: list[UserError] = []
+    least_seconds: dict[int, float] = {}
+
+    def look(place: int, level: int) -> None:
+        changes = {**strategies[place], **modes[level]}
+        setting = recipe.with_values({**changes, **sizes[0]})
+        if check(setting):
+            return
+        try:
+            check_launch(setting, world, {})
+        except UserError as error:
+            refused.append(error)
+            return
+        tried = _largest_that_fits(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
+        found.extend(Candidate(each.changes, each.recipe, each.plan, (place, level)) for each in tried)
+        # The largest is tried first; its plan may not be known.
+        if tried and level == 0 and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
+            least_seconds[place] = tried[0].seconds
+
+    for place in range(len(strategies)):
+        look(place, 0)
+    for place, level in itertools.product(range(len(strategies)), range(1, len(modes))):
+        best = fastest(found)
+        hopeless = best and best.fits == "yes" and best.seconds < least_seconds.get(place, 0.0) * (1 + _RECOMPUTING)
+        if not hopeless:
+            look(place, level)
+    if refused and not found:
+        raise refused[0]
+    return found
+
+
+def _largest_that_fits(
+    recipe: Recipe, hardware: Hardware, estimate: Estimate, settings: Sequence[Changes]
+) -> list[Candidate]:
+    """All that were tried, by bisection; without those whose plans are not known."""
+    tried: list[Candidate] = []
+    low, high = 0, len(settings) - 1
+    middle = high
+    while low <= high:
+        candidate = consider(recipe, hardware, estimate, settings[middle])
+        tried += [candidate] if candidate else []
+        if candidate and candidate.fits == "yes":
+            low = middle + 1
+        else:
+            high = middle - 1
+        middle = (low + high) // 2
+    return tried
+
+
+def consider(recipe: Recipe, hardware: Hardware, estimate: Estimate, changes: Changes) -> Candidate | None:
+    """One setting with its plan; None if that is not known."""
+    changed = recipe.with_values(changes)
+    plan = estimate(changed, hardware)
+    return Candidate(differences(recipe, changes, hardware.devices), changed, plan) if plan else None
+
+
+def fitting(found: Iterable[Candidate]) -> list[Candidate]:
+    """Those that fit with room to spare; if there are none, those that fit by the estimate alone."""
+    found = list(found)
+    return [each for each in found if each.fits == "yes"] or [each for each in found if each.fits == "tight"]
+
+
+def fastest(found: Iterable[Candidate]) -> Candidate | None:
+    """The fastest that fits; of equally fast ones the simplest, then the one with the least memory."""
+    there = fitting(found)
+    limit = min((each.seconds for each in there), default=0.0) * (1 + TIE)
+    equal = [each for each in there if each.seconds <= limit]
+    return min(equal, key=lambda each: (each.rank, each.total, each.seconds), default=None)
+
+
+def cheapest(found: Iterable[Candidate]) -> Candidate | None:
+    """The one that fits with the least device-seconds per token; of equally cheap ones the fastest."""
+    there = fitting(found)
+    limit = min((each.cost for each in there), default=0.0) * (1 + TIE)
+    return fastest(each for each in there if each.cost <= limit)
+
+
+def least(found: Iterable[Candidate]) -> Candidate:
+    """The one with the least memory, whether it fits or not; there must be one."""
+    return min(found, key=lambda each: (each.total, each.seconds, each.rank))

@@ -1,0 +1,1 @@
+"""Seconds, FLOPs, traffic and money of a training step; arithmetic only."""

@@ -1,0 +1,185 @@
+"""What one rank sends in an optimizer step: to the other ranks, to the host, to NVMe.
+
+Collectives are counted as their ring algorithms send them (Patarasuk & Yuan 2009): gathering a tensor of S bytes over N
+ranks sends (N-1)/N S from each, so does reducing and scattering it, and an all-reduce is both, 2(N-1)/N S. Over nodes
+of L ranks, (L-1)/L S of it stay within the node, and (n-1)/n S / L cross the network between n nodes; their sum is
+(N-1)/N S again.
+
+Which collectives an engine runs is read from torch 2.13 (DDP, FSDP2), accelerate 1.15 and DeepSpeed 0.19.8. The papers'
+volumes (Rajbhandari et al. 2020, section 7: 2P for ZeRO-1 and 2, 3P for ZeRO-3) follow where their assumptions do: one
+micro-batch, all in one dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toolkit.distributed import BatchLayout, dtypes
+from toolkit.distributed.engines import reshards_after_forward
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.memory.states import WIDTH, division, states
+from toolkit.planner.trace.types import Tensors, Trace
+from toolkit.recipe import Recipe
+
+HOST, NVME, NETWORK = "PCIe to the host", "NVMe", "network"
+During = Literal["forward", "backward", "step"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Something that is sent.
+
+    Args:
+        during: While what is computed; a `step` is the optimizer's.
+        times: How often in an optimizer step: once, or with every micro-batch.
+        sent: Name of the link to bytes that one rank sends over it, each time. Links work at the same time.
+        hidden: Whether the device computes meanwhile.
+    """
+
+    during: During
+    times: int
+    sent: Mapping[str, float] = field(default_factory=dict)
+    hidden: bool = True
+
+    @property
+    def to_host(self) -> bool:
+        """Whether it leaves the device for the host, and not for other devices."""
+        return HOST in self.sent or NVME in self.sent
+
+
+def inner_link(hardware: Hardware) -> str:
+    """What connects the devices of a node."""
+    device = hardware.device
+    if device.kind == "cpu":
+        return "memory"
+    if device.link is None:
+        return "PCIe"
+    return "xGMI" if device.kind == "rocm" else "NVLink"
+
+
+def transfers(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, boundary: float) -> list[Transfer]:
+    """All that one rank sends in a step.
+
+    Args:
+        recipe: Resolved.
+        layout: How the batch is divided.
+        hardware: Decides what is within a node.
+        trace: Of the recipe's model.
+        boundary: Bytes of the hidden states between two layers.
+    """
+    found = [*_collectives(recipe, layout, hardware, trace), *_offloads(recipe, layout, hardware, trace, boundary)]
+    return [each for each in found if any(each.sent.values())]
+
+
+def _collectives(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> Iterator[Transfer]:
+    strategy, types = recipe.strategy, dtypes(recipe)
+    every = layout.gradient_accumulation_steps
+    trained = trace.elements(trained=True)
+    reduced = trained * WIDTH[types.reduce]
+
+    def gather(size: float, times: int = 1) -> dict[str, float]:
+        """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does it twice."""
+        inner, nodes = hardware.devices_per_node, hardware.nodes
+        return {
+            inner_link(hardware): times * size * (inner - 1) / inner,
+            NETWORK: times * size * (nodes - 1) / nodes / inner,
+        }
+
+    if strategy.name in ("single", "ddp"):
+        # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
+        yield Transfer("backward", 1, gather(trained * WIDTH[types.local], 2))
+    elif strategy.zero_stage in (1, 2):
+        # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
+        # Stage 2 drops what is not its own after each micro-batch, and so has to reduce each.
+        times = every if strategy.zero_stage == 2 else 1
+        yield Transfer("backward", times, gather(reduced, 2), hidden=strategy.overlap_comm)
+        yield Transfer("step", 1, gather(trained * WIDTH[types.local]), hidden=False)
+    elif strategy.zero_stage == 3:
+        whole = sum(_bytes(recipe, each) for each in trace.tensors if _divided(recipe, each))
+        small = sum(_bytes(recipe, each) for each in trace.tensors if each.trained and not _divided(recipe, each))
+        prefetched = strategy.prefetch_bucket_size > 0
+        # What is used again within `max_reuse_distance` is kept: twice the elements that follow a layer lie between
+        # its forward and its backward pass.
+        again = max(0.0, 1 - strategy.max_reuse_distance / 2 / max(1, trace.elements()))
+        yield Transfer("forward", every, gather(whole), hidden=prefetched)
+        yield Transfer("backward", every, gather(whole * again), hidden=prefetched)
+        yield Transfer("backward", every, gather(reduced), hidden=strategy.overlap_comm)
+        yield Transfer("step", 1, gather(small), hidden=False)
+    else:
+        yield from _fsdp(recipe, hardware, trace, every)
+
+
+def _fsdp(recipe: Recipe, hardware: Hardware, trace: Trace, every: int) -> Iterator[Transfer]:
+    """FSDP2 gathers in the compute dtype and reduces once per step, in `reduce_dtype` (accelerate defers the rest)."""
+    types = dtypes(recipe)
+    inner, nodes = hardware.devices_per_node, hardware.nodes
+    hybrid = recipe.strategy.sharding == "hybrid_shard"
+    link = inner_link(hardware)
+
+    def gather(size: float) -> dict[str, float]:
+        within = {link: size * (inner - 1) / inner}
+        return within if hybrid else {**within, NETWORK: size * (nodes - 1) / nodes / inner}
+
+    whole = sum(_bytes(recipe, each, types.compute) for each in trace.tensors)
+    # Final norm and head are not released between the passes; tied, the head is the embedding.
+    heads = trace.elements(place="head") or trace.elements(place="embeddings")
+    kept = heads * WIDTH[types.compute]
+    reduced = trace.elements(trained=True) * WIDTH[types.reduce]
+    yield Transfer("forward", every, gather(whole))
+    if reshards_after_forward(recipe):
+        yield Transfer("backward", every, gather(max(0, whole - kept)))
+    yield Transfer("backward", 1, gather(reduced))
+    if hybrid:
+        # Each rank all-reduces the shard that it holds with its peers in the other nodes.
+        yield Transfer("backward", 1, {NETWORK: 2 * reduced / inner * (nodes - 1) / nodes})
+
+
+def _bytes(recipe: Recipe, tensors: Tensors, dtype: str | None = None) -> float:
+    """Of parameters, as they are kept or in another dtype. The constants of quantization stay whole on each rank."""
+    types = dtypes(recipe)
+    width = WIDTH[dtype or (types.local if tensors.trained else types.load)]
+    return tensors.numel * tensors.count * {"nf4": 0.5, "int8": 1.0}.get(tensors.kind, width)
+
+
+def _offloads(
+    recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, boundary: float
+) -> Iterator[Transfer]:
+    strategy, types = recipe.strategy, dtypes(recipe)
+    every = layout.gradient_accumulation_steps
+    over = division(recipe, layout.world_size, hardware.devices_per_node)
+    owned = trace.elements(trained=True) / over.optimizer
+    reduced, local, master = WIDTH[types.reduce], WIDTH[types.local], WIDTH[types.master]
+    if strategy.offload_optimizer != "none":
+        on_device = strategy.zero_stage < 3 and types.reduce == "float32" != types.compute
+        if not on_device and (every > 1 or strategy.zero_stage == 3):
+            # Sums of gradients lie on the host and come back for each micro-batch. Stages 1 and 2 sum in a partition
+            # on the device where gradients are summed in fp32 (`_use_compact_grad_partition_buffer`).
+            yield Transfer("backward", every, {HOST: 2 * owned * reduced})
+        yield Transfer("backward", 1, {HOST: owned * master})
+        if strategy.offload_param == "none":
+            yield Transfer("step", 1, {HOST: owned * local}, hidden=False)
+    if strategy.offload_optimizer == "nvme":
+        # Masters, moments and the gradient that waits for them are written and read.
+        state = states(recipe, types, trace, over)
+        yield Transfer("step", 1, {NVME: 2 * (state.masters + state.optimizer + owned * master)}, hidden=False)
+    if strategy.offload_param != "none":
+        part = sum(_bytes(recipe, each) for each in trace.tensors if _divided(recipe, each)) / over.parameters
+        fetched = {HOST: part, NVME: part} if strategy.offload_param == "nvme" else {HOST: part}
+        yield Transfer("forward", every, fetched)
+        yield Transfer("backward", every, fetched)
+        if strategy.name == "fsdp":
+            yield Transfer("backward", 1, {HOST: owned * local})
+        if strategy.offload_param == "nvme":
+            yield Transfer("step", 1, {NVME: owned * local}, hidden=False)
+    checkpointing = recipe.activation_checkpointing
+    if checkpointing.mode == "offload":
+        kept = boundary * -(-trace.layers // checkpointing.every_n_layers)
+        yield Transfer("forward", every, {HOST: kept})
+        yield Transfer("backward", every, {HOST: kept})
+
+
+def _divided(recipe: Recipe, tensors: Tensors) -> bool:
+    """Whether each rank holds a part: ZeRO-3 leaves small parameters whole, FSDP none."""
+    return recipe.strategy.name == "fsdp" or tensors.numel > recipe.strategy.param_persistence_threshold

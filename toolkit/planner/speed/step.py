@@ -1,0 +1,209 @@
+"""How long a step takes.
+
+Time follows the roofline model (Williams et al. 2009): matrix products and attention at a share of the device's dense
+peak, everything else at a share of its memory bandwidth, and never faster than Python launches kernels. What engines
+send overlaps with the pass it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.distributed import BatchLayout, dtypes
+from toolkit.planner.hardware import Hardware, Rate
+from toolkit.planner.memory.states import WIDTH, division, states
+from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
+from toolkit.planner.trace.types import Amount, Pass, Trace
+from toolkit.recipe import Recipe
+
+HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
+"""Bytes/s at which an optimizer runs on a host, in all and per core: 28 bytes per parameter (two moments and the master
+read and written, the gradient read) in 0.25 s for a billion, as ZeRO-Offload reports (Ren et al. 2021, table 4)."""
+WRITE_BANDWIDTH = 1.5e9
+"""Bytes/s at which one process writes a checkpoint; an estimate, because PyTorch's serialisation, not the drive, limits
+it."""
+_GUESSED = {"value": 1.0, "low": 0.5, "high": 2.0}
+"""Range of what is not measured, as factors of a rate."""
+
+_PEAKS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+End = Literal["value", "low", "high"]
+OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
+"""The end of a range of rates that gives an end of a range of times."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One micro-batch of one rank, on average.
+
+    Args:
+        tokens: Padding not counted.
+        padded: With it.
+        within: Pairs of positions within documents.
+        attended: Pairs that the attention kernel works through.
+        grid: Pairs of the padded sequences.
+        longest: Tokens of the longest sequence.
+    """
+
+    tokens: float
+    padded: float
+    within: float
+    attended: float
+    grid: float
+    longest: float
+
+
+def peak_dtype(recipe: Recipe, hardware: Hardware) -> str:
+    """The entry of `Device.flops` that matrix products run at; fp32's where the compute dtype has no units."""
+    name, flops = _PEAKS[dtypes(recipe).compute], hardware.device.flops
+    if name == "fp32" and recipe.tf32 and "tf32" in flops:
+        return "tf32"
+    return name if name in flops else "fp32"
+
+
+class Step:
+    """One optimizer step at one end of what is expected of the hardware.
+
+    Args:
+        recipe: Resolved.
+        layout: How the batch is divided.
+        hardware: What it runs on.
+        trace: Of the recipe's model.
+        load: A micro-batch.
+        sent: What is sent, see `traffic.transfers`.
+        end: `low` is the shortest time.
+
+    Attributes:
+        compute: Seconds of kernels and their launches.
+        communication: Seconds of it that they do not hide.
+        offload: The same, with the optimizer where it runs on the host.
+        seconds: All together.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: BatchLayout,
+        hardware: Hardware,
+        trace: Trace,
+        load: Load,
+        sent: Sequence[Transfer],
+        end: End = "value",
+    ) -> None:
+        self._recipe, self._layout, self._hardware, self._trace = recipe, layout, hardware, trace
+        self._end, self._rates = end, OPPOSITE[end]
+        self._sent = sent
+        self._dtype = peak_dtype(recipe, hardware)
+        every = layout.gradient_accumulation_steps
+        passes = {name: self._pass_seconds(trace.passes[name], load) for name in ("forward", "backward")}
+        update = self._update_seconds()
+        self.compute = every * sum(passes.values()) + self._accumulation_seconds()
+        self.compute += 0.0 if self._updates_on_host else update
+        self.communication = self._exposed([each for each in sent if not each.to_host], passes)
+        self.offload = self._exposed([each for each in sent if each.to_host], passes)
+        self.offload += update if self._updates_on_host else 0.0
+        self.seconds = self.compute + self.communication + self.offload
+
+    def evaluation_seconds(self, load: Load) -> float:
+        """One batch of held-out rows on each rank."""
+        computing = self._pass_seconds(self._trace.passes["evaluation"], load)
+        sending = [each for each in self._sent if each.during == "forward"]
+        return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
+
+    def save_seconds(self, size: int) -> float:
+        """A checkpoint of `size` bytes: engines write from all ranks, a replicated model from one."""
+        strategy, hardware = self._recipe.strategy, self._hardware
+        engine = strategy.zero_stage or strategy.name == "fsdp"
+        writers, nodes = (hardware.devices_per_node, hardware.nodes) if engine else (1, 1)
+        rate = min(hardware.node.nvme, writers * WRITE_BANDWIDTH) * nodes
+        return size / (rate * _GUESSED[self._rates])
+
+    def _pass_seconds(self, each: Pass, load: Load) -> float:
+        """The roofline of one pass over a micro-batch."""
+        device, layers = self._hardware.device, self._trace.layers
+        rates, peak = device.efficiency, device.flops[self._dtype]
+
+        def of(amount: Amount, pairs: float = load.grid) -> float:
+            return amount.of(layers, load.padded, pairs, load.longest)
+
+        busy = (
+            of(each.matmul) / (peak * self._of(rates.matmul_in(self._dtype)))
+            + of(each.attention, load.attended) / (peak * self._of(rates.attention))
+            + of(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
+        )
+        # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
+        launching = of(each.launches) * getattr(rates.launch_seconds, self._end)
+        return busy + launching if device.kind == "cpu" else max(busy, launching)
+
+    @property
+    def _updates_on_host(self) -> bool:
+        strategy = self._recipe.strategy
+        return strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
+
+    def _update_seconds(self) -> float:
+        """Clipping and the optimizer, which only move bytes.
+
+        Masters and moments are read and written; gradients are read by the norm and by the optimizer, and read and
+        written by clipping; ZeRO writes the parameters as copies.
+        """
+        recipe, layout, device = self._recipe, self._layout, self._hardware.device
+        types, strategy = dtypes(recipe), recipe.strategy
+        over = division(recipe, layout.world_size, self._hardware.devices_per_node)
+        owned, gradient = self._trace.elements(trained=True) / over.optimizer, WIDTH[types.reduce]
+        each = 2 * WIDTH[types.master] + gradient * (4 if recipe.optimizer.max_grad_norm else 1)
+        each += WIDTH[types.local] if strategy.zero_stage else 0
+        moved = owned * each + 2 * states(recipe, types, self._trace, over).optimizer
+        if self._updates_on_host and device.kind != "cpu":
+            hardware = self._hardware
+            host = min(HOST_BANDWIDTH, CORE_BANDWIDTH * hardware.node.cores) / hardware.devices_per_node
+            return moved / (host * _GUESSED[self._rates])
+        return moved / (device.bandwidth * self._of(device.efficiency.optimizer))
+
+    def _accumulation_seconds(self) -> float:
+        """Sums of gradients over micro-batches: each reads two and writes one."""
+        trained, device = self._trace.elements(trained=True), self._hardware.device
+        moved = 3 * WIDTH[dtypes(self._recipe).reduce] * trained * (self._layout.gradient_accumulation_steps - 1)
+        return moved / (device.bandwidth * self._of(device.efficiency.bandwidth))
+
+    def _exposed(self, sent: Iterable[Transfer], passes: Mapping[str, float]) -> float:
+        """Seconds of transfers that computation does not hide."""
+        sent = list(sent)
+        seconds = sum(each.times * self._transfer_seconds(each) for each in sent if not each.hidden)
+        for name, computing in passes.items():
+            of_pass = [each for each in sent if each.hidden and each.during == name]
+            in_each = sum(self._transfer_seconds(each) for each in of_pass if each.times > 1)
+            in_last = sum(self._transfer_seconds(each) for each in of_pass)
+            others = self._layout.gradient_accumulation_steps - 1
+            seconds += others * self._pipelined(in_each, computing) + self._pipelined(in_last, computing)
+        return seconds
+
+    def _pipelined(self, sending: float, computing: float) -> float:
+        """What sending beside computing takes longer than computing alone.
+
+        Both go layer by layer, one ahead of the other: the first layer's transfer hides behind nothing, each other one
+        behind one layer's computation (Li et al. 2020, section 3.2.3, for the buckets of DDP; Zhao et al. 2023, section
+        3.3, for the prefetching of FSDP).
+        """
+        layers = max(1, self._trace.layers)
+        return sending / layers + (layers - 1) / layers * max(0.0, sending - computing)
+
+    def _transfer_seconds(self, each: Transfer) -> float:
+        """One transfer; its links work at the same time."""
+        return max(size / link_rate(name, self._hardware, self._rates) for name, size in each.sent.items())
+
+    def _of(self, rate: Rate) -> float:
+        return getattr(rate, self._rates)
+
+
+def link_rate(name: str, hardware: Hardware, end: End = "value") -> float:
+    """Bytes/s that one rank gets of a link, one direction. The devices of a node share its network and its drives."""
+    device, node = hardware.device, hardware.node
+    rates = device.efficiency
+    if name == NETWORK:
+        return node.network / hardware.devices_per_node * getattr(rates.network, end)
+    if name == NVME:
+        return node.nvme / hardware.devices_per_node
+    if name == HOST:
+        return device.pcie * getattr(rates.pcie, end)
+    return (device.link or device.pcie) * getattr(rates.link, end)

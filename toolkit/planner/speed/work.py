@@ -1,0 +1,212 @@
+"""FLOPs, tokens, time and money of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from toolkit.data.statistics import Counted
+from toolkit.distributed import BatchLayout, run_length
+from toolkit.models.attention import VARLEN
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.plan import Link, Range, Work
+from toolkit.planner.speed.communication import Transfer, transfers
+from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
+from toolkit.planner.trace.types import Pass, Trace
+from toolkit.recipe import Recipe
+
+PFLOP_DAY = 1e15 * 86400
+CHINCHILLA = 20
+"""Training tokens per parameter at which a budget of compute is spent best (Hoffmann et al. 2022)."""
+
+
+def work(
+    recipe: Recipe,
+    layout: BatchLayout,
+    hardware: Hardware,
+    trace: Trace,
+    counted: Counted | None = None,
+    price: float | None = None,
+    *,
+    attention: str | None = None,
+    experts: tuple[int, int] = (1, 1),
+    checkpoint_bytes: int = 0,
+) -> Work:
+    """Everything of a plan that is not memory.
+
+    Args:
+        recipe: Resolved.
+        layout: How the batch is divided over `hardware.devices` processes.
+        hardware: What it runs on.
+        trace: Of the recipe's model.
+        counted: Of its data; without it full sequences are assumed.
+        price: Of a device-hour.
+        attention: Backend as it will run; by default `model.attention`, and for `auto` the usual one of the device.
+        experts: Of the model, see `facts.experts`.
+        checkpoint_bytes: Of one checkpoint, all ranks together.
+    """
+    backend = attention or _usual_attention(recipe, hardware)
+    load = micro_load(recipe, layout, counted, backend)
+    ranks = layout.world_size * layout.gradient_accumulation_steps
+    tokens = load.tokens * ranks
+    parameters, trained = trace.elements(), trace.elements(trained=True)
+    useful, done = flops(recipe, trace, load)
+    boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
+    sent = transfers(recipe, layout, hardware, trace, boundary)
+    ends = {end: Step(recipe, layout, hardware, trace, load, sent, end) for end in OPPOSITE}
+    step = _range(ends, "seconds")
+    steps, total = None, None
+    if counted or recipe.schedule.max_steps:
+        steps = run_length(recipe, counted.rows if counted else None, layout).total_steps
+        total = _total(ends, steps, recipe, layout, counted, backend, checkpoint_bytes)
+    peak = hardware.device.flops[peak_dtype(recipe, hardware)]
+    hours = hardware.devices * total.value / 3600 if total else None
+    return Work(
+        parameters=parameters,
+        trained_parameters=trained,
+        steps=steps,
+        tokens_per_step=tokens,
+        tokens=tokens * steps if steps else None,
+        tokens_from="counted" if counted else "upper bound",
+        model_flops_per_step=useful * ranks,
+        hardware_flops_per_step=done * ranks,
+        rule_flops_per_step=rule_flops(trace.met(experts), trace.met(experts, trained=True), tokens),
+        links=_links(sent, hardware),
+        compute_seconds=_range(ends, "compute"),
+        communication_seconds=ends["value"].communication,
+        offload_seconds=ends["value"].offload,
+        step_seconds=step,
+        total_seconds=total,
+        tokens_per_second=tokens / step.value,
+        mfu=useful * ranks / (step.value * peak * hardware.devices),
+        pflop_days=useful * ranks * steps / PFLOP_DAY if steps else None,
+        gpu_hours=hours,
+        cost=hours * price if hours is not None and price is not None else None,
+        chinchilla_tokens=CHINCHILLA * parameters if _may_start_from_scratch(recipe) else None,
+    )
+
+
+def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
+    """FLOPs of a micro-batch that the model needs, and those that are executed.
+
+    The first are what model FLOPs utilisation counts (Chowdhery et al. 2022, appendix B): no padding, nothing twice,
+    attention within documents, and of a causal mask's pairs the visible half. The second have recomputed layers,
+    padding and the pairs that the kernel does not skip.
+    """
+    forward, backward, again = (trace.passes[name] for name in ("forward", "backward", "recompute"))
+    # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
+    visible = 1.0 if recipe.objective == "seq2seq" else 0.5
+
+    def total(each: Pass, tokens: float, grid: float, pairs: float) -> float:
+        matmul = each.matmul.of(trace.layers, tokens, grid, load.longest)
+        return matmul + each.attention.of(trace.layers, tokens, pairs, load.longest)
+
+    needed = (total(each, load.tokens, load.within, visible * load.within) for each in (forward, backward, again))
+    once, gradients, repeated = needed
+    done = sum(total(each, load.padded, load.grid, load.attended) for each in (forward, backward))
+    return once + gradients - repeated, done
+
+
+def rule_flops(parameters: float, trained: float, tokens: float) -> float:
+    """The rule of thumb C = 6 N D (Kaplan et al. 2020, section 2.1): per parameter and token 2 in the forward pass,
+    2 for the gradient of its input, and 2 for its own gradient, which frozen parameters do not need. Of experts those
+    count that a token meets."""
+    return (4 * parameters + 2 * trained) * tokens
+
+
+def micro_load(recipe: Recipe, layout: BatchLayout, counted: Counted | None, backend: str) -> Load:
+    """What a micro-batch holds on average; full sequences where the data has not been counted."""
+    size, length = layout.micro_batch_size, float(layout.seq_len)
+    if counted is None:
+        return load_of(recipe, backend, size, length, length**2, length)
+    squared = counted.squared_tokens / counted.rows
+    return load_of(recipe, backend, size, counted.mean_length, squared, counted.longest_of(size))
+
+
+def load_of(recipe: Recipe, backend: str, size: int, mean: float, squared: float, longest: float) -> Load:
+    """A batch of `size` sequences.
+
+    Args:
+        backend: Attention, resolved.
+        mean: Tokens of a sequence.
+        squared: Sum of the squares of the lengths of a sequence's documents.
+        longest: Tokens of the longest, to which all are padded where the batch has rows.
+    """
+    tokens, within = size * mean, size * squared
+    padded, grid = size * longest, size * longest**2
+    attended = grid
+    if recipe.objective == "seq2seq":
+        pass
+    elif backend in VARLEN:
+        padded, grid, attended = tokens, within, within / 2
+    elif backend == "flex":
+        attended = within / 2
+    elif backend == "sdpa" and not recipe.data.packing and size == 1:
+        # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
+        attended = grid / 2
+    return Load(tokens, padded, within, attended, grid, longest)
+
+
+def _usual_attention(recipe: Recipe, hardware: Hardware) -> str:
+    """What `auto` comes to where it is not known better: torch's own kernels from Ampere on."""
+    if recipe.model.attention != "auto":
+        return recipe.model.attention
+    capability = float(hardware.device.capability or 0)
+    return "torch_varlen" if hardware.device.kind == "cuda" and capability >= 8 else "sdpa"
+
+
+def _links(sent: list[Transfer], hardware: Hardware) -> list[Link]:
+    sizes: dict[str, float] = {}
+    for each in sent:
+        for name, size in each.sent.items():
+            sizes[name] = sizes.get(name, 0.0) + each.times * size
+    return [
+        Link(name=name, bytes=round(size), seconds=size / link_rate(name, hardware))
+        for name, size in sizes.items()
+        if size
+    ]
+
+
+def _range(ends: Mapping[End, Step], name: str) -> Range:
+    return Range(**{end: getattr(step, name) for end, step in ends.items()})
+
+
+def _total(
+    ends: Mapping[End, Step],
+    steps: int,
+    recipe: Recipe,
+    layout: BatchLayout,
+    counted: Counted | None,
+    backend: str,
+    checkpoint_bytes: int,
+) -> Range:
+    """Steps, evaluations and checkpoints. Loading and answers to prompts are left out."""
+    length = run_length(recipe, counted.rows if counted else None, layout)
+    saves = math.ceil(steps / length.save_steps) if length.save_steps else 0
+    size = recipe.evaluation.batch_size or layout.micro_batch_size
+    batches, load = 0, None
+    if counted and counted.eval_rows:
+        batches = _evaluations(recipe, steps) * math.ceil(counted.eval_rows / size / layout.world_size)
+        mean = counted.eval_tokens / counted.eval_rows
+        # Never packed, and sorted by length, so that there is little padding.
+        load = load_of(recipe, backend, size, mean, mean**2, mean)
+    return Range(
+        **{
+            end: steps * step.seconds
+            + (batches * step.evaluation_seconds(load) if load else 0.0)
+            + saves * step.save_seconds(checkpoint_bytes)
+            for end, step in ends.items()
+        }
+    )
+
+
+def _evaluations(recipe: Recipe, steps: int) -> int:
+    """Before the first step, every so many steps, and at the end."""
+    settings = recipe.evaluation
+    inside = steps // settings.every_steps if settings.every_steps else 0
+    at_end = not settings.every_steps or steps % settings.every_steps != 0
+    return settings.at_start + inside + at_end
+
+
+def _may_start_from_scratch(recipe: Recipe) -> bool:
+    return recipe.objective == "language_modelling" and recipe.method.name == "full"

@@ -1,0 +1,348 @@
+"""What cannot be traced as it is: kernels that fake tensors do not know, and CUDA's ways on a machine without it.
+
+Each stand-in allocates and computes what the real operation does, so that the ledger counts the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.functional import QuantState
+from peft.tuners.lora import dora
+from torch.utils.flop_counter import register_flop_formula
+from transformers import AttentionInterface, masking_utils, modeling_utils
+from trl.kernels import chunked_logprob
+
+from toolkit.distributed import Dtypes
+from toolkit.models import attention
+from toolkit.planner.trace.types import Setting
+
+_ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
+
+FLASH = "traced_varlen"
+"""Name under which the stand-in for FlashAttention's kernels is registered with Transformers."""
+
+_NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
+
+# TRL's selective checkpointing keeps the outputs of operations with `flash_attn` in their name.
+_LIBRARY = torch.library.Library("toolkit_tracing", "DEF")
+_LIBRARY.define("flash_attn(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "flash_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("grouped_mm(Tensor a, Tensor b) -> Tensor")
+_LIBRARY.define("grouped_mm_sums(Tensor a, Tensor grad, Tensor b) -> Tensor")
+_LIBRARY.define("add_product_(Tensor(a!) acc, Tensor a, Tensor b) -> ()")
+_LIBRARY.define("in_place_(Tensor(a!) tile) -> ()")
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # The kernels lay out their result as they find the queries, mostly positions before heads, which makes joining the
+    # heads a view.
+    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[-1]))
+
+
+for _name, _function in {
+    "grouped_mm": _grouped,
+    "grouped_mm_sums": lambda a, grad, b: b.new_empty(b.shape),
+    "flash_attn": _flash,
+    "flash_attn_backward": _flash_backward,
+    "add_product_": lambda acc, a, b: None,
+    "in_place_": lambda tile: None,
+}.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+_OPS = torch.ops.toolkit_tracing
+
+
+def _attention_flops(q: Any, k: Any, v: Any) -> int:
+    """Q K^T and P V over all pairs of positions, for (batch, heads, positions, head size)."""
+    (batch, heads, queries, size), (_, _, keys, _) = q, k
+    return 2 * batch * heads * queries * keys * (size + v[-1])
+
+
+@register_flop_formula([_OPS.flash_attn, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu])
+def _forward_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    return _attention_flops(q, k, v)
+
+
+@register_flop_formula([_OPS.flash_attn_backward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products for each of the forward pass; that the kernel forms Q K^T once more is its own affair."""
+    return 2 * _attention_flops(q, k, v)
+
+
+@register_flop_formula(_OPS.add_product_)
+def _product_flops(acc: Any, a: Any, b: Any, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
+def _gemm_4bit_flops(a: Any, b: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    rows = 1
+    for length in a[:-1]:
+        rows *= length
+    return 2 * rows * shape[0] * shape[1]
+
+
+@register_flop_formula([_OPS.grouped_mm, _OPS.grouped_mm_sums])
+def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Each row meets the matrix of one expert."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+class _Flash(torch.autograd.Function):
+    """FlashAttention 2: saves its inputs, the output and the log-sum-exp; sums the gradient of queries in fp32.
+
+    A mask is kept for the backward pass too: torch's memory-efficient kernel takes it there for a bias.
+
+    Source: https://arxiv.org/abs/2307.08691, Algorithms 1 and 2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out, lse = _OPS.flash_attn(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, _, lse, _ = ctx.saved_tensors
+        sums = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)
+        if k.shape[1] == q.shape[1]:
+            return *_OPS.flash_attn_backward(grads[0], q, k, v, lse), None
+        # With fewer heads of keys and values each query head has gradients of its own, summed afterwards.
+        spread = [each[:, :1].expand(-1, q.shape[1], -1, -1) for each in (k, v)]
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dq, *each_head = _OPS.flash_attn_backward(grads[0], q, *spread, lse)
+        del sums, each_head
+        return dq, dk, dv, None
+
+
+class _Grouped(torch.autograd.Function):
+    """`torch.nn.functional.grouped_mm`, which fake tensors know in bf16 only: rows (S, K) dealt to (E, K, N)."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return _OPS.grouped_mm(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        to_a = _OPS.grouped_mm(grads[0], b.transpose(-2, -1)) if ctx.needs_input_grad[0] else None
+        to_b = _OPS.grouped_mm_sums(a, grads[0], b) if ctx.needs_input_grad[1] else None
+        return to_a, to_b
+
+
+def _flash_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """(batch, heads, positions, head size) each; returns (batch, positions, heads, head size) and no weights."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    out = _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+    return out.transpose(1, 2), None
+
+
+def implementation(setting: Setting) -> str:
+    """Transformers' name of the attention to trace."""
+    if setting.attention in attention.VARLEN or setting.attention == "flex":
+        AttentionInterface.register(FLASH, _flash_attention)
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, lambda *args, **kwargs: None)
+        return FLASH
+    return attention.IMPLEMENTATIONS[setting.attention]
+
+
+@contextlib.contextmanager
+def installed(setting: Setting) -> Iterator[None]:
+    """Puts the stand-ins in place while a model is traced."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(torch.nn.functional, grouped_mm=lambda a, b, **kwargs: _Grouped.apply(a, b)))
+        if setting.method.get("use_dora"):
+            dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
+            stack.enter_context(_replaced(dora, dequantize_module_weight=dequantized))
+        if setting.layout == "padded" and not setting.masked:
+            stack.enter_context(_replaced(masking_utils, find_packed_sequence_indices=_one_document))
+        if setting.objective == "seq2seq":
+            stack.enter_context(_replaced(masking_utils, _ignore_causal_mask_sdpa=_without_padding))
+        if setting.device == "cuda":
+            # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
+            tile = {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}
+            stack.enter_context(_replaced(chunked_logprob, **tile))
+            stack.enter_context(_replaced(modeling_utils, save_on_cpu=_SaveOnHost))
+            attention = {"scaled_dot_product_attention": _scaled_dot_product_attention}
+            stack.enter_context(_replaced(torch.nn.functional, **attention))
+            stack.enter_context(_cuda_autocast())
+            stack.enter_context(_replaced(torch.nn.functional, dropout=_dropout))
+        yield
+
+
+def _without_padding(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+    """Decoders behind an encoder make themselves a mask of ones, which real numbers show to hide nothing."""
+    return _ignore_causal_mask(None, *args, **kwargs)
+
+
+def _one_document(position_ids: torch.Tensor) -> None:
+    """Without numbers Transformers takes positions for those of several documents, and masks them."""
+
+
+def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """PEFT's `dequantize_module_weight`, which asks for bitsandbytes' own parameters, with their scales.
+
+    Args:
+        dtype: What the weight was quantized from.
+    """
+    weight = module.weight
+    if isinstance(weight, bnb.nn.Params4bit | bnb.nn.Int8Params):
+        # Not made yet: adapters take their shape from it.
+        return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if getattr(weight, "bnb_quantized", False):
+        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+    if hasattr(module, "state"):
+        return bnb.functional.int8_vectorwise_dequant(weight.data, module.state.SCB)
+    return weight
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """GPUs keep a byte for every element; CPUs the factors, in the type of the input.
+
+    Source: `is_fused_kernel_acceptable` in ATen/native/Dropout.cpp.
+    """
+    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input
+
+
+def _tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    _OPS.in_place_(tile)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    """Gives names of a module another meaning for a while."""
+    kept = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(module, name, function)
+
+
+class _SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """`save_on_cpu`, where everything is on a CPU: what is kept on the host takes no room on the device."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+
+_FP32 = (
+    *("layer_norm", "group_norm", "softmax", "log_softmax", "pow", "__pow__", "rsqrt", "reciprocal", "norm", "sum"),
+    *("prod", "cumsum", "exp", "log", "softplus", "cross_entropy", "nll_loss", "mse_loss"),
+)
+"""Operations that CUDA's autocast runs in fp32 and the CPU's does not.
+
+Source: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32.
+"""
+
+
+_FP32_INSIDE = ("sum", "prod", "cumsum")
+"""Those of them that convert while they read, without a copy (`AT_FORALL_FP32_SET_OPT_DTYPE` in ATen/autocast_mode.h).
+Softmax, which is there too, makes one of bf16."""
+
+
+@contextlib.contextmanager
+def _cuda_autocast() -> Iterator[None]:
+    """Autocast as CUDA does it. The functions themselves are replaced: a mode of torch would not be active where the
+    backward pass computes a layer a second time."""
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, torch.Tensor, torch.nn.functional):
+            names = {name: _in_fp32(getattr(owner, name)) for name in _FP32 if hasattr(owner, name)}
+            stack.enter_context(_replaced(owner, **names))
+        yield
+
+
+def _in_fp32(function: Any) -> Any:
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu") and function.__name__ in _FP32_INSIDE:
+            low = isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
+            return function(*args, **({"dtype": torch.float32} | kwargs if low else kwargs))
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(_fp32(each) for each in args)
+            kwargs = {key: _fp32(value) for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return cast
+
+
+def _fp32(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if low else value
+
+
+def _scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # The memory-efficient kernel adds the mask to the scores, in their type.
+        attn_mask = attn_mask.to(dtype)
+    return _Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype), attn_mask)
+
+
+def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torch.nn.Parameter | None:
+    """A fake quantized weight as bitsandbytes keeps it; None for a parameter that is not quantized.
+
+    Quantizing itself needs numbers, so the stored form is made directly: 4-bit pairs with a scale for every 64 weights
+    (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row.
+    Source: https://arxiv.org/abs/2305.14314, section 3.
+    """
+    if isinstance(parameter, bnb.nn.Params4bit):
+        blocks = -(-parameter.numel() // _NF4_BLOCK)
+        state2 = None
+        if parameter.compress_statistics:
+            scales = torch.empty(-(-blocks // _NF4_NESTED_BLOCK), dtype=torch.float32)
+            state2 = QuantState(absmax=scales, code=torch.empty(256), blocksize=_NF4_NESTED_BLOCK, dtype=torch.float32)
+        state = QuantState(
+            absmax=torch.empty(blocks, dtype=torch.float32 if state2 is None else torch.uint8),
+            shape=parameter.shape,
+            dtype=getattr(torch, types.compute),
+            blocksize=_NF4_BLOCK,
+            code=torch.empty(16),
+            quant_type="nf4",
+            offset=None if state2 is None else torch.empty(()),
+            state2=state2,
+        )
+        storage = parameter.quant_storage
+        count = -(-parameter.numel() // (2 * storage.itemsize))
+        made = torch.nn.Parameter(torch.empty((count, 1), dtype=storage), requires_grad=False)
+        made.quant_state = module.quant_state = state  # type: ignore[attr-defined]
+        made.bnb_quantized = True  # type: ignore[attr-defined]
+        return made
+    if isinstance(parameter, bnb.nn.Int8Params):
+        module.state.CB = torch.empty(parameter.shape, dtype=torch.int8)
+        module.state.SCB = torch.empty(parameter.shape[0], dtype=torch.float32)
+        # Which inputs are too large for 8 bits depends on the numbers; without a threshold none are set apart.
+        module.state.threshold = 0.0
+        made = torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
+        made.CB = made.SCB = None  # type: ignore[attr-defined]
+        return made
+    return None

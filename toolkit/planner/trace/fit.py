@@ -1,0 +1,253 @@
+"""Runs a shallow model in several shapes, and fits what was seen to amounts that hold for all shapes and depths."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import bitsandbytes as bnb
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from toolkit.planner.trace import fake_kernels
+from toolkit.planner.trace.passes import Micro, run
+from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
+from toolkit.planner.trace.tracker import CATEGORIES, Timeline
+from toolkit.planner.trace.types import CHUNK, Amount, Moment, Pass, Setting, Shape, Tensors, Trace
+
+_LIMIT = 60
+"""Seconds of processor time; models of 70 billion parameters take 20."""
+_CHUNKS, _GRADIENTS = CATEGORIES.index("chunks"), CATEGORIES.index("gradients")
+_KINDS = ("matmul", "attention", "moved", "launches")
+# Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
+_SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
+
+
+def trace(setting: Setting) -> Trace:
+    """Measures one setting.
+
+    Raises:
+        Exception: Whatever the model's own code raises when it cannot run on fake tensors.
+    """
+    deadline = time.process_time() + _LIMIT
+    config = load_config(setting)
+    shapes = _shapes(setting)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake_kernels.installed(setting):
+        warnings.simplefilter("ignore")
+        inventory = build(setting, None, FakeTensorMode())
+        layers = depth_of(config)
+        once, period = pattern(inventory.layers, setting.every_n_layers)
+        small, large = depths(layers, once, period)
+        runs = {}
+        for depth in (small, large):
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            shallow = build(setting, depth, fake)
+            runs[depth] = [run(shallow, setting, fake, *shape, period, deadline) for shape in shapes]
+    fit = _Fit(shapes, small, large)
+    tensors, layer_elements, buffers = _inventory(inventory, setting)
+    return Trace(
+        layers=layers,
+        tensors=tensors,
+        moments=tuple(_moments(runs, fit, layers)),
+        passes=_passes(runs, fit, setting.objective == "seq2seq"),
+        boundary=fit.amount([[[float(micro.boundary)] for micro in runs[depth]] for depth in (small, large)])[0],
+        buffers=buffers,
+        layer_elements=layer_elements,
+    )
+
+
+def _shapes(setting: Setting) -> list[tuple[int, int]]:
+    """Shapes (batch, length) that tell apart what grows with 1, tokens, tokens x length and, by the fourth, length."""
+    length = CHUNK if setting.long else CHUNK // 16
+    shapes = [(2, length), (4, length), (2, 2 * length), (4, 2 * length)]
+    # Documents end to end have no tensor that is as long as one of them.
+    return shapes[:3] if setting.layout == "flat" else shapes
+
+
+class _Fit:
+    """Solves for the coefficients of `Amount` from a few shapes at two depths."""
+
+    def __init__(self, shapes: list[tuple[int, int]], small: int, large: int) -> None:
+        self._inverse = np.linalg.inv(np.array([_terms(*shape)[: len(shapes)] for shape in shapes]))
+        self._small, self._large = small, large
+
+    def coefficients(self, values: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Fixed and per-layer coefficients, each (shapes, …), of values (2 depths, shapes, …)."""
+        low, high = (np.tensordot(self._inverse, np.asarray(each, dtype=float), 1) for each in values)
+        per_layer = (high - low) / (self._large - self._small)
+        return low - self._small * per_layer, per_layer
+
+    def amount(self, values: Any) -> list[Amount]:
+        """One amount for each of the last dimension of values (2 depths, shapes, amounts)."""
+        fixed, per_layer = self.coefficients(values)
+        return [_as_amount(fixed[:, index], per_layer[:, index]) for index in range(fixed.shape[1])]
+
+
+def _terms(batch: int, length: int) -> list[float]:
+    """What the coefficients of `Amount` stand for, in their order."""
+    return [1.0, batch * length, batch * length * length, length]
+
+
+def _as_amount(fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
+    def clean(values: np.ndarray) -> tuple[float, ...]:
+        # Rounding left over from solving; a byte for every 100,000 pairs of positions is none.
+        kept = [float(f"{value:.9g}") if abs(value) > 1e-5 else 0.0 for value in values]
+        while kept and kept[-1] == 0.0:
+            kept.pop()
+        return tuple(kept)
+
+    return Amount(clean(fixed), clean(per_layer))
+
+
+def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[Moment]:
+    """For every pass and place the operations at which some shape has its peak."""
+    found: dict[Any, Moment] = {}
+    for name in next(iter(runs.values()))[0].timelines:
+        phase = name.removesuffix("+")
+        timelines = [[micro.timelines[name] for micro in runs[depth]] for depth in runs]
+        for place in ("embeddings", "first_layer", "last_layer", "head"):
+            parts = _same_depth([[_at(timeline, place) for timeline in row] for row in timelines])
+            if any(len(part) == 0 for row in parts for part in row):
+                continue
+            for amounts in _peaks(parts, fit, layers):
+                moment = Moment(phase, place, name.endswith("+"), **amounts)  # type: ignore[arg-type]
+                found[moment] = moment
+    return _undominated(list(found))
+
+
+def _at(timeline: Timeline, place: str) -> tuple[list[str], np.ndarray]:
+    """Names of the operations while a pass is at a place, and (operations, categories) bytes live then."""
+    indices = [index for index, where in enumerate(timeline.places) if where == place]
+    live = np.array([timeline.live[index] for index in indices], dtype=float)
+    return [timeline.names[index] for index in indices], live.reshape(len(indices), len(CATEGORIES))
+
+
+def _same_depth(parts: list[list[tuple[list[str], np.ndarray]]]) -> list[list[np.ndarray]]:
+    """The operations of a place, the same ones for both depths.
+
+    The loss of a mixture of experts takes a turn for each layer, after the loss of the tokens in the forward pass and
+    before it in the backward pass: those of the deeper model that the other one lacks are left out.
+    """
+    pairs = []
+    for (low_names, low), (high_names, high) in zip(*parts, strict=True):
+        if len(low) != len(high):
+            common = (index for index, (a, b) in enumerate(zip(low_names, high_names, strict=False)) if a != b)
+            start = next(common, min(len(low), len(high)))
+            low, high = (_ends(each, start, min(len(low), len(high)) - start) for each in (low, high))
+        pairs.append((low, high))
+    return [[low for low, _ in pairs], [high for _, high in pairs]]
+
+
+def _ends(rows: np.ndarray, first: int, last: int) -> np.ndarray:
+    """So many rows of the start, and so many of the end."""
+    return np.concatenate([rows[:first], rows[len(rows) - last :]])
+
+
+def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[dict[str, Amount]]:
+    """Amounts by category at the peaks of one place."""
+    fixed, per_layer = fit.coefficients(_aligned(parts))
+    whole = fixed + layers * per_layer
+    peaks = set()
+    for batch, length in _SHAPES:
+        live = np.tensordot(_terms(batch, length)[: len(whole)], whole, 1)
+        live[:, _CHUNKS] *= min(1.0, batch * length / CHUNK)
+        peaks |= {int(np.argmax(live.sum(1))), int(np.argmax(live.sum(1) - live[:, _GRADIENTS]))}
+    return [_amounts(fixed[:, peak], per_layer[:, peak]) for peak in sorted(peaks)]
+
+
+def _amounts(fixed: np.ndarray, per_layer: np.ndarray) -> dict[str, Amount]:
+    """The amounts of a moment, from coefficients (terms, categories)."""
+    found = {name: _as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
+    chunks = found.pop("chunks")
+    return found | {"logits": dataclasses.replace(found["logits"], chunk=chunks.at(Shape(0, 1, CHUNK)))}
+
+
+def _aligned(parts: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """The operations of a place, the same ones for each shape.
+
+    The loss takes a turn for each chunk of tokens, so longer batches take more of them. Its turns are alike: the first
+    half of the shortest and what comes before it, and the second half and what comes after it, are in all of them.
+    """
+    fewest = min(len(part) for row in parts for part in row)
+    if all(len(part) == fewest for row in parts for part in row):
+        return parts
+    half = fewest // 2
+    return [[_ends(part, half, half) for part in row] for row in parts]
+
+
+def _undominated(moments: list[Moment]) -> Iterable[Moment]:
+    """Leaves out moments that others of the same kind exceed in every coefficient of every amount."""
+
+    def vector(moment: Moment) -> np.ndarray:
+        amounts = (moment.activations, moment.casts, moment.logits, moment.gradients)
+        parts = [values for amount in amounts for values in (amount.fixed, amount.per_layer, (amount.chunk,))]
+        return np.array([(*values, *[0.0] * (4 - len(values))) for values in parts])
+
+    def kind(moment: Moment) -> tuple[Any, ...]:
+        return moment.phase, moment.accumulating, moment.place
+
+    vectors = [vector(moment) for moment in moments]
+    for index, moment in enumerate(moments):
+        rivals = (other for other, rival in enumerate(moments) if other != index and kind(rival) == kind(moment))
+        if not any((vectors[other] >= vectors[index]).all() for other in rivals):
+            yield moment
+
+
+def _passes(runs: dict[int, list[Micro]], fit: _Fit, encoder_decoder: bool) -> dict[str, Pass]:
+    passes = {}
+    for name, timeline_name, field in (
+        ("forward", "forward", "work"),
+        ("backward", "backward", "work"),
+        ("recompute", "backward", "recomputed"),
+        ("evaluation", "evaluation", "work"),
+    ):
+        values = [
+            [[getattr(micro.timelines[timeline_name], field)[kind] for kind in _KINDS] for micro in runs[depth]]
+            for depth in runs
+        ]
+        passes[name] = Pass(*fit.amount(values))
+    return passes if encoder_decoder else _with_logits_again(passes)
+
+
+def _with_logits_again(passes: dict[str, Pass]) -> dict[str, Pass]:
+    """The fused loss keeps no logits: its backward pass forms them once more, which is all that is outside the layers.
+    No layer is entered for it, so it is not seen as recomputation."""
+    again = passes["recompute"]
+    matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)
+    return passes | {"recompute": dataclasses.replace(again, matmul=matmul)}
+
+
+def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tuple[int, ...], int]:
+    """Parameters of the whole model, elements of each layer, and bytes of buffers."""
+    base = shallow.base
+    place: dict[int, Any] = {}
+    for module, name in ((base.get_output_embeddings(), "head"), (base.get_input_embeddings(), "embeddings")):
+        for parameter in module.parameters() if module is not None else ():
+            place[id(parameter)] = name
+    sizes = []
+    for layer in shallow.layers:
+        for parameter in layer.parameters():
+            place[id(parameter)] = "layer"
+        sizes.append(sum(parameter.numel() for parameter in layer.parameters()))
+    counts: dict[tuple[Any, ...], int] = {}
+    for parameter in shallow.model.parameters():
+        where, shape = place.get(id(parameter), "other"), tuple(parameter.shape)
+        key = (where, shape, parameter.requires_grad, _kind(parameter, setting))
+        counts[key] = counts.get(key, 0) + 1
+    tensors = tuple(
+        Tensors(where, shape, count, trained, kind) for (where, shape, trained, kind), count in counts.items()
+    )
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in shallow.model.buffers())
+    return tensors, tuple(sizes), buffers
+
+
+def _kind(parameter: torch.nn.Parameter, setting: Setting) -> Any:
+    if isinstance(parameter, bnb.nn.Params4bit):
+        return "nf4"
+    if isinstance(parameter, bnb.nn.Int8Params):
+        return "int8"
+    return "adapter" if parameter.requires_grad and setting.method["name"] == "lora" else "base"

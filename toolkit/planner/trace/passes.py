@@ -1,0 +1,213 @@
+"""One micro-batch through a shallow model: forward, backward, the same again on top of gradients, and an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from trl.trainer.utils import add_fused_lm_head
+
+from toolkit.distributed.engines import checkpointing_kwargs
+from toolkit.models.kernels import keep_attention
+from toolkit.planner.trace.shallow import Shallow
+from toolkit.planner.trace.tracker import Ledger, Timeline
+from toolkit.planner.trace.types import CHUNK, Setting
+from toolkit.recipe.sections import ActivationCheckpointing
+
+
+@dataclass(frozen=True)
+class Micro:
+    """What was seen in one shape.
+
+    Args:
+        timelines: `forward`, `backward`, the same with `+` where gradients of an earlier micro-batch exist, and
+            `evaluation`.
+        boundary: Bytes of the hidden states between two layers.
+    """
+
+    timelines: dict[str, Timeline]
+    boundary: int
+
+
+def run(
+    shallow: Shallow,
+    setting: Setting,
+    fake: Any,
+    batch: int,
+    length: int,
+    period: int = 1,
+    deadline: float = math.inf,
+) -> Micro:
+    """Takes a micro-batch of `batch` sequences of `length` tokens through the model.
+
+    Args:
+        fake: The mode in which tensors are made.
+        period: So many layers at either end stand for those between them.
+        deadline: See `Ledger`.
+    """
+    model = shallow.model
+    _prepare(shallow, setting)
+    with fake:
+        inputs = _inputs(setting, batch, length)
+        persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *_tensors(inputs)]
+        chunked = batch * length > CHUNK
+        ledger = Ledger(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
+        timelines: dict[str, Timeline] = {}
+        with _watched(shallow, ledger, period) as boundary, ledger:
+            for suffix in ("", "+"):
+                timelines[f"forward{suffix}"] = ledger.begin()
+                ledger.place = "embeddings"
+                loss = _loss(shallow, setting, inputs)
+                timelines[f"backward{suffix}"] = ledger.begin()
+                loss.backward()
+                del loss
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        ledger.forget(parameter.grad)
+            model.eval()
+            timelines["evaluation"] = ledger.begin()
+            ledger.place = "embeddings"
+            with torch.no_grad():
+                _evaluate(shallow, setting, inputs)
+            model.train()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return Micro(timelines, boundary[0])
+
+
+def _prepare(shallow: Shallow, setting: Setting) -> None:
+    """What the trainers do to a model before they train it."""
+    model, base = shallow.model, shallow.base
+    if getattr(base, "_toolkit_prepared", False):
+        return
+    base._toolkit_prepared = True
+    base.config.use_cache = False
+    if setting.checkpointing != "none":
+        settings = ActivationCheckpointing(mode=setting.checkpointing, every_n_layers=setting.every_n_layers)  # type: ignore[arg-type]
+        kwargs = checkpointing_kwargs(settings)
+        if setting.checkpointing == "selective":
+            keep_attention(base)
+        if model is not base:
+            model.enable_input_require_grads()
+        every = kwargs.pop("every_n_layers", 1)
+        offload = kwargs.pop("offload", False)
+        kwargs.pop("selective", None)
+        base.activation_checkpointing_enable(kwargs, every_n_layers=every, offload=offload)
+    if setting.objective != "seq2seq":
+        text = base.config.get_text_config()
+        if getattr(text, "router_aux_loss_coef", 0.0) and hasattr(text, "output_router_logits"):
+            text.output_router_logits = True
+        add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    if setting.autocast:
+        # As accelerate's `prepare_model` does.
+        forward = torch.autocast("cpu", getattr(torch, setting.autocast))(model.forward)
+        model.forward = convert_outputs_to_fp32(forward)
+
+
+def _inputs(setting: Setting, batch: int, length: int) -> dict[str, Any]:
+    """A batch as the toolkit's collators make it; the numbers do not matter.
+
+    Documents that the collator lays end to end stand in rows here: attention works within each of them.
+    """
+    ids = torch.zeros((batch, length), dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    if setting.masked:
+        inputs["attention_mask"] = torch.ones_like(ids)
+        # Transformers drops a mask that hides nothing.
+        inputs["attention_mask"][:, -1] = 0
+    if setting.layout in ("packed", "flat"):
+        inputs["position_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
+def _loss(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> torch.Tensor:
+    """The loss as the toolkit's trainers form it."""
+    if setting.objective == "seq2seq":
+        total, count = _nll(shallow, inputs)
+        return total / count
+    outputs = shallow.model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+    loss = (-outputs.log_probs).sum() / torch.as_tensor(outputs.label_mask.sum()).clamp(min=1)
+    if getattr(outputs, "aux_loss", None) is not None:
+        loss = loss + 0.001 * outputs.aux_loss
+    return loss
+
+
+def _evaluate(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> None:
+    if setting.objective == "seq2seq":
+        _nll(shallow, inputs)
+    else:
+        outputs = shallow.model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+        (-outputs.log_probs).sum(), outputs.label_mask.sum()
+
+
+def _nll(shallow: Shallow, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = inputs["labels"]
+    logits = shallow.model(**inputs, use_cache=False).logits
+    total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, labels.ne(-100).sum()
+
+
+@contextlib.contextmanager
+def _watched(shallow: Shallow, ledger: Ledger, period: int) -> Iterator[list[int]]:
+    """Tells the ledger where the pass is, and which gradients are done."""
+    handles: list[Any] = []
+    last = len(shallow.layers) - 1
+    boundary = [0]
+
+    def enter(index: int) -> str:
+        return "first_layer" if index < period else "last_layer" if index > last - period else "layer"
+
+    def before(index: int, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        boundary[0] = hidden.numel() * hidden.element_size()
+        ledger.place = enter(index)
+        if hidden.requires_grad and index == 0:
+            hidden.register_hook(lambda grad: setattr(ledger, "place", "embeddings"))
+
+    def after(index: int, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: setattr(ledger, "place", enter(index)))
+        if index == last:
+            ledger.place = "head"
+
+    for index, layer in enumerate(shallow.layers):
+        handles.append(
+            layer.register_forward_pre_hook(
+                lambda module, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
+            )
+        )
+        handles.append(layer.register_forward_hook(lambda module, args, output, index=index: after(index, output)))
+
+    def made(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # T5 gives parameters to autograd that end up without.
+            ledger.move(parameter.grad, "gradients")
+
+    for parameter in shallow.model.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(made))
+    try:
+        yield boundary
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _quantization_state(model: Any) -> Iterator[torch.Tensor]:
+    """Scales beside quantized weights, which are no parameters."""
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)
+        while state is not None:
+            yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, torch.Tensor))
+            state = state.state2 if state.nested else None
+        if hasattr(module, "state") and getattr(module.state, "CB", None) is not None:
+            yield from (module.state.CB, module.state.SCB)
+
+
+def _tensors(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    return (value for value in inputs.values() if isinstance(value, torch.Tensor))

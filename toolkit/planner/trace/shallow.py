@@ -1,0 +1,217 @@
+"""The real model code with few layers and no numbers: weights are fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from toolkit.distributed import Dtypes
+from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
+from toolkit.planner.trace import fake_kernels
+from toolkit.planner.trace.types import Setting
+from toolkit.recipe import Recipe
+from toolkit.recipe.schema import Data, Model, Source
+from toolkit.recipe.sections import Method
+
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """A model to trace.
+
+    Args:
+        model: Transformers or PEFT model on fake tensors, ready to train.
+        layers: The repeated layers that the depth counts.
+    """
+
+    model: Any
+    layers: list[torch.nn.Module]
+
+    @property
+    def base(self) -> Any:
+        """The Transformers model inside."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+
+def load_config(setting: Setting) -> Any:
+    """The configuration object of the whole model."""
+    if setting.path and setting.trust_remote_code:
+        return AutoConfig.from_pretrained(setting.path, trust_remote_code=True)
+    values = {key: value for key, value in setting.config.items() if key != "transformers_version"}
+    # Transformers completes nested settings, such as those of rotary embeddings, in place.
+    config = AutoConfig.for_model(**copy.deepcopy(values))
+    text = config.get_text_config(decoder=True)
+    for each in (config, text):  # An encoder-decoder's second one is a copy.
+        if (getattr(each, "pad_token_id", None) or 0) >= text.vocab_size:
+            # The default of Phi-3 or Marian, where settings leave the model's own out: they change no memory.
+            each.pad_token_id = 0
+    return config
+
+
+def depth_of(config: Any) -> int:
+    """Repeated layers: of the decoder, where there is an encoder too."""
+    text = _text(config)
+    return int(getattr(text, _depth_key(text)))
+
+
+def depths(total: int, once: int, period: int) -> tuple[int, int]:
+    """Two depths from which any other follows: whole periods of layers that differ, after those that come once.
+
+    Args:
+        total: Layers of the whole model.
+        once: See `pattern`.
+        period: The same.
+    """
+    small = min(once + 2 * period, max(1, total - period))
+    return small, small + period
+
+
+def pattern(layers: Sequence[torch.nn.Module], every: int = 1) -> tuple[int, int]:
+    """How many layers come once, and after how many of the others their pattern begins anew.
+
+    Layers are alike if they are made of the same modules with parameters of the same shapes: whether positions are
+    masked changes neither memory nor work.
+
+    Args:
+        every: Of so many layers one is checkpointed, which is part of the pattern.
+    """
+    seen: list[Any] = []
+    kinds = []
+    for kind in map(_kind, layers):
+        seen += [kind] * (kind not in seen)
+        kinds.append(seen.index(kind))
+    total = len(kinds)
+
+    def repeats(once: int, period: int) -> bool:
+        return kinds[once + period :] == kinds[once : total - period]
+
+    pairs = ((once, period) for once in range(total) for period in range(1, total - once + 1) if repeats(once, period))
+    once, period = min(pairs, key=lambda pair: (pair[0] + 2 * pair[1], pair), default=(0, 1))
+    return once, math.lcm(period, every)
+
+
+def _kind(layer: torch.nn.Module) -> Any:
+    return (
+        [(name, type(module).__name__) for name, module in layer.named_modules()],
+        [(name, parameter.shape) for name, parameter in layer.named_parameters()],
+    )
+
+
+def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
+    """The model of a setting.
+
+    Args:
+        depth: Number of layers; None for all of them (on the meta device, to count parameters).
+        fake: The mode in which its tensors are made.
+    """
+    config = load_config(setting)
+    if depth is not None:
+        _shorten(config, depth)
+    kind = AutoModelForSeq2SeqLM if setting.objective == "seq2seq" else AutoModelForCausalLM
+    recipe = _recipe(setting)
+    types = _dtypes(setting)
+    with torch.device("meta"):
+        model = kind.from_config(
+            config,
+            dtype=getattr(torch, types.load),
+            attn_implementation=fake_kernels.implementation(setting),
+            trust_remote_code=setting.trust_remote_code,
+        )
+        _quantize(model, recipe, types)
+        trained = add_method(model, recipe, types)
+    trained.train()
+    if depth is not None:
+        _materialize(trained, fake, types)
+    return Shallow(trained, _layers(model))
+
+
+def _recipe(setting: Setting) -> Recipe:
+    data = Data(sources=[Source(path="unread")])
+    method = Method(**setting.method)
+    return Recipe(model=Model(path="unread"), data=data, objective=setting.objective, method=method)  # type: ignore[arg-type]
+
+
+def _dtypes(setting: Setting) -> Dtypes:
+    compute = setting.autocast or setting.local
+    return Dtypes(
+        load=setting.load, local=setting.local, compute=compute, autocast=setting.autocast,
+        reduce=setting.local, master=setting.local, export=compute,
+    )  # fmt: skip
+
+
+def _text(config: Any) -> Any:
+    """The part of the config with the decoder's layers: of an encoder-decoder it would be a copy with other names."""
+    return config if config.is_encoder_decoder else config.get_text_config()
+
+
+def _depth_key(text: Any) -> str:
+    keys = _DECODER_KEYS if getattr(text, "is_encoder_decoder", False) else _DEPTH_KEYS
+    return next(key for key in (*keys, *_DEPTH_KEYS) if isinstance(getattr(text, key, None), int))
+
+
+def _shorten(config: Any, depth: int) -> None:
+    text = _text(config)
+    total = depth_of(config)
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == total and total > 1 and key.endswith(("types", "layers")):
+            setattr(text, key, value[:depth])
+    setattr(text, _depth_key(text), depth)
+
+
+def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
+    from transformers.quantizers import AutoHfQuantizer
+
+    wanted = quantization_config(recipe, types)
+    if wanted is None:
+        return
+    quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
+    quantizer.preprocess_model(model=model, dtype=getattr(torch, types.load), device_map={"": "cpu"})
+    model.is_loaded_in_4bit = recipe.method.quantization == "nf4"
+    model.is_loaded_in_8bit = recipe.method.quantization == "int8"
+    model.hf_quantizer = quantizer
+    keep_unpacked(model)
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder's layers, or where they are not marked as such, the longest list of modules."""
+    # A model of several modes may have more layers for images than a shallow decoder has.
+    inside = model if model.config.is_encoder_decoder else model.get_decoder()
+    marked: list[Any] = [each for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
+    repeated = [each for each in marked if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
+    # In an encoder-decoder the decoder comes last.
+    if model.config.is_encoder_decoder:
+        return list((repeated or marked)[-1])
+    lists = repeated or marked
+    return list(lists[max(range(len(lists)), key=lambda index: len(lists[index]))])
+
+
+def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) -> None:
+    """Replaces what lies on the meta device by fake tensors on the CPU; tied parameters stay tied."""
+    made: dict[int, torch.nn.Parameter] = {}
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    with fake:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    stored = fake_kernels.quantized(module, parameter, types)
+                    plain = torch.nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = plain if stored is None else stored
+                module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = empty(buffer)

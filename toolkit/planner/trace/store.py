@@ -1,0 +1,146 @@
+"""Where traces are kept: shipped with the package, or in the cache; and how new ones are made without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from toolkit.common import UserError, cache_dir
+from toolkit.planner.trace.analytic import estimated
+from toolkit.planner.trace.types import Setting, Trace
+
+SHIPPED = Path(__file__).resolve().parent / "shipped"
+"""Traces of the shelf's models: one file for each architecture, made by `python scripts/ship_traces.py`."""
+
+
+_LAUNCH = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
+"""Beginnings of the variables by which launchers speak to the processes they start."""
+_found: dict[str, Trace] = {}
+"""Traces by key that have been read: advice asks for the same one again and again."""
+_too_long: dict[str, str] = {}
+"""Why an architecture's code is not traced in time: in another setting it takes as long."""
+
+
+def find(setting: Setting) -> Trace | None:
+    """The trace of a setting, if it is known."""
+    key = setting.key()
+    if key not in _found:
+        shipped = _shipped(setting.architecture()).get(key)
+        found = _read(_cached(setting)) if shipped is None else Trace.from_json(shipped)
+        if found is None:
+            return None
+        _found[key] = found
+    return _found[key]
+
+
+def obtain(setting: Setting) -> Trace:
+    """The trace of a setting; made in another process if it is not known, or estimated if that cannot be done."""
+    known = find(setting)
+    if known is not None:
+        return known
+    file = _cached(setting)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        # Another process may have made it while this one waited.
+        known = find(setting)
+        if known is None:
+            architecture = setting.architecture()
+            if architecture in _too_long:
+                return estimated(setting, _too_long[architecture])
+            answer = ask({"trace": dataclasses.asdict(setting)})
+            if answer.get("error", "").startswith(TimeoutError.__name__):
+                _too_long[architecture] = answer["error"]
+            if "error" in answer:
+                return estimated(setting, answer["error"])
+            known = Trace.from_json(answer["trace"])
+            keep(setting, known)
+    return known
+
+
+def keep(setting: Setting, trace: Trace) -> None:
+    """Puts a trace into the cache."""
+    file = _cached(setting)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps(trace.to_json()), encoding="utf-8")
+    partial.replace(file)
+
+
+def ask(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Has another process, which may import torch, trace a setting or read a model's config.
+
+    Returns:
+        Its answer; `error` says why there is none.
+    """
+    process = _tracer()
+    assert process.stdin and process.stdout
+    try:
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        # Libraries may print lines of their own.
+        line = next((line for line in process.stdout if line.startswith("{")), "")
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        _tracer.cache_clear()
+        return {"error": f"the tracing process ended with code {process.wait()}"}
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+@functools.cache
+def _tracer() -> subprocess.Popen[str]:
+    """The process that answers, kept for further questions: its imports take longer than a trace."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "toolkit.planner.trace"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # Nothing of a launch may reach it: it is one process on a CPU.
+        env={key: value for key, value in os.environ.items() if not key.startswith(_LAUNCH)}
+        | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
+    )
+
+
+def config_of(recipe: Any) -> dict[str, Any]:
+    """The config of a model that is neither bundled nor on this disk as JSON: inside a GGUF file, or on the hub.
+
+    Raises:
+        UserError: If it cannot be read; names the nearest known model.
+    """
+    answer = ask({"config": recipe.model_dump(mode="json")})
+    if "error" in answer:
+        raise UserError(answer["error"], answer.get("change") or "set model.path to a model that can be read here")
+    config: dict[str, Any] = answer["config"]
+    return config
+
+
+@functools.cache
+def _shipped(architecture: str) -> dict[str, Any]:
+    file = SHIPPED / f"{architecture}.json.gz"
+    if not file.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+    return content
+
+
+def _read(file: Path) -> Trace | None:
+    try:
+        return Trace.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # Cut off, or of another version: it is made again.
+
+
+def _cached(setting: Setting) -> Path:
+    return cache_dir() / "traces" / f"{setting.key()}.json"

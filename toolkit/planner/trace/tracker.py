@@ -1,0 +1,222 @@
+"""Counts what lives and what is computed while a model runs, real or fake, by watching every operation."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from toolkit.planner.trace.types import CHUNK
+
+CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
+"""As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""
+_CUDA_GRANULARITY = 512
+"""Bytes to which CUDA's allocator rounds every block (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+_IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default)
+"""What a backward pass does in place where no dispatch mode like this one is on: adding up two gradients of one tensor,
+and the gradient of rows that were picked. A CPU's memory can be watched with such a mode only, so there it counts.
+
+Sources: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, `index_backward` in FunctionsManual.cpp, and
+`isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h, which is true of every tensor while a dispatch mode is on.
+"""
+_FORWARD_ONLY = ("toolkit_tracing::flash_attn", "bitsandbytes::gemm_4bit")
+_THIN = 64
+"""FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
+_WORK = ("matmul", "attention", "moved", "launches")
+
+
+@dataclass
+class Timeline:
+    """What happened in one pass: for every operation where it was and what was live after it.
+
+    Args:
+        places: Place of each operation, as given to `Ledger.at`.
+        names: Its name.
+        live: Bytes by category, in the order of `CATEGORIES`, after each operation.
+        work: FLOPs and bytes by kind, see `trace.Pass`.
+        recomputed: The same, of what the backward pass computes a second time.
+    """
+
+    places: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    live: list[tuple[int, ...]] = field(default_factory=list)
+    work: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WORK, 0.0))
+    recomputed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WORK, 0.0))
+
+
+class Ledger(TorchDispatchMode):
+    """A dispatch mode that keeps the books.
+
+    Args:
+        known: Tensors that live all the time (parameters, buffers, the batch), which are not counted.
+        weights: Parameters, whose copies in another dtype count as `casts`.
+        on_gpu: Whether to count what a GPU would hold, whose allocator rounds every tensor up.
+        chunked: Whether the batch has more tokens than the loss works on at a time.
+        deadline: Of `time.process_time`. A model may go through its tokens one by one.
+
+    Raises:
+        TimeoutError: In the operation after the deadline.
+    """
+
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor],
+        weights: Iterable[torch.Tensor],
+        on_gpu: bool = False,
+        chunked: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
+        super().__init__()
+        self._chunked = chunked
+        self._deadline = deadline
+        self._on_gpu = on_gpu
+        self._granularity = _CUDA_GRANULARITY if on_gpu else 1
+        self._weights = {_key(weight) for weight in weights if weight.ndim > 1}
+        # Kept, so that no other storage takes an address that is known.
+        self._known = [tensor.untyped_storage() for tensor in known]
+        self._sizes: dict[int, tuple[int, int]] = {storage._cdata: (0, 0) for storage in self._known}
+        self._live = [0] * len(CATEGORIES)
+        self.place = "embeddings"
+        self.timeline = Timeline()
+
+    def begin(self) -> Timeline:
+        """Starts a new pass; what is live stays."""
+        self.timeline = Timeline()
+        return self.timeline
+
+    def move(self, tensor: torch.Tensor, category: str) -> None:
+        """Counts a tensor under another category from now on."""
+        key, to = _key(tensor), CATEGORIES.index(category)
+        if key in self._sizes:
+            size, since = self._sizes[key]
+            self._live[since] -= size
+            self._live[to] += size
+            self._sizes[key] = (size, to)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor no longer: from now on it lives all the time."""
+        self.move(tensor, "activations")
+        key = _key(tensor)
+        if key in self._sizes:
+            size, _ = self._sizes[key]
+            self._live[0] -= size
+            self._sizes[key] = (0, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return out  # Fake tensors ask where they are all the time.
+        if time.process_time() > self._deadline:
+            raise TimeoutError("this model takes too many operations to be traced")
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        category = self._category(func, inputs, outputs)
+        made = 0
+        for tensor in outputs:
+            made += self._add(tensor, category)
+        self._count(func, args, kwargs, out, inputs, outputs, made)
+        self.timeline.places.append(self.place)
+        self.timeline.names.append(func.name())
+        live = list(self._live)
+        if self._on_gpu and func in _IN_PLACE and _in_backward():
+            live[category] -= made
+        if self._on_gpu and func is torch.ops.aten.embedding_dense_backward.default:
+            live[category] += _embedding_sums(*args[:3])
+        if self._on_gpu and func.name() == "bitsandbytes::gemm_4bit":
+            # For more rows than a few its CUDA kernel is a dequantization, whose result is gone afterwards.
+            inside = args[2][0] * args[2][1] * args[0].element_size()
+            live[CATEGORIES.index("casts")] += inside
+            self.timeline.work["moved"] += inside + _bytes(args[1])
+        self.timeline.live.append(tuple(live))
+        return out
+
+    def _category(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+        name = func.name()
+        converts = name.startswith("aten::_to_copy") and inputs and _key(inputs[0]) in self._weights
+        if converts or "dequantize" in name:
+            return CATEGORIES.index("casts")
+        if self.place != "head":
+            return CATEGORIES.index("activations")
+        # The loss's buffer for logits, and its copy of the hidden states that belong to them; the last may be shorter.
+        new = outputs if self._chunked and name.startswith(("aten::empty", "aten::_to_copy")) else []
+        chunk = any(each.ndim == 2 and len(each) <= CHUNK for each in new)
+        return CATEGORIES.index("chunks" if chunk else "logits")
+
+    def _add(self, tensor: torch.Tensor, category: int) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return 0
+        size = -(-storage.nbytes() // self._granularity) * self._granularity
+        self._sizes[key] = (size, category)
+        self._live[category] += size
+        weakref.finalize(storage, self._drop, key)
+        return size
+
+    def _drop(self, key: int) -> None:
+        size, category = self._sizes.pop(key)
+        self._live[category] -= size
+
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        made: int,
+    ) -> None:
+        changes = func._schema.is_mutable
+        if not made and not changes:
+            return  # A view: no kernel runs.
+        found = {"launches": 1.0}
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            kind = "attention" if "attention" in func.name() or "attn" in func.name() else "matmul"
+            found[kind] = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            traffic = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
+            if kind == "matmul" and found[kind] < _THIN * traffic:
+                found["moved"] = float(traffic)
+        elif not func.name().startswith("aten::empty"):
+            found["moved"] = float(sum(_bytes(tensor) for tensor in (*inputs, *outputs)))
+        # A backward pass records nothing for a further one, except while it repeats a part of the forward pass. Within
+        # a custom function nothing is recorded either way, but those that belong to the forward pass are known.
+        repeats = torch._C._current_graph_task_id() != -1 and (torch.is_grad_enabled() or func.name() in _FORWARD_ONLY)
+        for key, value in found.items():
+            self.timeline.work[key] += value
+            if repeats:
+                self.timeline.recomputed[key] += value
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass is at work, and not on what it computes a second time."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _embedding_sums(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> int:
+    """Bytes that CUDA's gradient of an embedding allocates beside its result, for more than 3,072 indices.
+
+    Sums in fp32 of up to ten rows each, and seven lists of indices (with what sorting needs).
+    Source: `embedding_backward_cuda_kernel` in ATen/native/cuda/EmbeddingBackwardKernel.cu.
+    """
+    count, width = indices.numel(), -(-grad.shape[-1] // 32) * 32
+    if count <= 3072:
+        return 0
+    return (count // 10 + min(count, num_weights)) * width * 4 + 7 * count * 8
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

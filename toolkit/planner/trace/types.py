@@ -1,0 +1,330 @@
+"""What one micro-batch does to memory and to the compute units, as functions of its shape.
+
+A trace is measured by `fit` on the real model code, and read here without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.distributed import BatchLayout, dtypes
+from toolkit.models import attention
+from toolkit.recipe import Recipe
+
+FORMAT = 2
+"""Raise when a trace of the same setting would differ."""
+
+CHUNK = 4096
+"""Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
+
+Phase = Literal["forward", "backward", "evaluation"]
+Place = Literal["embeddings", "first_layer", "last_layer", "head"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a micro-batch: `batch` sequences of `seq_len` tokens through `layers` layers."""
+
+    layers: int
+    batch: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A quantity that is linear in the layers, and in 1, tokens, tokens x sequence length and sequence length.
+
+    Args:
+        fixed: Coefficients of these four, in this order, outside the layers; zeros at the end are left out.
+        per_layer: The same for each layer.
+        chunk: What there is beside, once, for each chunk of tokens; less for fewer tokens than `CHUNK`.
+    """
+
+    fixed: tuple[float, ...] = ()
+    per_layer: tuple[float, ...] = ()
+    chunk: float = 0.0
+
+    def at(self, shape: Shape) -> float:
+        """The quantity for one shape; never negative."""
+        return self.of(shape.layers, shape.tokens, shape.tokens * shape.seq_len, shape.seq_len)
+
+    def of(self, layers: int, tokens: float, pairs: float, longest: float = 0) -> float:
+        """The same for sequences of different lengths: their sum, the sum of their squares, and the longest."""
+        terms = (1, tokens, pairs, longest)
+        outside = sum(each * term for each, term in zip(self.fixed, terms, strict=False))
+        inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
+        return max(0.0, outside + layers * inside + self.chunk * min(1.0, tokens / CHUNK))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment at which much is live, beside what lives all the time: parameters, optimizer, gradients from before.
+
+    All amounts are bytes on one device.
+
+    Args:
+        phase: Forward or backward pass of training, or the forward pass of an evaluation.
+        place: Where the pass is: a layer stands for all between the first and the last.
+        accumulating: Whether gradients of an earlier micro-batch exist; then those made here are added and freed.
+        activations: What the layers keep for the backward pass, and their temporary tensors.
+        casts: Copies of weights in the compute dtype (autocast), or dequantized.
+        logits: What the output head and the loss hold.
+        gradients: Gradients of parameters that this micro-batch has made so far, in the dtype of the parameters.
+    """
+
+    phase: Phase
+    place: Place
+    accumulating: bool
+    activations: Amount
+    casts: Amount
+    logits: Amount
+    gradients: Amount
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the device does in one pass over a micro-batch.
+
+    Args:
+        matmul: FLOPs of matrix products (a multiply and an add count as two).
+        attention: FLOPs of attention's two products over all pairs of positions, whether a mask hides them or not.
+        moved: Bytes that all other operations read and write.
+        launches: Number of operations that start a kernel.
+    """
+
+    matmul: Amount
+    attention: Amount
+    moved: Amount
+    launches: Amount
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Parameters that are alike.
+
+    Args:
+        place: `layer` for those inside the repeated layers.
+        shape: Of each; for quantized ones the shape that they stand for.
+        count: How many there are in the whole model.
+        trained: Whether they get gradients.
+        kind: Of the model itself, of an adapter, or stored in 4 or 8 bits.
+    """
+
+    place: Literal["embeddings", "layer", "head", "other"]
+    shape: tuple[int, ...]
+    count: int
+    trained: bool
+    kind: Literal["base", "adapter", "nf4", "int8"]
+
+    @property
+    def numel(self) -> int:
+        """Elements of each."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A model in one setting (see `setting.Setting`), for every shape of micro-batch.
+
+    Args:
+        layers: Repeated layers of the whole model (of the decoder, where there is an encoder).
+        tensors: All parameters; tied ones once.
+        moments: Candidates for the peak; for one shape the largest sum decides.
+        passes: `forward`, `backward` (with what it recomputes), `recompute` (that part alone), `evaluation`.
+        boundary: Bytes of the hidden states between two layers, which offloaded checkpointing keeps on the host.
+        buffers: Bytes of what the model holds beside parameters (rotary frequencies, position tables).
+        layer_elements: Elements of each layer, in order; the unit that sharded engines gather.
+        origin: `traced`, or `formulas` where the model's code could not be traced.
+        note: Why it could not be traced.
+    """
+
+    layers: int
+    tensors: tuple[Tensors, ...]
+    moments: tuple[Moment, ...]
+    passes: Mapping[str, Pass]
+    boundary: Amount
+    buffers: int
+    layer_elements: tuple[int, ...]
+    origin: Literal["traced", "formulas"] = "traced"
+    note: str = ""
+
+    def elements(self, *, trained: bool | None = None, kind: str | None = None, place: str | None = None) -> int:
+        """Number of parameters of some kind."""
+        return sum(
+            tensors.numel * tensors.count
+            for tensors in self.tensors
+            if (trained is None or tensors.trained == trained)
+            and (kind is None or tensors.kind == kind)
+            and (place is None or tensors.place == place)
+        )
+
+    def met(self, experts: tuple[int, int], *, trained: bool | None = None) -> float:
+        """Number of parameters that one token meets.
+
+        Args:
+            experts: How many a layer has, and how many of them a token meets (`facts.experts`).
+        """
+        count, active = experts
+        shared = 1 - active / count
+        idle = (each for each in self.tensors if len(each.shape) == 3 and each.shape[0] == count > 1)
+        spared = sum(each.numel * each.count * shared for each in idle if trained is None or each.trained == trained)
+        return self.elements(trained=trained) - spared
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers; see `from_json`."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        """The reverse of `to_json`."""
+
+        def amounts(kind: Any, row: Mapping[str, Any]) -> Any:
+            return kind(**{key: _amount(value) if isinstance(value, Mapping) else value for key, value in row.items()})
+
+        return cls(
+            layers=data["layers"],
+            tensors=tuple(Tensors(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"]),
+            moments=tuple(amounts(Moment, row) for row in data["moments"]),
+            passes={name: amounts(Pass, row) for name, row in data["passes"].items()},
+            boundary=_amount(data["boundary"]),
+            buffers=data["buffers"],
+            layer_elements=tuple(data["layer_elements"]),
+            origin=data["origin"],
+            note=data["note"],
+        )
+
+
+def _amount(row: Mapping[str, Any]) -> Amount:
+    return Amount(tuple(row["fixed"]), tuple(row["per_layer"]), row["chunk"])
+
+
+Layout = Literal["padded", "packed", "flat", "seq2seq"]
+_LIBRARIES = ("torch", "transformers", "trl", "peft")
+_NO_ARCHITECTURE = (
+    *("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params"),
+)
+"""Keys of a config that change neither memory nor work."""
+_ADAPTER_KEYS = (
+    *("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "quantization"),
+    "double_quantization",
+)
+_FULL_KEYS = ("name", "freeze")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model in one way of computing. Plain values only, so that it can be hashed and handed to another process.
+
+    Args:
+        config: The model's `config.json`.
+        device: What it will run on; kernels and rounding differ.
+        objective: As in the recipe.
+        method: The recipe's section `method`, without what leaves memory and work as they are.
+        load: Dtype of frozen weights, see `policy.Dtypes`.
+        local: Dtype of trained weights as the forward pass sees them.
+        autocast: Dtype of autocast, or None.
+        attention: Backend, resolved.
+        layout: How the collator lays out a batch.
+        masked: Whether rows of different lengths are padded, so that attention reads a mask.
+        checkpointing: Mode of activation checkpointing.
+        every_n_layers: Of activation checkpointing.
+        long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
+        trust_remote_code: Whether the model's own code may run.
+        path: `model.path`, where its code comes with the weights.
+    """
+
+    config: Mapping[str, Any]
+    device: Literal["cuda", "cpu"]
+    objective: str
+    method: Mapping[str, Any]
+    load: str
+    local: str
+    autocast: str | None
+    attention: str
+    layout: Layout
+    masked: bool = False
+    checkpointing: str = "none"
+    every_n_layers: int = 1
+    long: bool = True
+    trust_remote_code: bool = False
+    path: str | None = None
+
+    def key(self) -> str:
+        """A name for the trace of this setting; changes with the libraries that are traced."""
+        content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
+        return _hash(content)
+
+    def architecture(self) -> str:
+        """A name for the model's architecture alone."""
+        return _hash(dict(self.config))
+
+
+def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: str, layout: BatchLayout) -> Setting:
+    """The setting in which a recipe trains.
+
+    Args:
+        config: The model's `config.json`.
+        device: `cpu`, or any other for what torch calls CUDA.
+        backend: Attention backend, see `backends.planned`.
+        layout: How the batch is divided; its `seq_len` is the length of the longest row, where that is known.
+    """
+    types, method = dtypes(recipe), recipe.method
+    # FSDP gathers parameters in the compute dtype, whatever their masters are.
+    seen = types.compute if recipe.strategy.name == "fsdp" else types.local
+    adapters = method.name == "lora"
+    checkpointing = recipe.activation_checkpointing
+    on_cpu = device == "cpu"
+    rows = _layout(recipe, backend)
+    return Setting(
+        config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
+        device="cpu" if on_cpu else "cuda",
+        objective=recipe.objective,
+        method=method.model_dump(include=set(_ADAPTER_KEYS if adapters else _FULL_KEYS)),
+        load=types.load if adapters else seen,
+        local=seen,
+        autocast=types.autocast,
+        attention=backend,
+        layout=rows,
+        # A row by itself is not padded, and Transformers drops a mask that hides nothing.
+        masked=rows in ("padded", "seq2seq") and layout.micro_batch_size > 1,
+        checkpointing=checkpointing.mode,
+        every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
+        # Loops over chunks look different from one chunk; on a GPU, where they work in place, one trace serves both.
+        long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK,
+        trust_remote_code=recipe.model.trust_remote_code,
+        path=recipe.model.path if recipe.model.trust_remote_code else None,
+    )
+
+
+def _layout(recipe: Recipe, backend: str) -> Layout:
+    if recipe.objective == "seq2seq":
+        return "seq2seq"
+    if backend in attention.VARLEN:
+        return "flat"
+    return "packed" if recipe.data.packing else "padded"
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Of what is traced, without the last number: a repair changes no memory worth a new trace."""
+    return {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in _LIBRARIES}
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,282 @@
+"""What is wrong with a recipe, said so that it can be mended: where it stands, what is allowed, what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from toolkit.common import UserError
+from toolkit.recipe.schema import Recipe, leaf_paths
+from toolkit.recipe.sections import Section
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to mend.
+
+    Args:
+        path: Dotted key, e.g. `method.r`, or empty when the recipe as a whole is meant.
+        what: What is wrong.
+        where: `file:line`, or `command line`.
+        given: The offending value, as text.
+        allowed: What would be accepted.
+        hint: The likely mend.
+    """
+
+    path: str
+    what: str
+    where: str = ""
+    given: str = ""
+    allowed: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.path or 'recipe'}: {self.what}"
+        if self.where and len(head) + len(self.where) + 4 <= _WIDTH:
+            lines = [f"{head}  ({self.where})"]
+        else:
+            lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
+        parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
+        return "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
+
+
+def _wrapped(text: str, first: str, indent: str) -> str:
+    # Paths and keys stay whole, so that they can be copied.
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+class RecipeError(UserError):
+    """A recipe that cannot be used, with every problem found in it.
+
+    Args:
+        name: The recipe's name; empty if it is not known which one is meant.
+        problems: All of them, in the order of the recipe.
+        partial: The recipe without the offending keys, when that much can be built; further checks may use it.
+        origins: Dotted key to `file:line`, for those checks.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        name: str,
+        problems: Iterable[Problem],
+        partial: Recipe | None = None,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.problems = list(problems)
+        self.partial = partial
+        self.origins = dict(origins or {})
+        count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
+        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(map(str, self.problems)))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The closest known word, or an empty string."""
+    folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
+    initials = [
+        name for name in folded if "_" in name and "".join(part[:1] for part in name.split("_")) == word.lower()
+    ]
+    if len(initials) == 1:  # lr
+        return folded[initials[0]]
+    matches = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else ""
+
+
+def origin_of(path: str, origins: Mapping[str, str]) -> str:
+    """Where the value at a dotted path, a part of it, or the nearest part around it was written; empty for defaults."""
+    inside = f"{path}."
+    if path not in origins and (parts := [place for key, place in origins.items() if key.startswith(inside)]):
+        return parts[0]
+    while path:
+        if path in origins:
+            return origins[path]
+        path = path.rpartition(".")[0]
+    return ""
+
+
+def literals(*location: str) -> list[str]:
+    """The words that the value at a location, e.g. `"method", "name"`, can be chosen from; empty for other types."""
+    values: list[str] = []
+    todo = [_kind_at(location)]
+    while todo:
+        for arg in get_args(todo.pop()):
+            if isinstance(arg, str):
+                values.append(arg)
+            elif get_args(arg):
+                todo.append(arg)
+    return values
+
+
+def from_validation_error(
+    error: ValidationError, data: Any, origins: Mapping[str, str], written: Mapping[str, str]
+) -> list[Problem]:
+    """Pydantic's findings as problems, one per key (a union reports one finding per alternative).
+
+    Args:
+        data: What was validated.
+        origins: Dotted key to where it was written.
+        written: Dotted key to the text of interpolations, which is shown instead of a value that may be secret.
+    """
+    by_path: dict[str, list[tuple[Any, Any]]] = {}
+    for finding in error.errors():
+        location = _existing(finding["loc"], data, missing_leaf=finding["type"] == "missing")
+        by_path.setdefault(".".join(map(str, location)), []).append((finding, location))
+    return [_problem(path, findings, origins, written) for path, findings in by_path.items()]
+
+
+def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[Any]:
+    """The part of a location that stands in the data: without pydantic's tags for the alternatives of a union."""
+    kept: list[Any] = []
+    for position, part in enumerate(location):
+        known = range(len(data)) if isinstance(data, list) else data if isinstance(data, Mapping) else ()
+        if part in known:
+            data = data[part]
+        elif not (missing_leaf and position == len(location) - 1):
+            break
+        kept.append(part)
+    return kept
+
+
+def _problem(
+    path: str, findings: list[tuple[Any, Any]], origins: Mapping[str, str], written: Mapping[str, str]
+) -> Problem:
+    finding, location = findings[0]
+    where = origin_of(path, origins)
+    given, kind = finding["input"], finding["type"]
+    shown = written.get(path) or as_text(given)
+    if kind in ("extra_forbidden", "string_pattern_mismatch"):
+        return _unknown_key(path, location, shown, where)
+    if kind == "missing":
+        return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
+    section = _section_at(location)
+    if section and not isinstance(given, Mapping):
+        hint = "" if given is None else f"write {path}: {{{section.main_key or 'key'}: {shown}}}"
+        return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
+    allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
+    kinds = {one["type"] for one, _ in findings}
+    close = did_you_mean(str(given), literals(*location)) if "literal_error" in kinds else ""
+    hint = f"did you mean `{close}`?" if close else _type_hint(kinds, given, path in written)
+    return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
+
+
+def _unknown_key(path: str, location: list[Any], given: str, where: str) -> Problem:
+    section = _section_at(location[:-1])
+    if section is None:
+        return Problem(path, "unknown key", where, given)
+    key, prefix = str(location[-1]), path.rpartition(".")[0]
+    places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
+    close = did_you_mean(key, places)
+    if not prefix or not close:
+        places = {**leaf_paths(), **places}
+        close = key if key in places else did_you_mean(key, places)
+    hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
+    if key == prefix:
+        hint = f"these keys stand below `{key}:` already; remove that line"
+    return Problem(path, "unknown key", where, given, ", ".join(section.model_fields), hint)
+
+
+def _kind_at(location: Iterable[Any]) -> Any:
+    """The declared type at a location; None where the schema knows none."""
+    kind: Any = Recipe
+    for part in location:
+        if isinstance(part, int):
+            lists = [one for one in (kind, *get_args(kind)) if getattr(one, "__origin__", None) is list]
+            kind = get_args(lists[0])[0] if lists else None
+        elif isinstance(kind, type) and issubclass(kind, Section) and part in kind.model_fields:
+            kind = kind.model_fields[part].annotation
+        else:
+            return None
+    return kind
+
+
+def _section_at(location: Iterable[Any]) -> type[Section] | None:
+    kind = _kind_at(location)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def as_text(value: Any) -> str:
+    """A value as one would write it in a recipe, shortened."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _allowed(finding: Any) -> str:
+    context = finding.get("ctx", {})
+    kinds = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "string_type": "text",
+        "bool_type": "true or false",
+        "list_type": "a list",
+        "dict_type": "a mapping",
+        "too_short": "at least one entry",
+    }
+    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    kind = finding["type"]
+    if kind in kinds:
+        return kinds[kind]
+    if kind in bounds:
+        return f"{signs[bounds[kind]]} {context[bounds[kind]]:.10g}"
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "").replace(" or ", ", ")
+    return str(finding["msg"])
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "true/false", int: "whole number", float: "number", str: "text", list: "list", dict: "mapping"}
+    return f" ({names[type(value)]})" if type(value) in names else ""
+
+
+def _type_hint(kinds: set[str], given: Any, interpolated: bool) -> str:
+    if isinstance(given, str) and kinds & {"int_type", "float_type", "bool_type"}:
+        if interpolated:
+            return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
+        return "write a plain number or true/false, without quotes"
+    if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
+        return f"write {given:.0f}"
+    if isinstance(given, str | int | float) and kinds == {"list_type"}:
+        return f"write [{as_text(given)}]"
+    return ""
+
+
+Config = Mapping[str, Any]
+"""The model's `config.json`; empty when it is not known without a download."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused.
+
+    Args:
+        id: Stable name, used in tests and documentation.
+        path: The key the message points at.
+        broken: Whether a recipe breaks the rule.
+        why: What would happen. May name figures in braces, see `toolkit.recipe.rules.check`.
+        change: The nearest allowed change.
+        reference: Where to read about a failure that a test cannot show without the hardware.
+    """
+
+    id: str
+    path: str
+    broken: Callable[[Recipe, Config], bool]
+    why: str
+    change: str
+    reference: str = ""

@@ -1,0 +1,182 @@
+"""What is known about a model without loading it: its `config.json` and the facts bundled with this package.
+
+The bundle (`bundled/`) holds the configs of the models that shipped recipes use, so that recipes can be checked
+with no network and before any weight is downloaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.recipe.schema import Model
+
+BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Names of built-in weights to the hub id they come from."""
+
+_BUNDLE = Path(__file__).resolve().parent / "bundled"
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SIZE_KEYS = (
+    *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
+    *("decoder_layers", "encoder_layers", "num_decoder_layers"),
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One bundled model.
+
+    Args:
+        model: Hub id.
+        license: License tag as on the hub.
+        gated: Whether the hub asks for an account and an accepted license.
+        parameters: Number of parameters, tied ones counted once.
+        config_json: Content of `config.json`.
+    """
+
+    model: str
+    license: str
+    gated: bool
+    parameters: int
+    config_json: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, anew each time: Transformers completes nested settings of what it is given in place."""
+        config: dict[str, Any] = json.loads(self.config_json)
+        return config
+
+
+@functools.cache
+def bundled() -> dict[str, Facts]:
+    """Hub id to facts of every bundled model."""
+    found = {}
+    for file in sorted(_BUNDLE.glob("*.json")):
+        known = json.loads(file.read_text(encoding="utf-8"))
+        found[known["model"]] = Facts(config_json=json.dumps(known.pop("config")), **known)
+    return found
+
+
+def facts_of(model: Model) -> Facts | None:
+    """Bundled facts of a recipe's model, or None for a local or unknown one. Case does not matter, as on the hub."""
+    model_id = BUILTIN_MODELS.get(model.path, model.path).lower()
+    return next((facts for facts in bundled().values() if facts.model.lower() == model_id), None)
+
+
+def nearest(model_id: str) -> list[str]:
+    """Up to three bundled hub ids that look like `model_id`, best first, for "did you mean"."""
+    # Most slips are in the name, not in the organisation, so the name alone is compared too.
+    spellings = {facts.lower(): facts for facts in bundled()} | {
+        facts.partition("/")[2].lower(): facts for facts in bundled()
+    }
+    wanted = model_id.lower()
+    close = difflib.get_close_matches(wanted, spellings, n=6, cutoff=0.6)
+    close += difflib.get_close_matches(wanted.rpartition("/")[2], spellings, n=6, cutoff=0.6)
+    return list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
+
+
+def config_of(model: Model) -> dict[str, Any] | None:
+    """The `config.json` of a recipe's model: from a local folder, the hub's cache on disk, or the bundle.
+
+    Args:
+        model: The recipe's model section.
+
+    Returns:
+        The config, or None when it is not known without a download (or lies inside a GGUF file).
+
+    Raises:
+        UserError: A local `config.json` is not valid JSON, or something in it is not what it must be.
+    """
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        return _read(folder / "config.json")
+    cached = _hub_snapshot(model)
+    config = _read(cached / "config.json") if cached else None
+    if config is not None:
+        return config
+    facts = facts_of(model)
+    return facts.config if facts else None
+
+
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether the model has an encoder whose output a decoder attends to."""
+    return bool(config.get("is_encoder_decoder", False))
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence the model has positions for, in tokens; None if it is unlimited or not stated."""
+    text = text_config(config)
+    if "relative_attention_num_buckets" in text:  # T5: distances are bucketed, whatever `n_positions` says.
+        return None
+    return next((text[key] for key in _POSITION_KEYS if (text.get(key) or 0) > 0), None)
+
+
+def num_layers(config: Mapping[str, Any]) -> int | None:
+    """Number of transformer layers, encoder and decoder together; None if not stated."""
+    text = text_config(config)
+    if "decoder_layers" in text:
+        return text["decoder_layers"] + text.get("encoder_layers", 0)
+    layers = next((text[key] for key in _LAYER_KEYS if text.get(key)), None)
+    if layers and is_encoder_decoder(config):
+        return layers + (text.get("num_decoder_layers") or layers)
+    return layers
+
+
+def experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
+    text = text_config(config)
+    count = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 1)
+    return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the language model: multimodal configs nest it under `text_config`."""
+    return config.get("text_config") or config
+
+
+def _hub_snapshot(model: Model) -> Path | None:
+    """Folder of the model's files in the hub's cache, laid out as `huggingface_hub` documents it."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    repository = cache / f"models--{model.path.replace('/', '--')}"
+    revision = model.revision or "main"
+    ref = repository / "refs" / revision
+    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+    snapshot = repository / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    change = "mend the file, or set model.path to another model"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}", change) from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no object, as a model's config is", change)
+    text = text_config(config)
+    if not isinstance(text, dict):
+        raise UserError(f"{file}: text_config is {json.dumps(text)}, not an object", change)
+    for part in (config, text):
+        for key in (*_LAYER_KEYS, *_POSITION_KEYS, *_SIZE_KEYS):
+            value = part.get(key)
+            if value is not None and (type(value) is not int or (value < 1 and key not in _POSITION_KEYS)):
+                raise UserError(f"{file}: {key} is {json.dumps(value)}, not a whole number above 0", change)
+    # Without its kind Transformers may still know what it is, or says what is missing.
+    return config if isinstance(config.get("model_type"), str) else None
+
+
+def _float(part: dict[str, Any]) -> Any:
+    """What JSON has no word for, as Transformers writes it: `{"__float__": "Infinity"}`."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part

@@ -1,0 +1,122 @@
+"""Applies the rules to a recipe."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.recipe import model_configs
+from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
+from toolkit.recipe.load import Loaded, load
+from toolkit.recipe.rules.data import (
+    BATCH_RULES,
+    DATA_RULES,
+    LOOKING_RULES,
+    SCHEDULE_ARGS,
+    SCHEDULE_RULES,
+    evaluation_keys,
+    micro_batch,
+)
+from toolkit.recipe.rules.model import METHOD_RULES, MODEL_RULES, OPTIMIZER_RULES, PRECISION_RULES, adapter_keys
+from toolkit.recipe.rules.strategy import STRATEGY_RULES, strategy_figures
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.sections import STRATEGIES
+
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *DATA_RULES,
+    *METHOD_RULES,
+    *PRECISION_RULES,
+    *OPTIMIZER_RULES,
+    *SCHEDULE_RULES,
+    *BATCH_RULES,
+    *LOOKING_RULES,
+    *STRATEGY_RULES,
+)
+
+
+def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
+    """Every rule the recipe breaks, as problems that name the place to change.
+
+    What the recipe leaves to the plan is wrong only if no choice would be right; the problems are then those of the
+    choice that has the fewest.
+    """
+    config = model_configs.config_of(recipe.model) or {}
+    broken: list[Rule] = []
+    for number, decided in enumerate(_decided(recipe)):
+        found = [rule for rule in RULES if rule.broken(decided, config)]
+        if number == 0 or len(found) < len(broken):
+            broken, nearest = found, decided
+        if not broken:
+            return []
+    figures = _figures(nearest, config)
+    return [
+        Problem(
+            rule.path,
+            rule.why.format(**figures),
+            origin_of(rule.path, origins or {}),
+            given=_value(recipe, rule.path),
+            hint=rule.change.format(**figures),
+        )
+        for rule in broken
+    ]
+
+
+def _decided(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with each choice for what it leaves to the plan; the rules know decided recipes only."""
+    choices: dict[str, tuple[str | None, ...]] = {
+        "strategy.name": STRATEGIES[1:],
+        "activation_checkpointing.mode": ("none", "full"),
+        "batch.micro_batch_size": (None,),
+    }
+    for values in itertools.product(*(choices[key] for key in recipe.undecided)):
+        yield recipe.with_values(dict(zip(recipe.undecided, values, strict=True)))
+
+
+def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Loaded:
+    """Loads a recipe and applies the rules; schema errors and broken rules are reported together.
+
+    Raises:
+        RecipeError: With every problem found.
+    """
+    try:
+        loaded = load(name, overrides, folder)
+    except RecipeError as error:
+        if error.partial is None:
+            raise
+        broken = check(error.partial, error.origins)
+        raise RecipeError(error.name, error.problems + broken, error.partial, error.origins) from None
+    if broken := check(loaded.recipe, loaded.origins):
+        raise RecipeError(loaded.name, broken, loaded.recipe, loaded.origins)
+    return loaded
+
+
+def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the texts of the rules may name in braces."""
+    batch = recipe.batch
+    return {
+        "max_positions": model_configs.max_positions(config) if config else None,
+        "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
+        "sequences_per_step": batch.sequences_per_step,
+        "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),
+        "max_steps": recipe.schedule.max_steps,
+        "schedule": recipe.schedule.name,
+        "schedule_args": ", ".join(sorted(SCHEDULE_ARGS[recipe.schedule.name])) or "none",
+        "optimizer": recipe.optimizer.name,
+        "dtype": recipe.model.dtype,
+        "num_prompts": len(recipe.evaluation.prompts),
+        "adapter_keys": ", ".join(adapter_keys(recipe)),
+        "evaluation_keys": ", ".join(evaluation_keys(recipe)),
+        **strategy_figures(recipe),
+    }
+
+
+def _value(recipe: Recipe, path: str) -> str:
+    """The value at a key; nothing for a whole section."""
+    value: Any = recipe
+    for part in path.split("."):
+        value = getattr(value, part)
+    return "" if "." not in path and hasattr(value, "model_fields_set") else as_text(value)

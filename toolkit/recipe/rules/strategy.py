@@ -1,0 +1,290 @@
+"""Rules on strategies: what an engine cannot do with the rest of the recipe, or would do otherwise than was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from toolkit.recipe.errors import Config, Rule
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.sections import STRATEGIES, Strategy
+
+_ZERO = ("zero1", "zero2", "zero3")
+KEYS = {
+    "offload_optimizer": _ZERO,
+    "offload_param": ("zero3", "fsdp"),
+    "nvme_path": ("zero3",),
+    "pin_memory": (*_ZERO, "fsdp"),
+    "reduce_dtype": (*_ZERO, "fsdp"),
+    "overlap_comm": _ZERO,
+    "reduce_bucket_size": _ZERO,
+    "allgather_bucket_size": ("zero1", "zero2"),
+    "prefetch_bucket_size": ("zero3",),
+    "param_persistence_threshold": ("zero3",),
+    "max_live_parameters": ("zero3",),
+    "max_reuse_distance": ("zero3",),
+    "sharding": ("fsdp",),
+    "reshard_after_forward": ("fsdp",),
+    "wrap_classes": ("fsdp",),
+    "state_dict_type": ("fsdp",),
+    "cpu_ram_efficient_loading": ("fsdp",),
+}
+"""Key of the section to the strategies that read it."""
+
+_ELEMENTWISE = (
+    *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit"),
+    *("sgd", "rmsprop"),
+)
+ZERO_OPTIMIZERS = (
+    *_ELEMENTWISE,
+    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+    *("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+"""Update each element by itself, so that parameters laid end to end and cut into parts train as whole ones do."""
+FSDP_OPTIMIZERS = (
+    *_ELEMENTWISE,
+    *("adagrad", "grokadamw", "stable_adamw", "galore_adamw", "lomo"),
+    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+)
+"""Made of operations that torch knows for sharded tensors."""
+_NEAREST = {
+    "zero": {"adagrad": "rmsprop", "schedule_free_sgd": "sgd", "stable": "adamw", "grok": "adamw", "schedule": "adamw"},
+    "fsdp": {
+        **{"ademamix": "adamw", "paged_adamw_32bit": "adamw", "paged_ademamix": "adamw", "rmsprop": "rmsprop"},
+        **{"lion": "adamw", "paged_lion": "adamw", "galore": "galore_adamw", "adalomo": "lomo"},
+    },
+}
+"""Start of a refused optimizer's name to the allowed one that is most like it."""
+_REST = {"zero": "adamw_8bit", "fsdp": "adamw_torch_8bit"}
+"""For those refused whose point is little memory."""
+_WITHOUT = ("adamw_anyprecision", "adamw_torch_xla", "adamw_torch_npu_fused")
+_EMBEDDINGS = {"embed_tokens", "lm_head"}
+
+
+def foreign_keys(recipe: Recipe) -> list[str]:
+    """Keys that differ from their defaults and that the chosen strategy does not read."""
+    strategy = recipe.strategy
+    changed = [key for key, names in KEYS.items() if strategy.name not in names and _changed(strategy, key)]
+    return [key for key in changed if not (key == "offload_optimizer" and strategy.name == "fsdp")]
+
+
+def owners(keys: Iterable[str]) -> list[str]:
+    """The strategies that read all of these keys; none if each is another's."""
+    return [name for name in STRATEGIES if all(name in KEYS[key] for key in keys)]
+
+
+def nearest_optimizer(recipe: Recipe) -> str:
+    """The optimizer most like the recipe's that its engine can use."""
+    name, engine = recipe.optimizer.name, "fsdp" if recipe.strategy.name == "fsdp" else "zero"
+    if name in _WITHOUT:
+        return "adamw"
+    # The longest start is the closest kin.
+    starts = sorted((start for start in _NEAREST[engine] if name.startswith(start)), key=len)
+    return _NEAREST[engine][starts[-1]] if starts and not _low_bit(name, engine) else _REST[engine]
+
+
+def strategy_figures(recipe: Recipe) -> dict[str, object]:
+    """What the texts of these rules may name in braces."""
+    keys = foreign_keys(recipe)
+    names = owners(keys)
+    return {
+        "strategy": recipe.strategy.name,
+        "foreign_keys": ", ".join(f"strategy.{key}" for key in keys),
+        "owners": f", or set strategy.name={' or '.join(names)}" if keys and names else "",
+        "nearest_optimizer": nearest_optimizer(recipe),
+        "unpaged_optimizer": recipe.optimizer.name.removeprefix("paged_").replace("_32bit", ""),
+        "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
+    }
+
+
+def _low_bit(name: str, engine: str) -> bool:
+    return engine == "fsdp" and "8bit" in name and "galore" not in name
+
+
+def _changed(strategy: Strategy, key: str) -> bool:
+    return getattr(strategy, key) != type(strategy).model_fields[key].default
+
+
+def _zero(recipe: Recipe) -> bool:
+    return recipe.strategy.zero_stage > 0
+
+
+def _zero3(recipe: Recipe) -> bool:
+    return recipe.strategy.name == "zero3"
+
+
+def _fsdp(recipe: Recipe) -> bool:
+    return recipe.strategy.name == "fsdp"
+
+
+def _nvme(recipe: Recipe) -> bool:
+    return "nvme" in (recipe.strategy.offload_optimizer, recipe.strategy.offload_param)
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return {recipe.strategy.offload_optimizer, recipe.strategy.offload_param} != {"none"}
+
+
+def _contradicts(recipe: Recipe) -> bool:
+    """Whether `reshard_after_forward` says the opposite of `sharding`; within hybrid_shard both have a meaning."""
+    strategy = recipe.strategy
+    return (strategy.sharding, strategy.reshard_after_forward) in (("full_shard", False), ("shard_grad_op", True))
+
+
+def _parts_tied(recipe: Recipe, config: Config) -> bool:
+    saved = recipe.method.name == "lora" and _EMBEDDINGS & set(recipe.method.modules_to_save)
+    return bool(saved and config.get("tie_word_embeddings", bool(config)))
+
+
+STRATEGY_RULES = (
+    Rule(
+        "strategy-keys",
+        "strategy",
+        lambda r, _: bool(foreign_keys(r)),
+        "strategy {strategy} would ignore {foreign_keys}",
+        "remove what it ignores{owners}",
+    ),
+    Rule(
+        "fsdp-offload-optimizer",
+        "strategy.offload_optimizer",
+        lambda r, _: _fsdp(r) and r.strategy.offload_optimizer != "none",
+        "FSDP cannot offload optimizer state alone: it lies where the parameters lie",
+        "set strategy.offload_param=cpu and remove strategy.offload_optimizer, or set strategy.name=zero2",
+    ),
+    Rule(
+        "fsdp-offload-nvme",
+        "strategy.offload_param",
+        lambda r, _: _fsdp(r) and r.strategy.offload_param == "nvme",
+        "FSDP offloads to host memory only",
+        "set strategy.offload_param=cpu, or strategy.name=zero3",
+        reference="(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)",
+    ),
+    Rule(
+        "nvme-needs-zero3",
+        "strategy.offload_optimizer",
+        lambda r, _: r.strategy.name in ("zero1", "zero2") and r.strategy.offload_optimizer == "nvme",
+        "ZeRO-1 and ZeRO-2 take `nvme` for `cpu` and fill host memory without a word",
+        "set strategy.offload_optimizer=cpu, or strategy.name=zero3",
+    ),
+    Rule(
+        "nvme-needs-path",
+        "strategy.nvme_path",
+        lambda r, _: _zero3(r) and _nvme(r) and not r.strategy.nvme_path,
+        "offloading to NVMe needs a folder on that drive",
+        "set strategy.nvme_path",
+    ),
+    Rule(
+        "nvme-path-unused",
+        "strategy.nvme_path",
+        lambda r, _: _zero3(r) and not _nvme(r) and r.strategy.nvme_path is not None,
+        "nothing is offloaded there",
+        "set strategy.offload_optimizer=nvme, or remove strategy.nvme_path",
+    ),
+    Rule(
+        "pin-memory-unused",
+        "strategy.pin_memory",
+        lambda r, _: r.strategy.name in KEYS["pin_memory"] and not r.strategy.pin_memory and not _offloads(r),
+        "nothing is offloaded, so no memory is pinned",
+        "remove strategy.pin_memory, or set strategy.offload_optimizer or strategy.offload_param",
+    ),
+    Rule(
+        "reshard-contradicts",
+        "strategy.reshard_after_forward",
+        lambda r, _: _fsdp(r) and _contradicts(r),
+        "says the opposite of strategy.sharding",
+        "remove it, or set strategy.sharding={other_sharding}",
+    ),
+    Rule(
+        "reduce-overflows",
+        "strategy.reduce_dtype",
+        lambda r, _: (_zero(r) or _fsdp(r)) and r.strategy.reduce_dtype == "fp16" and r.precision != "fp16",
+        "sums above 65,504 overflow in fp16, and only precision=fp16 scales the loss against it",
+        "set strategy.reduce_dtype=bf16, or remove it",
+    ),
+    Rule(
+        "zero1-pure-bf16-reduce",
+        "strategy.reduce_dtype",
+        lambda r, _: r.strategy.name == "zero1" and r.precision == "pure_bf16" and r.strategy.reduce_dtype == "fp32",
+        "ZeRO-1 that sums bf16 gradients in fp32 holds fp32 masters too, which pure_bf16 does not want",
+        "remove strategy.reduce_dtype, or set strategy.name=zero2",
+    ),
+    Rule(
+        "zero-pure-bf16-offload",
+        "precision",
+        lambda r, _: _zero(r) and r.precision == "pure_bf16" and r.strategy.offload_optimizer != "none",
+        "DeepSpeed offloads 16-bit masters with its own Adam only, which is not the optimizer of the recipe",
+        "set precision=bf16, or strategy.offload_optimizer=none",
+    ),
+    Rule(
+        "zero-stored-dtype",
+        "model.dtype",
+        lambda r, _: _zero(r) and r.model.dtype == "fp32" and r.precision in ("bf16", "fp16"),
+        "DeepSpeed stores the whole model in the compute precision; its masters are fp32 by themselves",
+        "remove model.dtype, or set precision=fp32",
+    ),
+    Rule(
+        "int8-sharded",
+        "method.quantization",
+        lambda r, _: r.strategy.shards_parameters and r.method.quantization == "int8",
+        "8-bit layers cannot be sharded: FSDP breaks them, and under ZeRO-3 every device keeps them whole",
+        "set method.quantization=nf4, or strategy.name=zero2",
+    ),
+    Rule(
+        "nf4-param-nvme",
+        "strategy.offload_param",
+        lambda r, _: _zero3(r) and r.method.quantization == "nf4" and r.strategy.offload_param == "nvme",
+        "DeepSpeed's buffers for NVMe hold floating-point numbers, not packed 4-bit weights",
+        "set strategy.offload_param=cpu",
+    ),
+    Rule(
+        "zero3-nf4-dora",
+        "method.use_dora",
+        lambda r, _: _zero3(r) and r.method.quantization == "nf4" and r.method.use_dora,
+        "DoRA dequantizes each weight to measure it, and ZeRO-3 loses track of weights that were read that way",
+        "set method.use_dora=false, or strategy.name=fsdp or zero2",
+    ),
+    Rule(
+        "fsdp-tied-embeddings",
+        "strategy.cpu_ram_efficient_loading",
+        lambda r, c: _fsdp(r) and r.strategy.cpu_ram_efficient_loading and _parts_tied(r, c),
+        "tied embeddings in method.modules_to_save cannot be tied again after the weights were read by one process",
+        "set strategy.cpu_ram_efficient_loading=false",
+    ),
+    Rule(
+        "fsdp-encoder-decoder",
+        "strategy.name",
+        lambda r, _: _fsdp(r) and r.objective == "seq2seq",
+        "torch does not shard an embedding that encoder, decoder and output head share",
+        "set strategy.name=zero2 or zero3",
+    ),
+    Rule(
+        "zero3-selective",
+        "activation_checkpointing.mode",
+        lambda r, _: _zero3(r) and r.activation_checkpointing.mode == "selective",
+        "after an evaluation ZeRO-3 gathers weights at other points of the recomputation, and torch refuses to go on",
+        "set activation_checkpointing.mode=full, or strategy.name=fsdp or zero2",
+    ),
+    Rule(
+        "zero-optimizer",
+        "optimizer.name",
+        lambda r, _: _zero(r) and r.optimizer.name not in ZERO_OPTIMIZERS,
+        "ZeRO lays parameters end to end and cuts them: {optimizer} needs their shapes, norms or own state",
+        "set optimizer.name={nearest_optimizer}",
+    ),
+    Rule(
+        "zero-offload-paged",
+        "optimizer.name",
+        lambda r, _: _zero(r) and r.strategy.offload_optimizer != "none" and r.optimizer.name.startswith("paged"),
+        "optimizer state is in host memory already; paging would bring it back to the GPU",
+        "set optimizer.name={unpaged_optimizer}",
+        reference="(https://huggingface.co/docs/bitsandbytes/main/en/explanations/optimizers#paged-optimizers)",
+    ),
+    Rule(
+        "fsdp-optimizer",
+        "optimizer.name",
+        lambda r, _: _fsdp(r) and r.optimizer.name not in FSDP_OPTIMIZERS,
+        "{optimizer} has operations that torch does not know for sharded tensors",
+        "set optimizer.name={nearest_optimizer}",
+    ),
+)

@@ -1,0 +1,224 @@
+"""A recipe as a person reads it: one line, or every value with its origin."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from toolkit.common import UserError
+from toolkit.recipe.compose import Composed, compose_recipe
+from toolkit.recipe.errors import DEFAULT, as_text, origin_of
+from toolkit.recipe.files import NAME, recipe_folders, search_order
+from toolkit.recipe.load import Loaded, load
+from toolkit.recipe.overrides import parse
+from toolkit.recipe.schema import Recipe, Source, sections
+from toolkit.recipe.sections import Section
+
+
+def description(file: Path) -> str:
+    """The `description` of a recipe file; empty when it has none or is not YAML."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return ""
+    return " ".join(str(content.get("description", "")).split()) if isinstance(content, dict) else ""
+
+
+def with_origins(loaded: Loaded) -> str:
+    """The resolved recipe as YAML, each value followed by where it comes from. The result loads as YAML."""
+    lines = list(_lines(yaml.safe_load(loaded.to_yaml()), "", 0, loaded.origins))
+    width = min(60, max(len(text) for text, _ in lines))
+    return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
+
+
+def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, str]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        path = f"{prefix}.{key}" if prefix else key
+        indent = "  " * depth
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, path, depth + 1, origins)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            yield f"{indent}{key}:", ""
+            for index, item in enumerate(value):
+                place = origin_of(f"{path}.{index}", origins) or DEFAULT
+                stated = {name: part for name, part in item.items() if part is not None}
+                yield f"{indent}- {_inline(stated)}", place
+        else:
+            yield f"{indent}{key}: {_inline(value)}", _origin(path, origins)
+
+
+def _origin(path: str, origins: dict[str, str]) -> str:
+    """Where a value was written. A section's own line says nothing about a key that the section leaves out."""
+    if path in origins:
+        return origins[path]
+    inside = [place for key, place in origins.items() if key.startswith(f"{path}.")]
+    return inside[0] if inside else DEFAULT
+
+
+def _inline(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+_KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
+_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "at least"), (Lt, "lt", "below"), (Le, "le", "at most"))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe file, for editors. Keys that groups may supply are not required."""
+    schema = Recipe.model_json_schema()
+    schema.pop("required", None)
+    for definition in schema["$defs"].values():
+        if definition.get("title") != "Source":
+            definition.pop("required", None)
+    schema["properties"]["defaults"] = {
+        "type": "array",
+        "description": "What this recipe extends: another recipe's name, or `group: option`; `_self_` comes last.",
+        "items": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+    }
+    source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Source"}]}
+    for key in ("sources", "eval_sources"):
+        schema["$defs"]["Data"]["properties"][key]["items"] = source
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "Recipe"
+    return schema
+
+
+def markdown() -> str:
+    """Every section and key with type, default and meaning, as Markdown."""
+    lines = ["## Keys of the recipe itself", "", *_table(Recipe, skip=tuple(sections()))]
+    for name, section in sections().items():
+        lines += ["", f"## {name}", "", _plain(section.__doc__ or "")]
+        if section.main_key:
+            lines += ["", f"`{name}=VALUE` on the command line sets `{name}.{section.main_key}`."]
+        lines += ["", *_table(section)]
+        if name == "data":
+            lines += ["", "### A source", "", _plain(Source.__doc__ or ""), "", *_table(Source)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(section: type[Section], skip: tuple[str, ...] = ()) -> list[str]:
+    rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for key, field in section.model_fields.items():
+        if key not in skip:
+            default = "required" if field.default is PydanticUndefined else f"`{as_text(field.default)}`"
+            cells = (f"`{key}`", _values(field), default, _plain(field.description or ""))
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def _values(field: FieldInfo) -> str:
+    bounds = [
+        f"{word} {getattr(one, attribute):g}"
+        for one in field.metadata
+        for kind, attribute, word in _BOUNDS
+        if isinstance(one, kind)
+    ]
+    bounds += ["not empty" for one in field.metadata if isinstance(one, MinLen)]
+    return ", ".join([" or ".join(dict.fromkeys(_kinds(field.annotation))), *bounds])
+
+
+def _kinds(annotation: Any) -> Iterator[str]:
+    """The words for a type: `whole number above 0`, `list of text`, the allowed values themselves."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        yield ", ".join(f"`{value}`" for value in args)
+    elif origin is typing.Annotated:
+        field = FieldInfo.from_annotation(annotation)
+        yield _values(field)
+    elif origin is list:
+        yield f"list of {' or '.join(_kinds(args[0]))}"
+    elif origin is dict:
+        yield "mapping"
+    elif args:
+        for arg in args:
+            yield from _kinds(arg)
+    else:
+        yield "source" if annotation is Source else _KINDS[annotation.__name__]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | Path | None = None) -> Path:
+    """Writes `NAME.yaml`, which extends `parent` and loads to exactly `parent` with the overrides.
+
+    Args:
+        parent: Name or path of the recipe to extend.
+        overrides: As for `load`.
+        name: Name of the new recipe, without `.yaml`.
+        folder: The user's recipes folder; by default `recipes/` of the working folder. It is made if need be.
+
+    Raises:
+        RecipeError: The parent or the overrides are wrong.
+        UserError: The name cannot be used, or the difference cannot be written as a file.
+    """
+    own = Path(folder or "recipes")
+    folder = folder if own.is_dir() else None
+    wanted, recipe = compose_recipe(parent, overrides, folder), load(parent, overrides, folder).recipe
+    file = own / f"{name}.yaml"
+    _check_place(name, file, wanted, recipe_folders(folder))
+    chosen = parse(overrides, search_order(wanted.file, recipe_folders(folder))).groups
+    base = compose_recipe(parent, [f"{group}={option}" for group, option in chosen.items()], folder)
+    values = _changed(wanted.values, base.values, recipe)
+    # An interpolation shown here must not be filled in, least of all when cut in two.
+    change = " ".join(overrides).replace("${", "{") or "no change yet"
+    values.setdefault("description", f"{wanted.name} with {change}"[:100])
+    entries = [{f"override /{key}" if key in wanted.choices else key: option} for key, option in chosen.items()]
+    content = {
+        "description": values.pop("description"),
+        # Hydra wants overrides after all else.
+        "defaults": [wanted.file.stem, *sorted(entries, key=lambda entry: "override" in next(iter(entry))), "_self_"],
+        **values,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
+    again = load(name, folder=own).recipe
+    if again.model_dump(exclude={"description"}) != recipe.model_dump(exclude={"description"}):
+        file.unlink()
+        raise UserError(
+            "a file that extends a recipe cannot take keys out of one of its mappings",
+            f"copy {wanted.file} by hand and edit it; nothing was written",
+        )
+    return file
+
+
+def _check_place(name: str, file: Path, parent: Composed, folders: Sequence[Path]) -> None:
+    parts = name.split("/")
+    if not NAME.fullmatch(name) or parts[-1].startswith("_") or any(part in sections() for part in parts[:-1]):
+        allowed = "letters, digits, _ - . and /, no leading _, and no folder named like a section"
+        raise UserError(f"{name!r} cannot name a recipe", f"use {allowed}")
+    if file.exists():
+        raise UserError(f"{file} exists already", "choose another name; nothing was written")
+    if parts[-1] == parent.file.stem:
+        raise UserError(f"a recipe named {parts[-1]} cannot extend {parent.name}", "choose another name")
+    beside = parent.file.parent
+    if beside not in folders and file.parent.resolve() != beside:
+        place = parent.name.rpartition("/")[0]
+        raise UserError(f"{parent.name} can only be extended in its own folder", f"name the copy {place}/{parts[-1]}")
+
+
+def _changed(wanted: dict[str, Any], base: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Keys whose values differ, by section; a key that was taken out gets its default back."""
+    changed: dict[str, Any] = {}
+    for key in Recipe.model_fields:
+        new, old = wanted.get(key), base.get(key)
+        if key not in sections() or isinstance(new, str) or isinstance(old, str):
+            if new != old:
+                changed[key] = new if key in wanted else getattr(recipe, key)
+            continue
+        new, old = new or {}, old or {}
+        defaults = getattr(recipe, key).model_dump(exclude_unset=False)
+        leaves = {leaf: new.get(leaf, defaults[leaf]) for leaf in defaults if new.get(leaf, old) != old.get(leaf, old)}
+        if leaves:
+            changed[key] = leaves
+    return changed

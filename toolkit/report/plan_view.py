@@ -1,0 +1,252 @@
+"""A plan in words and figures, the same for the terminal, the page and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.common import byte_unit, bytes_text, compact, duration
+from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused
+
+OVERHEAD = {
+    "fragmentation": "what the allocator holds and cannot hand out",
+    "context": "CUDA context, NCCL and loaded kernels; on a CPU the interpreter and its libraries",
+}
+"""What lies on the device beside `result.PARTS`."""
+ALL_PARTS: Mapping[str, str] = {**PARTS, **OVERHEAD}
+ANSWERS = {"yes": "fits", "tight": "tight", "no": "does not fit"}
+_FOLDED_SHARE = 0.002
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit for all figures of a table."""
+
+    size: float
+    name: str
+
+    @classmethod
+    def of(cls, largest: float) -> Unit:
+        """The unit in which the largest figure reads well, GiB at most: cards are sold and monitored in it."""
+        return cls(*byte_unit(min(largest, 1024.0**3)))
+
+    def text(self, value: float) -> str:
+        """A figure without the unit: `2,048`, `139.8`, `4.25`."""
+        scaled = abs(value / self.size)
+        if 0 < scaled < 0.005:
+            return "<0.01"
+        sign = "-" if value < 0 else ""
+        return sign + (f"{scaled:.2f}" if scaled < 9.995 else f"{scaled:.1f}" if scaled < 999.95 else f"{scaled:,.0f}")
+
+
+def parts_at_peak(memory: Memory) -> dict[str, float]:
+    """What one device holds at its worst moment, by part; the sum is `memory.total.value`."""
+    phase = memory.phases[memory.peak_phase]
+    parts: dict[str, float] = {part: phase[part] for part in PARTS if phase.get(part)}
+    overhead = {"fragmentation": memory.reserved.value - memory.allocated, "context": memory.context}
+    return parts | {part: amount for part, amount in overhead.items() if amount > 0}
+
+
+def phase_table(memory: Memory) -> tuple[list[str], dict[str, list[int]]]:
+    """Phases, and for each part its bytes in each of them; parts too small to see are summed up as `other`."""
+    phases = [phase for phase in PHASES if phase in memory.phases]
+    rows = {part: [memory.phases[phase].get(part, 0) for phase in phases] for part in PARTS}
+    small = [part for part, row in rows.items() if max(row) < _FOLDED_SHARE * memory.allocated]
+    folded = [sum(rows[part][index] for part in small) for index in range(len(phases))]
+    table = {part: row for part, row in rows.items() if part not in small}
+    if any(folded):
+        table["other"] = folded
+    table["allocated"] = [sum(memory.phases[phase].values()) for phase in phases]
+    return phases, table
+
+
+def fit_text(plan: Plan) -> str:
+    """Whether it fits, by how much, and what decides."""
+    fit = plan.fit
+    unit = Unit.of(fit.available)
+    needed, available = unit.text(fit.needed), f"{unit.text(fit.available)} {unit.name} {fit.where}"
+    decides = f"largest part: {fit.decides}"
+    if fit.answer == "no":
+        return f"{needed} of {available}, {unit.text(-fit.margin)} {unit.name} too much; {decides}"
+    if fit.answer == "tight":
+        over = f", up to {unit.text(plan.memory[0].total.high)} possible" if fit.where.startswith("device") else ""
+        return f"{needed} of {available}{over}; {decides}"
+    return f"{needed} of {available}, {unit.text(fit.margin)} {unit.name} free; {decides}"
+
+
+def time_text(plan: Plan) -> str:
+    """Time, speed and money on one line."""
+    work = plan.work
+    words = [f"{seconds_text(work.step_seconds.value)} a step", f"{compact(work.tokens_per_second)} tokens/s"]
+    if work.total_seconds is not None:
+        words.append(f"{duration(work.total_seconds.value)} in all")
+    if work.gpu_hours is not None and plan.devices > 1:
+        words.append(f"{number_text(work.gpu_hours)} {hours_name(plan)}")
+    if work.cost is not None:
+        words.append(f"costs {money_text(work.cost)}")
+    return ", ".join(words)
+
+
+def setting_rows(plan: Plan) -> list[tuple[str, str]]:
+    """How it will run."""
+    on = f"{plan.nodes} nodes, {plan.devices} devices" if plan.nodes > 1 else f"{plan.devices} devices"
+    batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
+    batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
+    every = plan.gradient_accumulation_steps
+    batch += f"{every} micro-batch{'es' if every > 1 else ''} of {plan.micro_batch_size}"
+    rows = [
+        ("hardware", f"{plan.hardware}: {on if plan.devices > 1 else '1 device'}"),
+        ("strategy", f"{plan.strategy}, attention {plan.attention}"),
+        ("batch", batch),
+    ]
+    return rows + chosen_rows(plan)
+
+
+def chosen_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What `auto` came to, and why."""
+    return [(f"auto {key}", reason) for key, reason in plan.chosen.items()]
+
+
+def work_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Parameters, FLOPs, time and money."""
+    work = plan.work
+    model = f"{compact(work.parameters)} parameters, {compact(work.trained_parameters)} trained"
+    flops = f"{flops_text(work.model_flops_per_step)} (rule of thumb {flops_text(work.rule_flops_per_step)})"
+    if work.hardware_flops_per_step > 1.005 * work.model_flops_per_step:
+        flops += f", {flops_text(work.hardware_flops_per_step)} executed"
+    rows = [
+        ("model", model),
+        ("FLOPs a step", flops),
+        ("tokens a step", compact(work.tokens_per_step)),
+        ("time a step", f"{_range_text(work.step_seconds, seconds_text)}: {shares_text(plan)}"),
+        ("speed", f"{compact(work.tokens_per_second)} tokens/s, MFU {work.mfu:.1%}"),
+    ]
+    if work.steps is None or work.total_seconds is None:
+        rows.append(("the run", "unknown length: prepare the data (toolkit data) or set schedule.max_steps"))
+    else:
+        tokens = f", {compact(work.tokens)} tokens ({work.tokens_from})" if work.tokens is not None else ""
+        rows.append(("the run", f"{work.steps:,} steps{tokens}"))
+        rows.append(("time", _range_text(work.total_seconds, duration)))
+    if work.pflop_days is not None and work.gpu_hours is not None:
+        rows.append(("in all", f"{number_text(work.pflop_days)} PFLOP-days, {_hours_text(plan, work.gpu_hours)}"))
+    if work.chinchilla_tokens is not None:
+        share = f"; this run has {work.tokens / work.chinchilla_tokens:.2%}" if work.tokens is not None else ""
+        text = f"{compact(work.chinchilla_tokens)} tokens from scratch would be 20 per parameter{share}"
+        rows.append(("20 P", text))
+    return rows
+
+
+def link_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Traffic of one rank per step."""
+    return [(link.name, f"{bytes_text(link.bytes)}, {seconds_text(link.seconds)}") for link in plan.work.links]
+
+
+def store_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Host RAM and drives."""
+    unit = Unit.of(plan.host_memory)
+    largest = sorted(plan.host.parts.items(), key=lambda pair: -pair[1])
+    parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in largest[:4] if amount)
+    node = "a node" if plan.nodes > 1 else "the machine"
+    rows = [("RAM", f"{unit.text(plan.host.peak)} of {unit.text(plan.host_memory)} {unit.name} of {node}: {parts}")]
+    disk = plan.disk
+    texts = [f"{name} {bytes_text(amount)}" for name, amount in (("a checkpoint", disk.checkpoint),) if amount]
+    texts += [f"all that are kept {bytes_text(disk.kept)}"] if disk.kept else []
+    rows.append(("disk", ", ".join([*texts, f"the result {bytes_text(disk.model)}"])))
+    if disk.nvme:
+        rows.append(("NVMe", f"{bytes_text(disk.nvme)} of each node while training"))
+    return rows
+
+
+def other_ranks(plan: Plan) -> list[tuple[str, str]]:
+    """Ranks that hold less than the fullest."""
+    return [
+        (memory.ranks, f"{bytes_text(memory.total.value)}, most in {memory.peak_phase}") for memory in plan.memory[1:]
+    ]
+
+
+def labels(rows: Sequence[Plan | Refused]) -> list[str]:
+    """What sets each of several plans apart: recipe, hardware, or the settings that not all of them share."""
+    same_recipe = len({row.recipe for row in rows}) == 1
+    same_hardware = len({row.hardware for row in rows}) == 1
+    common = set(rows[0].overrides).intersection(*(row.overrides for row in rows)) if rows else set()
+    texts = []
+    for row in rows:
+        words = [] if same_recipe else [row.recipe]
+        words += [] if same_hardware else [f"hardware={row.hardware}"]
+        words += [override for override in row.overrides if override not in common]
+        texts.append(" ".join(words) or row.recipe)
+    return texts
+
+
+def change_text(changes: Mapping[str, str]) -> str:
+    """Changes as one types them."""
+    return " ".join(f"{key}={value}" for key, value in changes.items())
+
+
+def kind_text(advice: Advice) -> str:
+    """What an entry of the advice is; a first one with changes is the nearest to what was asked that fits."""
+    return "nearest" if advice.kind == "as asked" and advice.changes else advice.kind
+
+
+def trade_texts(advice: Advice) -> list[str]:
+    """What a change buys and costs; nothing of what it does not."""
+    costs = f"costs: {advice.costs}" if advice.costs not in ("", "nothing") else ""
+    return [text for text in (advice.buys, costs) if text not in ("", "nothing")]
+
+
+def shares_text(plan: Plan) -> str:
+    """The shares of a step: `compute 82%, communication 18%`."""
+    work = plan.work
+    whole = work.step_seconds.value or 1.0
+    shares = {
+        "compute": work.compute_seconds.value,
+        "communication": work.communication_seconds,
+        "offload": work.offload_seconds,
+    }
+    return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in shares.items() if seconds / whole >= 0.005)
+
+
+def hours_name(plan: Plan) -> str:
+    """What is paid for: hours of a device."""
+    return "device-hours" if plan.hardware.startswith("cpu") else "GPU-hours"
+
+
+def seconds_text(seconds: float) -> str:
+    """A short time: `12.3 ms`, `3.21 s`, `2m 05s`."""
+    if seconds >= 59.95:
+        return duration(seconds)
+    size, name = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
+    return f"{f'{seconds / size:#.3g}'.rstrip('.')} {name}"
+
+
+def flops_text(flops: float) -> str:
+    """FLOPs with a prefix: `2.14 PFLOP`."""
+    for size, prefix in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops >= 0.9995 * size:
+            return f"{flops / size:.3g} {prefix}FLOP"
+    return f"{flops:.3g} FLOP"
+
+
+def number_text(value: float) -> str:
+    """Three digits, without an exponent: `0.0123`, `7.1`, `1,204`."""
+    return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.1e}"
+
+
+def money_text(cost: float) -> str:
+    """An amount in the currency of the price."""
+    if 0 < cost < 0.005:
+        return "<0.01"
+    return f"{cost:,.2f}" if cost < 9_999.5 else f"{cost:,.0f}"
+
+
+def _hours_text(plan: Plan, hours: float) -> str:
+    text = f"{number_text(hours)} {hours_name(plan)}"
+    cost = plan.work.cost
+    if cost is not None and hours:
+        text += f" at {money_text(cost / hours)} = {money_text(cost)}"
+    return text
+
+
+def _range_text(value: Range, form: Callable[[float], str]) -> str:
+    low, middle, high = form(value.low), form(value.value), form(value.high)
+    return middle if low == high else f"{middle} ({low} to {high})"

@@ -1,0 +1,220 @@
+"""What a training shows in the terminal: one live line, or plain lines where there is no terminal.
+
+No control character is written to a log file, nothing hides the cursor, and every line fits 80 columns.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from toolkit.common import compact, duration, perplexity_of, perplexity_text
+
+PLAIN_LINE_SECONDS = 10.0
+PLAIN_LINE_SHARE = 0.05
+REDRAWS_PER_SECOND = 10
+WIDEST_BAR = 30
+WIDEST_TEXT = 100
+
+
+class Progress:
+    """The progress of one training, on the process that talks to the user.
+
+    Used as `start`, then `update` after every step, `evaluating` and `evaluation` around evaluations, and `close`,
+    which may be called twice. `evaluating`, `evaluation` and `message` also work before `start`.
+
+    Args:
+        stream: Where to write; standard output by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._terminal = self._stream.isatty() and not self._console.is_dumb_terminal
+        self._live: Live | None = None
+        self._description = "Training"
+        self._total_steps = 0
+        self._step = 0
+        self._first_step = 0
+        self._started = time.monotonic()
+        self._figures: list[tuple[str, str]] = []
+        self._evaluating = ""
+        self._shown_at = -math.inf
+        self._shown_step = 0
+
+    def start(self, total_steps: int, description: str = "Training", step: int = 0) -> None:
+        """Begins the line.
+
+        Args:
+            total_steps: Optimizer steps of the whole training.
+            description: One or two words, cut to 16 characters.
+            step: Steps done before, when training is resumed.
+        """
+        self._total_steps, self._description = total_steps, _clip(description, 16)
+        self._step = self._first_step = self._shown_step = step
+        self._started = time.monotonic()
+        self._figures, self._evaluating = [], ""
+        if self._terminal:
+            self._redraw(force=True)
+        else:
+            resumed = f", resumed at step {step:,}" if step else ""
+            self._print(f"{self._description}: {total_steps:,} steps{resumed}")
+
+    def update(
+        self,
+        step: int,
+        loss: float | None = None,
+        tokens_per_second: float | None = None,
+        seconds_left: float | None = None,
+    ) -> None:
+        """Shows a finished step.
+
+        Args:
+            step: Optimizer steps done so far.
+            loss: Mean training loss of the step.
+            tokens_per_second: Trained and masked tokens over all processes, per second.
+            seconds_left: Time to the end; by default estimated from the steps since `start`.
+        """
+        self._step, self._evaluating = step, ""
+        done = step - self._first_step
+        if seconds_left is None and done > 0:
+            seconds_left = (time.monotonic() - self._started) / done * max(self._total_steps - step, 0)
+        self._figures = []
+        if loss is not None:
+            self._figures.append((f"loss {loss:.4f}", "bold" if math.isfinite(loss) else "bold red"))
+        if tokens_per_second is not None:
+            self._figures.append((f"{compact(tokens_per_second)} tok/s", ""))
+        last = step >= self._total_steps
+        if last:
+            self._figures.append((f"took {duration(time.monotonic() - self._started)}", "dim"))
+        elif seconds_left is not None:
+            self._figures.append((f"{duration(seconds_left)} left", "dim"))
+        if self._terminal:
+            self._redraw(force=last)
+        elif last or self._plain_line_due():
+            self._shown_step, self._shown_at = step, time.monotonic()
+            share = f" ({step / self._total_steps:.0%})" if self._total_steps else ""
+            figures = "".join(f"  {text}" for text, _ in self._figures)
+            self._print(f"{self._description}  step {step}/{self._total_steps}{share}{figures}")
+
+    def evaluating(self, batch: int, num_batches: int | None = None) -> None:
+        """Shows that an evaluation has reached a batch. Only the live line does; a log gets the result alone."""
+        self._evaluating = f"evaluating {batch}" + (f"/{num_batches}" if num_batches else "")
+        if self._terminal:
+            self._redraw()
+
+    def evaluation(self, step: int, loss: float, perplexity: float | None = None) -> None:
+        """Prints the result of an evaluation; it stays above the live line."""
+        self._evaluating = ""
+        at = f"step {step}" if step else "before training"
+        perplexity = perplexity_of(loss) if perplexity is None else perplexity
+        self._print(f"Held-out loss {loss:.4f}, perplexity {perplexity_text(perplexity)} ({at})")
+        if self._live:
+            self._redraw(force=True)
+
+    def message(self, text: str) -> None:
+        """Prints text that stays above the live line."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Ends the live line and leaves its last state on the screen."""
+        if self._live:
+            self._evaluating = ""
+            live, self._live = self._live, None
+            live.update(self._line(), refresh=True)
+            live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _plain_line_due(self) -> bool:
+        first = self._shown_at == -math.inf
+        share_passed = self._step - self._shown_step >= PLAIN_LINE_SHARE * self._total_steps
+        return first or share_passed or time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS
+
+    def _print(self, text: str) -> None:
+        if self._terminal:
+            self._console.print(text)
+        else:
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+
+    def _redraw(self, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._shown_at < 1 / REDRAWS_PER_SECOND:
+            return
+        self._shown_at = now
+        if self._live is None:
+            # Without a refresh thread nothing holds a lock when Ctrl-C arrives; and a cursor that was never hidden
+            # needs no restoring when the process is killed.
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+            self._console.show_cursor(True)
+        self._live.update(self._line(), refresh=True)
+
+    def _line(self) -> Text:
+        """The live line: description, bar, steps and figures, the last ones left out where they do not fit."""
+        # Three columns stay free so that the terminal's own "^C" does not wrap the line.
+        room = self._console.width - 3
+        steps = f"{self._step}/{self._total_steps}"
+        figures = [(self._evaluating, "bold")] if self._evaluating else self._figures
+        parts = [(steps, ""), *figures] if self._total_steps else figures
+        line = Text(self._description, no_wrap=True, overflow="crop", end="")
+        tail = Text(no_wrap=True)
+        for text, style in parts:
+            if line.cell_len + tail.cell_len + 2 + cell_len(text) <= room:
+                tail.append("  ").append(text, style)
+        bar_width = min(room - line.cell_len - tail.cell_len - 2, WIDEST_BAR)
+        if bar_width >= 5 and self._total_steps:
+            filled = round(bar_width * min(self._step / self._total_steps, 1.0))
+            full, empty = ("━", "─") if self._console.encoding.startswith("utf") else ("=", "-")
+            line.append("  ").append(full * filled, "cyan").append(empty * (bar_width - filled), "bright_black")
+        line.append_text(tail)
+        line.truncate(room)
+        return line
+
+
+def summary(rows: Sequence[tuple[str, str]]) -> str:
+    """An aligned two-column table. Values are not wrapped, so that paths can be copied."""
+    width = max((cell_len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name}{' ' * (width - cell_len(name))}  {value}" for name, value in rows)
+
+
+def prompts_before_after(samples: Sequence[dict[str, Any]], width: int | None = None) -> str:
+    """Samples (`prompt`, `reference`, `before`, `after`) as text, wrapped to the terminal, at most 100 columns."""
+    width = min(width or shutil.get_terminal_size().columns, WIDEST_TEXT)
+    blocks = []
+    for number, sample in enumerate(samples, start=1):
+        lines = [f"Sample {number} of {len(samples)}"]
+        for key in ("prompt", "before", "after", "reference"):
+            if sample.get(key) is not None:
+                indent = " " * 13
+                wrapped = _wrap(str(sample[key]), max(width - len(indent), 10))
+                lines.append(f"  {key:<9}  {wrapped[0]}".rstrip())
+                lines += [f"{indent}{line}".rstrip() for line in wrapped[1:]]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _clip(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width` terminal cells; control characters, which could steer the terminal, become dots."""
+    safe = "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "·" for c in text.strip())
+    lines = Text(safe).wrap(Console(width=width), width)
+    return [line.plain.rstrip() for line in lines] or [""]

@@ -1,9 +1,0 @@
-"""Combinations that cannot work or would train something else than was asked. Each rule says why and what to do.
-
-The rules look at the recipe and, where it is known, at the model's `config.json`. They import no torch.
-"""
-
-from toolkit.rules.check import RULES, check, load_checked
-from toolkit.rules.rule import Rule
-
-__all__ = ["RULES", "Rule", "check", "load_checked"]

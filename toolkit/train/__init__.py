@@ -1,0 +1,1 @@
+"""One training, from a checked recipe to a finished run folder."""

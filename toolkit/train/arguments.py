@@ -1,0 +1,89 @@
+"""This process: its devices and threads, and the TrainingArguments that start its process group."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from transformers import Seq2SeqTrainingArguments
+from trl import SFTConfig
+
+from toolkit.common import UserError
+from toolkit.distributed import BatchLayout, Length, World, fsdp_dtypes, fsdp_mesh, training_arguments
+from toolkit.recipe import Recipe
+from toolkit.train.run_folder import RunFolder
+
+
+def build_arguments(
+    recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World, swap: Path | None
+) -> Any:
+    """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded.
+
+    Args:
+        swap: What stands in for `strategy.nvme_path`, see `nvme.swap_folder`.
+
+    Raises:
+        UserError: If accelerate does not see all the processes that were launched.
+    """
+    kwargs = training_arguments(recipe, layout, length)
+    cuda, plain = torch.cuda.is_available(), recipe.strategy.name in ("single", "ddp")
+    kwargs |= {
+        "output_dir": str(folder.checkpoints) if folder else "unset",
+        "dataloader_pin_memory": cuda,
+        "use_cpu": not cuda and plain,
+    }
+    if cuda:
+        kwargs["tf32"] = recipe.tf32
+    if folder:
+        kwargs["run_name"] = folder.path.name
+        if "tensorboard" in recipe.logging.trackers:
+            os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
+    if swap:
+        for part in kwargs["deepspeed"]["zero_optimization"].values():
+            if isinstance(part, dict) and "nvme_path" in part:
+                part["nvme_path"] = str(swap)
+    if mesh := fsdp_mesh(recipe, world):
+        kwargs["parallelism_config"] = ParallelismConfig(**mesh)
+    no_engine = UserError(
+        f"strategy.name={recipe.strategy.name}: accelerate offers its engines on GPUs only, and there is none here",
+        "set strategy.name=ddp",
+    )
+    try:
+        arguments = _kind(recipe)(**kwargs)
+    except ValueError as error:
+        if cuda or plain:
+            raise
+        raise no_engine from error
+    if arguments.world_size != world.world_size:
+        if not cuda and not plain:
+            raise no_engine
+        raise UserError(
+            f"{world.world_size} processes were launched, and accelerate sees {arguments.world_size}",
+            "start with `toolkit launch`, `accelerate launch` or torchrun, from a shell without their variables",
+        )
+    if recipe.strategy.name == "fsdp":
+        arguments.fsdp_plugin_args |= _fsdp_plugin(recipe)
+    return arguments
+
+
+def _kind(recipe: Recipe) -> Any:
+    """The class of TrainingArguments; what the data is made of is decided elsewhere."""
+    if recipe.objective == "seq2seq":
+        return Seq2SeqTrainingArguments
+    return functools.partial(SFTConfig, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
+
+
+def _fsdp_plugin(recipe: Recipe) -> dict[str, Any]:
+    """What accelerate's FSDP plugin takes and TrainingArguments do not pass on."""
+    types = {key: getattr(torch, name) if name else None for key, name in fsdp_dtypes(recipe).items()}
+    plugin: dict[str, Any] = {
+        "mixed_precision_policy": MixedPrecisionPolicy(**types),  # type: ignore[arg-type]
+    }
+    if recipe.strategy.offload_param == "cpu":
+        plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=recipe.strategy.pin_memory)
+    return plugin

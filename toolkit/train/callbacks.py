@@ -1,0 +1,366 @@
+"""What happens around the steps of a training: metrics, progress, evaluation, and a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+from toolkit.distributed import Length
+from toolkit.report.terminal import Progress
+from toolkit.train.process import peak_host_bytes
+from toolkit.train.run_folder import RunFolder
+from toolkit.train.trainer import FixedOrder
+
+
+class AtStart(TrainerCallback):
+    """Calls a function on every process when the engine holds model and optimizer, before anything is trained."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._call()
+
+
+class StepTokens:
+    """Tokens in every optimizer step, padding not counted, known from the order of rows without touching a device.
+
+    Args:
+        lengths: (num_rows,) tokens of each training row.
+        order: The run's order of rows.
+        global_batch_size: Rows per step.
+    """
+
+    def __init__(self, lengths: np.ndarray, order: FixedOrder, global_batch_size: int) -> None:
+        self._lengths, self._order, self._size = lengths, order, global_batch_size
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def between(self, first_step: int, last_step: int) -> int:
+        """Tokens of the steps after `first_step` up to and including `last_step`."""
+        total, position, end = 0, first_step * self._size, last_step * self._size
+        while position < end:
+            epoch, offset = divmod(position, self._order.num_rows)
+            if epoch not in self._epochs:
+                self._epochs = {epoch: self._lengths[self._order.epoch(epoch)]}
+            part = self._epochs[epoch][offset : offset + end - position]
+            total, position = total + int(part.sum()), position + len(part)
+        return total
+
+
+class Meter(TrainerCallback):
+    """Writes `metrics.jsonl` and feeds the progress line. Only the process that talks to the user has one.
+
+    Args:
+        folder: The run folder.
+        length: The run's length, for epochs.
+        progress: The terminal.
+        tokens: Tokens of a range of steps, given its ends.
+        planned_step_seconds: What the plan says of a step; the estimate of what is left, until steps are measured.
+        evaluation_steps: The recipe's interval of evaluations, for the same estimate.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        length: Length,
+        progress: Progress,
+        tokens: Callable[[int, int], int],
+        planned_step_seconds: float | None = None,
+        evaluation_steps: int | None = None,
+    ) -> None:
+        self._file = folder.path / "metrics.jsonl"
+        self._length, self._progress, self._tokens = length, progress, tokens
+        self._started = self._step_time = self._step_end = time.monotonic()
+        self._step = self._total_tokens = 0
+        self._paused = 0.0
+        self.time_left = TimeLeft(length.total_steps, planned_step_seconds, evaluation_steps, length.save_steps)
+        self.last: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
+        earlier = _keep_until(self._file, state.global_step)
+        self._started = time.monotonic() - earlier
+        self._total_tokens = self._tokens(0, self._step)
+        self._step_time = time.monotonic()
+        self._progress.start(state.max_steps, step=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs or state.global_step == self._step:
+            return
+        tokens = self._tokens(self._step, state.global_step)
+        now = time.monotonic()
+        seconds = max(1e-9, now - self._step_time - self._paused)
+        rate = tokens / seconds
+        self.time_left.steps(state.global_step - self._step, seconds)
+        self._total_tokens += tokens
+        self._step, self._step_time, self._step_end, self._paused = state.global_step, now, now, 0.0
+        row = {
+            "loss": logs["loss"],
+            "learning_rate": logs.get("learning_rate"),
+            "grad_norm": logs.get("grad_norm"),
+            "tokens_per_second": round(rate, 1),
+            "tokens": self._total_tokens,
+            "memory_bytes": peak_host_bytes(),
+        }
+        if torch.cuda.is_available():
+            row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        self.write(state.global_step, row)
+        self.last = row
+        left = self.time_left.after(self._step)
+        self._progress.update(state.global_step, logs["loss"], tokens_per_second=rate, seconds_left=left)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_end = time.monotonic()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer logs, evaluates and saves after a step, in this order; the last of them ended here.
+        seconds = time.monotonic() - self._step_end
+        self._paused += seconds
+        self.time_left.pause("save", seconds)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._progress.close()
+
+    def seconds(self) -> float:
+        """Time since training began, that of earlier sessions included."""
+        return time.monotonic() - self._started
+
+    def first_evaluation(self) -> dict[str, float] | None:
+        """The evaluation before the first step, of an earlier session."""
+        if not self._file.is_file():
+            return None
+        rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
+        return next((row for row in rows if row["step"] == 0 and "eval_loss" in row), None)
+
+    def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Records an evaluation; its time does not count against tokens per second."""
+        self._paused += seconds
+        self._step_end = time.monotonic()
+        self.time_left.pause("evaluation", seconds)
+        self.write(step, metrics)
+        self._progress.evaluation(step, metrics["eval_loss"], metrics["eval_perplexity"])
+
+    def write(self, step: int, row: dict[str, Any]) -> None:
+        """Appends one line to `metrics.jsonl`."""
+        per_epoch = self._length.steps_per_epoch
+        head = {
+            "step": step,
+            "epoch": round(step / per_epoch, 4) if per_epoch else None,
+            "seconds": round(self.seconds(), 3),
+        }
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({**head, **row}) + "\n")
+
+
+class Evaluator(TrainerCallback):
+    """Evaluates the held-out rows before the first step, every so many steps and after the last one.
+
+    Args:
+        evaluate: Runs one evaluation on all processes and returns its metrics.
+        at_start: Whether to evaluate before the first step.
+        every_steps: Interval, or None.
+        meter: Where the results go; None on processes that do not talk to the user.
+    """
+
+    def __init__(
+        self, evaluate: Callable[[], dict[str, float]], at_start: bool, every_steps: int | None, meter: Meter | None
+    ) -> None:
+        self._evaluate, self._at_start, self._every, self._meter = evaluate, at_start, every_steps, meter
+        self.first: dict[str, float] | None = None
+        self.last: dict[str, float] | None = None
+        self._evaluated_step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._at_start and state.global_step == 0:
+            self.first = self._run(state.global_step)
+        elif self._meter:
+            self.first = self._meter.first_evaluation()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Ask for the step's metrics now, so that `metrics.jsonl` stays in order whatever the logging interval.
+        control.should_log = control.should_log or self._due(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._due(state):
+            self._run(state.global_step)
+
+    def finish(self, step: int) -> None:
+        """Evaluates the trained model, unless the last step just did."""
+        if step != self._evaluated_step:
+            self._run(step)
+
+    def _due(self, state: Any) -> bool:
+        step = state.global_step
+        return bool(self._every and step % self._every == 0 and step != self._evaluated_step)
+
+    def _run(self, step: int) -> dict[str, float]:
+        self._evaluated_step = step
+        started = time.monotonic()
+        self.last = self._evaluate()
+        if self._meter:
+            self._meter.evaluated(step, self.last, time.monotonic() - started)
+        return self.last
+
+
+class Seal(TrainerCallback):
+    """Makes a checkpoint count once all processes have written their part of it, and only then drops the oldest.
+
+    Args:
+        accelerator: What the processes wait with.
+        seal: Records on the first process that a checkpoint, saved at a step, is whole.
+        limit: How many checkpoints are kept.
+    """
+
+    def __init__(self, accelerator: Any, seal: Callable[[Path, int], None], limit: int) -> None:
+        self._accelerator, self._seal, self._limit = accelerator, seal, limit
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._accelerator.wait_for_everyone()
+        if state.is_world_process_zero:
+            self._seal(Path(args.output_dir, f"checkpoint-{state.global_step}"), state.global_step)
+            rotate_checkpoints(args.output_dir, self._limit, use_mtime=True)
+
+
+class CleanStop(TrainerCallback):
+    """The first Ctrl-C (or SIGTERM) saves a checkpoint after the running step and stops; the second stops at once.
+
+    Launchers pass the terminal's signal on a second time, so signals within two seconds count as one. With several
+    processes all agree before stopping, otherwise one would wait for the others for ever.
+    """
+
+    def __init__(self, accelerator: Any, tell: Callable[[str], None]) -> None:
+        self._accelerator, self._tell = accelerator, tell
+        self._asked_at: float | None = None
+        self._previous: dict[int, Any] = {}
+        self.stopped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        asked = self._asked_at is not None
+        if self._accelerator.num_processes > 1:
+            flag = torch.tensor([float(asked)], device=self._accelerator.device)
+            asked = bool(self._accelerator.reduce(flag, reduction="sum").item())
+        last = state.global_step >= state.max_steps
+        if asked and not last:
+            self.stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+        # Whatever the logging interval, the metrics end with the last step.
+        control.should_log = control.should_log or asked or last
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._tell("Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop at once.")
+        elif number == signal.SIGINT and now - self._asked_at > 2:
+            raise KeyboardInterrupt
+
+
+def _keep_until(file: Path, step: int) -> float:
+    """Drops the lines of steps that will be taken again, and a line that a kill cut off.
+
+    Returns:
+        Seconds of training up to there.
+    """
+    if not file.is_file():
+        return 0.0
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    kept = [row for row in rows if row["step"] <= step]
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    partial.replace(file)
+    return kept[-1]["seconds"] if kept else 0.0
+
+
+WARM_UP_STEPS = 2
+"""The first steps of a training, which are slower than the others."""
+ENOUGH_STEPS = 10
+"""From so many measured steps on they are trusted more than the plan."""
+NEWEST_STEPS = 100
+"""So many steps are looked back at."""
+
+
+class TimeLeft:
+    """How long a training still takes: what the plan said at first, then what its steps have really taken.
+
+    Args:
+        total_steps: Optimizer steps of the whole training.
+        planned_step_seconds: What the plan says of a step, if there is one.
+        evaluation_steps: Evaluates every so many steps, or None.
+        save_steps: Saves every so many steps, or None.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        planned_step_seconds: float | None = None,
+        evaluation_steps: int | None = None,
+        save_steps: int | None = None,
+    ) -> None:
+        self._total, self._planned = total_steps, planned_step_seconds
+        self._every = {"evaluation": evaluation_steps, "save": save_steps}
+        self._pauses: dict[str, float] = {}
+        self._warm_up: float | None = None
+        # Of the newest steps only, so that the estimate follows a machine that becomes slower.
+        self._steps: deque[float] = deque(maxlen=NEWEST_STEPS)
+        self._seen = 0
+
+    def steps(self, count: int, seconds: float) -> None:
+        """Notes that `count` steps took `seconds`, pauses not counted."""
+        first = self._seen
+        self._seen += count
+        if first >= WARM_UP_STEPS:
+            self._steps.extend([seconds / count] * min(count, NEWEST_STEPS))
+        else:
+            self._warm_up = seconds / count
+
+    def pause(self, what: Literal["evaluation", "save"], seconds: float) -> None:
+        """Notes how long the newest evaluation or checkpoint took."""
+        self._pauses[what] = seconds
+
+    @property
+    def measured(self) -> float | None:
+        """Median seconds of the newest steps, those of the warm-up left out."""
+        return statistics.median(self._steps) if self._steps else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step: the plan's until enough have been measured."""
+        if self._planned is None:
+            return self.measured or self._warm_up
+        return self.measured if len(self._steps) >= ENOUGH_STEPS else self._planned
+
+    def after(self, step: int) -> float | None:
+        """Seconds from the end of a step to the end of training, with the evaluations and checkpoints to come."""
+        if self.step_seconds is None:
+            return None
+        seconds = (self._total - step) * self.step_seconds
+        for what, every in self._every.items():
+            if every and what in self._pauses:
+                seconds += (self._total // every - step // every) * self._pauses[what]
+        return seconds

@@ -1,0 +1,212 @@
+"""Held-out loss that is exact per token, and what the model says before and after training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from accelerate.utils import gather_object
+
+from toolkit.data.encode import Encoder
+from toolkit.data.rows import Chat, Completion, Pair, Row
+from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
+
+NegativeLogLikelihood = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+"""Model and batch to the summed loss of its trained tokens, and their number."""
+
+
+def held_out_loss(
+    model: Any,
+    dataset: Any,
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    batch_size: int,
+    accelerator: Any,
+    loss: NegativeLogLikelihood,
+    on_batch: Callable[[int, int], None] = lambda batch, total: None,
+) -> dict[str, float]:
+    """Mean loss over all trained tokens of a data set, and its perplexity. No logits are kept between batches.
+
+    Rows are dealt to the processes in turn, so nothing is counted twice; every process runs the same number of
+    forward passes, because sharded engines need all of them in each pass.
+
+    Returns:
+        `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    # Rows of like length together: little padding.
+    lengths = row_lengths(dataset)
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    rounds = math.ceil(len(batches) / world)
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    with evaluating(model), torch.no_grad():
+        for turn in range(rounds):
+            index = turn * world + rank
+            rows = batches[min(index, len(batches) - 1)]
+            inputs = to_device(collate([dataset[row] for row in rows]), accelerator.device)
+            total, count = loss(model, inputs)
+            if index < len(batches):
+                sums += torch.stack([total.double(), count.double()]).to(sums.device)
+            on_batch(turn + 1, rounds)
+    # Gloo and NCCL both sum float64; a float32 sum of many tokens would lose digits.
+    total_loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+    mean = total_loss / tokens if tokens else math.nan
+    return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
+
+
+def row_lengths(dataset: Any) -> np.ndarray:
+    """(num_rows,) tokens of each row, read from Arrow's offsets without decoding the rows."""
+    table = dataset.with_format("arrow")[:]
+    return np.asarray(pc.list_value_length(table["input_ids"]))
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Moves tensors; integers such as `max_length_q` stay on the host."""
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode, and back to what it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def as_prompt(tokenizer: Any, text: str, audit: Mapping[str, Any], stop_token_ids: frozenset[int]) -> list[int]:
+    """Token ids of a user's words, rendered the way the training rows were.
+
+    Args:
+        audit: The run's audit, which says whether the rows were conversations.
+    """
+    row: Row
+    if audit["objective"] == "seq2seq":
+        row = Pair(text, "")
+    elif audit["chat_template"]["needed"]:
+        row = Chat([{"role": "user", "content": text}])
+    else:
+        row = Completion(text, "")
+    return Encoder(tokenizer, "auto", stop_token_ids).prompt_ids(row)
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    stop_token_ids: frozenset[int],
+    autocast: str | None = None,
+    sample: dict[str, Any] | None = None,
+    num_beams: int = 1,
+    device: torch.device | None = None,
+) -> list[str]:
+    """Generates one answer per prompt, greedily unless `sample` says otherwise.
+
+    Args:
+        model: An unwrapped Transformers or PEFT model.
+        prompts: Token ids as the model reads them, chat template applied and special tokens added.
+        autocast: Name of the dtype the model was trained to compute in, or None.
+        sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
+        device: Where the model computes, if that is not where its parameters are.
+    """
+    if not prompts:
+        return []
+    encoder_decoder = bool(model.config.is_encoder_decoder)
+    width = max(map(len, prompts))
+    # Decoders continue at the right edge, so they are padded on the left.
+    ids, mask = [], []
+    for prompt in prompts:
+        pads = [tokenizer.pad_token_id] * (width - len(prompt))
+        real, padding = [1] * len(prompt), [0] * len(pads)
+        ids.append([*prompt, *pads] if encoder_decoder else [*pads, *prompt])
+        mask.append([*real, *padding] if encoder_decoder else [*padding, *real])
+    device = device or model.device
+    batch = {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
+    context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    kwargs = {"do_sample": True, **sample} if sample else greedy
+    with evaluating(model), torch.no_grad(), context, _padding_aware_attention(model):
+        generated = model.generate(
+            **batch,
+            max_new_tokens=max_new_tokens,
+            num_beams=num_beams,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=sorted(stop_token_ids) or None,
+            **_without_router_logits(model),
+            **kwargs,
+        )
+    start = 0 if encoder_decoder else batch["input_ids"].shape[1]
+    texts = tokenizer.batch_decode(generated[:, start:], skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def _without_router_logits(model: Any) -> dict[str, bool]:
+    """While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them."""
+    return {"output_router_logits": False} if hasattr(model.config.get_text_config(), "output_router_logits") else {}
+
+
+@contextmanager
+def _padding_aware_attention(model: Any) -> Iterator[None]:
+    """Generation pads on the left and keeps a cache, which document-boundary backends do not read."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    trained_with = base.config._attn_implementation
+    if trained_with not in VARLEN:
+        yield
+        return
+    base.set_attn_implementation(IMPLEMENTATIONS[with_mask(base.config.to_dict())])
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(trained_with)
+
+
+def generated_metrics(
+    model: Any,
+    dataset: Any,
+    tokenizer: Any,
+    batch_size: int,
+    accelerator: Any,
+    max_new_tokens: int,
+    num_beams: int,
+    stop_token_ids: frozenset[int],
+    autocast: str | None,
+) -> dict[str, float]:
+    """Generates a target for every held-out source and compares it with the reference.
+
+    Returns:
+        `eval_bleu` and `eval_chrf` (sacrebleu's corpus scores, 0 to 100), `eval_exact_match` (0 to 1).
+    """
+    import sacrebleu
+
+    world = accelerator.num_processes
+    rows = list(range(accelerator.process_index, len(dataset), world))
+    pairs: list[tuple[str, str]] = []
+    # Sharded engines need every process in each call: those that have no rows left repeat the first one for nothing.
+    for start in range(0, math.ceil(len(dataset) / world), batch_size):
+        mine = rows[start : start + batch_size]
+        examples = [dataset[row] for row in mine or [0]]
+        sources = [example["input_ids"] for example in examples]
+        answers = answer(
+            model, tokenizer, sources, max_new_tokens, stop_token_ids, autocast,
+            num_beams=num_beams, device=accelerator.device,
+        )  # fmt: skip
+        if not mine:
+            continue
+        references = tokenizer.batch_decode([example["labels"] for example in examples], skip_special_tokens=True)
+        pairs += [(given, wanted.strip()) for given, wanted in zip(answers, references, strict=True)]
+    pairs = gather_object(pairs)
+    given, wanted = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return {
+        "eval_bleu": sacrebleu.corpus_bleu(given, [wanted]).score,
+        "eval_chrf": sacrebleu.corpus_chrf(given, [wanted]).score,
+        "eval_exact_match": sum(one == other for one, other in pairs) / max(1, len(pairs)),
+    }

@@ -1,0 +1,70 @@
+"""Trains a recipe: `accelerate launch toolkit/run.py recipe=NAME key=value …`.
+
+Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `python -m toolkit.run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+from toolkit.common import UserError, quiet_libraries
+from toolkit.distributed import World, check_launch, environment
+from toolkit.recipe import split_arguments
+from toolkit.recipe.rules import load_checked
+from toolkit.train.process import ahead_of_launcher, leave_process_group
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks the recipe and the launch, then trains. Returns 0, 1 for a failed run, 2 for a wrong recipe."""
+    world = World()
+    try:
+        world = World.from_environment()
+        parser = argparse.ArgumentParser(
+            prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR] [--force]"
+        )
+        parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
+        parser.add_argument("--force", action="store_true", help="also run what would not fit by the plan")
+        options, rest = parser.parse_known_args(arguments)
+        loaded = load_checked(*split_arguments(rest), options.recipes)
+        if loaded.recipe.undecided:
+            from toolkit.planner.build import decided
+
+            loaded = decided(loaded, world, options.recipes)
+        check_launch(loaded.recipe, world)
+        for key, value in environment(loaded.recipe, world).items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+        quiet_libraries()
+        # Only now: these imports take seconds and read the environment.
+        from toolkit.train.train import train
+
+        with ahead_of_launcher():
+            train(loaded, options.force)
+    except UserError as error:
+        if world.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            print(f"error on process {world.rank}: {error.what}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(
+            f"error: the disk is full{where}\n  set output.dir to a larger disk, lower checkpoint.save_total_limit, "
+            "or free space; the same command goes on from the newest complete checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("stopped at once; the same command goes on from the newest checkpoint, if one was saved", file=sys.stderr)
+        return 130
+    finally:
+        leave_process_group()
+    return 0

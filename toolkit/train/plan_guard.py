@@ -1,0 +1,149 @@
+"""The plan of a run that is about to start: printed, refused where it would not fit, explained when memory runs out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from toolkit.common import UserError, bytes_text, in_a_line
+from toolkit.data.statistics import Counted
+from toolkit.distributed import World
+from toolkit.models.load import load_config
+from toolkit.planner.build import launched_on, make_plan
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.plan import Plan
+from toolkit.planner.trace import store
+from toolkit.planner.trace.analytic import estimated
+from toolkit.planner.trace.fit import trace
+from toolkit.planner.trace.types import Setting, Trace
+from toolkit.recipe import Loaded, model_configs
+from toolkit.report.plan_text import brief_text
+from toolkit.report.plan_view import change_text, fit_text, parts_at_peak
+from toolkit.train.process import peak_host_bytes
+
+_SPARE = 0.9
+"""A change counts as enough after memory ran out if the plan needs at most this share of what it needed or had."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A run and its plan.
+
+    Args:
+        loaded: The recipe.
+        hardware: What it runs on.
+        plan: Without advice.
+        rows: Figures of the prepared data, if it is not a stream.
+    """
+
+    loaded: Loaded
+    hardware: Hardware
+    plan: Plan
+    rows: Counted | None
+
+    @property
+    def text(self) -> Text:
+        """The plan in a few lines."""
+        return brief_text(self.plan)
+
+    def check(self) -> None:
+        """Refuses a run that would not fit.
+
+        Raises:
+            UserError: With the smallest change that fits.
+        """
+        if self.plan.fit.answer == "no":
+            raise UserError(
+                f"this run would not fit: {fit_text(self.plan)}", f"{self._change(self.hardware)}, or add --force"
+            )
+
+    def out_of_memory(self, error: BaseException) -> UserError:
+        """What ran out, beside the plan, and the smallest change that would have fitted."""
+        needed = min(self.plan.fit.needed, self.plan.fit.available)
+        device = dataclasses.replace(self.hardware.device, memory=int(_SPARE * needed))
+        parts = parts_at_peak(self.plan.memory[0])
+        largest = sorted(parts.items(), key=lambda item: -item[1])
+        planned = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
+        return UserError(
+            f"out of memory: {in_a_line(error)}\n  held:    {_held()}\n"
+            f"  planned: {bytes_text(self.plan.fit.needed)} of {bytes_text(self.plan.fit.available)}: {planned}",
+            self._change(dataclasses.replace(self.hardware, device=device)),
+        )
+
+    def _change(self, hardware: Hardware) -> str:
+        """The smallest change with which the run fits on some hardware, in words."""
+        # Advice knows the settings that have been traced. These two take the least memory.
+        for mode in ("none", "full"):
+            values = {"batch.micro_batch_size": 1, "activation_checkpointing.mode": mode}
+            least = dataclasses.replace(self.loaded, recipe=self.loaded.recipe.with_values(values))
+            _plan(least, hardware, self.rows, advice=False)
+        plan = _plan(self.loaded, hardware, self.rows, advice=True)
+        fitting = [each for each in plan.advice if each.changes and each.fits != "no"]
+        if not fitting:
+            return "nothing known here fits: lower batch.seq_len, or take a smaller model or larger devices"
+        return f"set {change_text(fitting[0].changes)} ({bytes_text(fitting[0].total)} by the plan)"
+
+
+def forecast(loaded: Loaded, world: World, rows: Counted | None) -> Forecast:
+    """Plans a run on the processes that were launched. Must come before TrainingArguments, which prepare engines.
+
+    Args:
+        rows: Figures of the prepared data; None for a stream.
+    """
+    hardware = launched_on(world)
+    return Forecast(loaded, hardware, _plan(loaded, hardware, rows, advice=False), rows)
+
+
+def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> dict[str, Any]:
+    """What really came, for the run's manifest, in the words of the plan: bytes and seconds."""
+    figures: dict[str, Any] = {"step_seconds": step_seconds, "total_seconds": total_seconds, "tokens": tokens}
+    if plan and plan.devices == 1:
+        # The plan's figure is that of a whole node.
+        figures["host"] = peak_host_bytes()
+    if torch.cuda.is_available():
+        figures |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return figures
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory is exhausted, on a GPU or on the host."""
+    # The CPU's allocator has no error of its own.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _plan(loaded: Loaded, hardware: Hardware, rows: Counted | None, advice: bool) -> Plan:
+    recipe = loaded.recipe
+    config = model_configs.config_of(recipe.model) or load_config(recipe).to_dict()
+    plan = make_plan(recipe, loaded.name, hardware, advice=advice, config=config, rows=rows, tracer=_trace)
+    return plan.model_copy(update={"chosen": dict(loaded.chosen)})
+
+
+def _trace(setting: Setting) -> Trace:
+    """Traces in this process, where all that is needed has been imported already."""
+    known = store.find(setting)
+    if known is None:
+        try:
+            known = trace(setting)
+        except Exception as error:  # A model's own code may raise anything, and a run must not end for its plan.
+            return estimated(setting, in_a_line(error))
+        store.keep(setting, known)
+    return known
+
+
+def _held() -> str:
+    """What the allocator holds, beside what there is."""
+    if not torch.cuda.is_available():
+        return f"{bytes_text(peak_host_bytes())} of host memory by this process at its peak"
+    free, total = torch.cuda.mem_get_info()
+    figures: Mapping[str, int] = {
+        "allocated": torch.cuda.memory_allocated(),
+        "at its peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "free on the device": free,
+        "in all": total,
+    }
+    return ", ".join(f"{bytes_text(size)} {name}" for name, size in figures.items())

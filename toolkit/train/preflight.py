@@ -1,0 +1,276 @@
+"""Before the model loads: do all processes of the run see the same things, and can they exchange data?"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.common import UserError, cache_dir
+from toolkit.distributed import World
+from toolkit.distributed.rendezvous import Agreed, Meeting, Said
+from toolkit.models.load import weight_files
+from toolkit.recipe import Recipe
+from toolkit.train import optimizer
+from toolkit.train.run_folder import hash_files, versions
+
+CLOCK_SKEW_SECONDS = 5.0
+"""Clocks further apart make logs and file times of nodes hard to compare; training does not mind, so it is told."""
+LOW_DISK_BYTES = 2**30
+"""With less, a warning. What checkpoints need is compared with the disk once the model's size is known."""
+_PROBE_BYTES = 2**20
+
+
+def check(meeting: Meeting, recipe: Recipe, folder: Path | None) -> list[str]:
+    """Compares versions, recipe, devices, clocks and disks of all processes, before anything slow begins.
+
+    Args:
+        folder: The run folder, on the first process.
+
+    Returns:
+        What does not stop training but should be known.
+
+    Raises:
+        UserError: On every process, if they differ or one is missing; names ranks and hosts.
+    """
+    if meeting.alone:
+        return []
+    with _marker(folder) as marker:
+        before = time.time()
+        first = meeting.exchange("clock", None, lambda _: {"marker": marker, "time": time.time()})
+        facts = {
+            "same": {"number of processes": meeting.world.world_size, **_versions(), **_settings(recipe)},
+            "alike": _hardware(meeting.world),
+            # The first clock was read between the two moments.
+            "skew": max(0.0, before - first["time"], first["time"] - time.time()),
+            "places": _places(Path(first["marker"])) if meeting.world.local_rank == 0 else {},
+        }
+        saves = bool(recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs)
+        return meeting.exchange("facts", facts, lambda said: {"warnings": _judge(said, saves, meeting.name)})[
+            "warnings"
+        ]
+
+
+def agree(meeting: Meeting, recipe: Recipe, data: str) -> None:
+    """Waits for all processes, however long they tokenise, and compares their data and the model's files.
+
+    What follows must be starting the process group and `all_reduce`.
+
+    Args:
+        data: Fingerprint of the prepared data.
+
+    Raises:
+        UserError: On every process, if they differ or one has gone.
+    """
+    if meeting.alone:
+        return
+    found = {"data (fingerprint)": data, "model files": _model_files(recipe)}
+    meeting.exchange("agree", found, lambda said: _same(said, meeting.name))
+    meeting.begin_joining()
+
+
+def all_reduce(meeting: Meeting, device: torch.device) -> None:
+    """Sums one number per process over the group that training will use, and ends the meeting.
+
+    What hangs in the communication library cannot be interrupted: after a time-out, processes that wait say which ones
+    are missing and end themselves.
+
+    Raises:
+        UserError: On every process, if the sum is wrong.
+    """
+    if meeting.alone:
+        return
+    size = meeting.world.world_size
+    meeting.joined()
+    numbers = torch.tensor([1.0, meeting.world.rank], device=device)
+    torch.distributed.all_reduce(numbers)
+
+    def judge(said: Said) -> dict[str, Any]:
+        if wrong := [rank for rank, numbers in said.items() if numbers != [size, size * (size - 1) / 2]]:
+            raise Agreed(f"{meeting.name(*wrong)} got a wrong sum from an all-reduce", "check those devices")
+        return {}
+
+    meeting.exchange("sum", numbers.tolist(), judge)
+    meeting.close()
+
+
+def differences(said: Mapping[int, Mapping[str, Any]], name: Callable[..., str]) -> list[str]:
+    """One line for every fact that is not the same on all ranks: the values, and who has which."""
+    lines = []
+    for key in dict.fromkeys(key for facts in said.values() for key in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in said.items():
+            holders.setdefault(str(facts.get(key, "missing")), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"{key} is " + " but ".join(f"{value} on {name(*ranks)}" for value, ranks in holders.items()))
+    return lines
+
+
+def _same(said: Said, name: Callable[..., str]) -> dict[str, Any]:
+    if found := differences(said, name):
+        raise Agreed(
+            f"the processes do not match: {'; '.join(found)}",
+            "give every node the same code, packages, files and command",
+        )
+    return {}
+
+
+def _judge(said: Said, saves: bool, name: Callable[..., str]) -> list[str]:
+    _same({rank: facts["same"] for rank, facts in said.items()}, name)
+    warnings = differences({rank: facts["alike"] for rank, facts in said.items()}, name)
+    hidden = []
+    for rank, facts in said.items():
+        if facts["skew"] > CLOCK_SKEW_SECONDS:
+            warnings.append(f"the clock of {name(rank)} is {facts['skew']:.0f} s off")
+        for key, place in facts["places"].items():
+            if place is None:
+                hidden.append(rank)
+            elif place["error"]:
+                raise Agreed(
+                    f"{name(rank)} cannot write to {place['path']}: {place['error']}",
+                    f"make it writable there or free space, or set {key} to another folder",
+                )
+            elif place["free"] < LOW_DISK_BYTES:
+                warnings.append(f"{name(rank)} has {place['free'] / 1e9:.2f} GB of disk left in {place['path']}")
+    if hidden and saves:
+        raise Agreed(
+            f"output.dir: {name(*hidden)} does not see the run folder of {name(0)}; every process writes its part of a "
+            "checkpoint there",
+            "set output.dir to a folder that all nodes share, or save no checkpoints: checkpoint.save_steps=null and "
+            "checkpoint.save_epochs=null",
+        )
+    return warnings
+
+
+def _versions() -> dict[str, str]:
+    code = hash_files(Path(__file__).parent.parent.rglob("*.py"))
+    found = {"python": platform.python_version(), **versions(), "toolkit's code": code, "device": "cpu"}
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"device": "cuda", "CUDA": str(torch.version.cuda), "NCCL": nccl}
+    return found
+
+
+def _settings(recipe: Recipe) -> dict[str, str]:
+    """Every key of the recipe that more than the first process reads."""
+    settings: dict[str, Any] = {}
+    for section, values in recipe.model_dump(mode="json", exclude={"description", "output"}).items():
+        pairs = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else None
+        settings |= pairs or {section: values}
+    return {key: json.dumps(value, sort_keys=True) for key, value in settings.items()}
+
+
+def _hardware(world: World) -> dict[str, str]:
+    """What may differ between devices that train together: the slowest decides the speed."""
+    if not torch.cuda.is_available():
+        return {}
+    driver = Path("/sys/module/nvidia/version")
+    return {
+        "GPU": torch.cuda.get_device_name(world.local_rank % torch.cuda.device_count()),
+        "number of GPUs": str(torch.cuda.device_count()),
+        "driver": driver.read_text().strip() if driver.is_file() else "unknown",
+    }
+
+
+@contextlib.contextmanager
+def _marker(folder: Path | None) -> Iterator[str]:
+    """A file beside the run folder by which other nodes recognise it."""
+    if folder is None:
+        yield ""
+        return
+    marker = folder.parent / f".preflight-{secrets.token_hex(8)}"
+    marker.touch()
+    try:
+        yield str(marker)
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _places(marker: Path) -> dict[str, Any]:
+    """The folders a node writes to, tried. None for an output folder that is not the first process's."""
+    # Network file systems may show a new file to other nodes only after a moment.
+    end = time.monotonic() + 3
+    while not (seen := marker.exists()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return {"output.dir": _try(marker.parent) if seen else None, "TOOLKIT_CACHE": _try(cache_dir())}
+
+
+def _try(folder: Path) -> dict[str, Any]:
+    probe = folder / f".preflight-{secrets.token_hex(8)}"
+    error = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as problem:
+        error = problem.strerror or str(problem)
+    free = 0 if error else shutil.disk_usage(folder).free
+    return {"path": str(folder), "error": error, "free": free}
+
+
+def _model_files(recipe: Recipe) -> str:
+    """Identity of the model's files, from a few bytes of each: every process asks, and weights are large."""
+    files = weight_files(recipe)
+    # In the hub's cache the commit names the content, also of files that are not downloaded yet.
+    snapshots = {file.parent.name for file in files if file.parent.parent.name == "snapshots"}
+    if snapshots:
+        return ", ".join(sorted(snapshots))
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(_PROBE_BYTES)
+            stream.seek(max(0, size - _PROBE_BYTES))
+            digest.update(f"{file.name} {size} ".encode() + head + stream.read(_PROBE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def check_devices(recipe: Recipe, world: World) -> None:
+    """Refuses what this machine cannot run, before anything is loaded.
+
+    Raises:
+        UserError: Naming the setting to change, or what to install.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and world.world_size == 1:
+        raise UserError(
+            f"this machine has {gpus} GPUs and one process was started",
+            f"start all of them with `toolkit launch recipe=… --gpus {gpus}`, or make one visible with "
+            "CUDA_VISIBLE_DEVICES=0",
+        )
+    if recipe.precision == "fp16" and not gpus and not (recipe.strategy.zero_stage and _deepspeed_takes_fp16()):
+        raise UserError(
+            "precision=fp16 needs a GPU: its loss scaling does not run on a CPU", "set precision=bf16 or fp32"
+        )
+    if recipe.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"{torch.cuda.get_device_name()} has no bf16", "set precision=fp16 or fp32")
+    if recipe.activation_checkpointing.mode == "offload" and not gpus:
+        raise UserError(
+            "activation_checkpointing.mode=offload moves activations from a GPU to host memory; there is no GPU here",
+            "set activation_checkpointing.mode=full",
+        )
+    optimizer.check_available(recipe)
+    for tracker in recipe.logging.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            raise UserError(
+                f"logging.trackers: {tracker} is not installed",
+                f"run `pip install {tracker}`, or remove it from the list",
+            )
+
+
+def _deepspeed_takes_fp16() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())

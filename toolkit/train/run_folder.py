@@ -1,0 +1,317 @@
+"""The run folder: everything needed to understand, continue and repeat a training."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from filelock import FileLock, Timeout
+
+from toolkit.common import UserError, write_json
+from toolkit.distributed import BatchLayout
+from toolkit.recipe import Loaded, Recipe
+from toolkit.train import checkpoint
+
+_PACKAGES = [
+    "accelerate-toolkit",
+    "torch",
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "deepspeed",
+    "bitsandbytes",
+    "datasets",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "tokenizers",
+    "safetensors",
+    "flash-attn",
+]
+_WITHOUT_EFFECT = (
+    "description",
+    "output",
+    "logging",
+    "checkpoint",
+    "evaluation",
+    "activation_checkpointing",
+    "strategy",
+)
+_WITHOUT_EFFECT_KEYS = ("batch.micro_batch_size", "data.num_proc")
+"""What may change when a run is continued, because it does not move the weights: a smaller micro-batch, for one."""
+
+_SMALL_FILES = 2**25
+"""Bytes of a checkpoint's tokenizer, random states and logs: seen up to 20 MB."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder on disk.
+
+    Args:
+        path: The folder.
+        finished: Whether this very run has already been completed there.
+        resume_from: The checkpoint from which training continues.
+        cut_off: Checkpoints that were passed over, because they are not whole.
+    """
+
+    path: Path
+    finished: bool = False
+    resume_from: Path | None = None
+    cut_off: Sequence[Path] = ()
+
+    @property
+    def final(self) -> Path:
+        """The trained model or adapter."""
+        return self.path / "final"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from training in this folder. The lock goes with the process, however it ends.
+
+        Raises:
+            UserError: If another process is training here.
+        """
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"another process is training in {self.path} right now",
+                "wait for it, or set output.name to a new name",
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def check_unchanged(self, hashes: Mapping[str, str]) -> None:
+        """Refuses to continue a run on other data or another model than it began with.
+
+        Raises:
+            UserError: Naming what has changed.
+        """
+        before = self.manifest().get("hashes", {})
+        for kind in ("data", "model"):
+            if before.get(kind) and before[kind] != hashes[kind]:
+                raise UserError(
+                    f"the {kind} of {self.path} changed since the run began ({before[kind]} then, {hashes[kind]} now)",
+                    "restore it, or start anew: output.name=NEW, or checkpoint.resume=never",
+                )
+
+    def update_manifest(self, **values: Any) -> None:
+        """Merges values into `manifest.json`."""
+        write_json(self.path / "manifest.json", {**self.manifest(), **values})
+
+    def manifest(self) -> dict[str, Any]:
+        """Content of `manifest.json`; empty if there is none."""
+        file = self.path / "manifest.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+
+def _has_effect(path: str) -> bool:
+    return path.split(".")[0] not in _WITHOUT_EFFECT and path not in _WITHOUT_EFFECT_KEYS
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Hash of all that decides the weights a run produces."""
+    content = {path: value for path, value in _flat(recipe.model_dump()) if _has_effect(path)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def claim(loaded: Loaded, world_size: int) -> RunFolder:
+    """Finds or makes the folder of this run. Nothing of another run is ever overwritten.
+
+    Raises:
+        UserError: If the folder holds another run or foreign files, or cannot be written; or if training cannot
+            continue from its newest checkpoint, or from the one that is named.
+    """
+    output, resume = loaded.recipe.output, loaded.recipe.checkpoint.resume
+    named = Path(resume) if resume not in ("auto", "never") else None
+    if named:
+        checkpoint.check_named(named, loaded.recipe)
+    path = Path(output.dir) / (output.name or loaded.name.replace("/", "-"))
+    if resume == "never":
+        path = next(place for place in _numbered(path) if not _used(place))
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file, not a run folder", "set output.dir or output.name")
+    folder = RunFolder(path)
+    manifest = folder.manifest()
+    if _used(path):
+        if not manifest:
+            raise UserError(f"{path} holds files that are no run", "set output.name to a new name")
+        if manifest.get("hashes", {}).get("recipe") != recipe_hash(loaded.recipe):
+            raise UserError(
+                f"{path} holds another run; this recipe differs in {_differences(path, loaded)}",
+                "set output.name to a new name, or checkpoint.resume=never for a numbered folder beside it",
+            )
+        if manifest.get("status") == "finished":
+            return RunFolder(path, finished=True)
+    found, cut_off = checkpoint.newest(folder.checkpoints)
+    if start := named or found:
+        checkpoint.check_readable(start, loaded.recipe, world_size)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
+    return RunFolder(path, resume_from=start, cut_off=[] if named else cut_off)
+
+
+def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int]) -> None:
+    """Refuses a run whose checkpoints and final model do not fit on the disk.
+
+    Args:
+        counts: See `model.parameter_counts`.
+
+    Raises:
+        UserError: With the bytes needed and free.
+    """
+    final = 4 * counts["total" if recipe.method.name == "full" else "trainable"]
+    saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
+    # While rotating there is one more than the limit; an interrupted run saves one in any case.
+    checkpoints = recipe.checkpoint.save_total_limit + 1 if saves else 1
+    need = final + checkpoints * (checkpoint.size(recipe, counts) + _SMALL_FILES)
+    free = shutil.disk_usage(folder.path).free
+    if free < need:
+        raise UserError(
+            f"{folder.path} has {free / 1e9:.2f} GB of disk left; checkpoints and the final model need up to "
+            f"{need / 1e9:.2f} GB",
+            "set output.dir to another disk, or lower checkpoint.save_total_limit",
+        )
+
+
+def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """The manifest's facts about how a run was started: command, versions, git commit, hashes, hardware."""
+    return {
+        "name": loaded.name,
+        "command": " ".join(["python", shlex.join(sys.argv)]),
+        "started": now(),
+        "finished": None,
+        "status": "running",
+        "versions": {"python": platform.python_version(), **versions()},
+        "git": _git(),
+        "hardware": _hardware(),
+        "saved_by": checkpoint.writer(loaded.recipe, layout.world_size),
+        "chosen": dict(loaded.chosen),
+        "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
+        "batch": {
+            "global_batch_size": layout.global_batch_size,
+            "micro_batch_size": layout.micro_batch_size,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+            "world_size": layout.world_size,
+            "seq_len": layout.seq_len,
+            "tokens_per_step": layout.tokens_per_step,
+        },
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the libraries that decide a run's numbers."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def now() -> str:
+    """The time, in UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """Hash of the content of files. A hub's cached blob is named by its own hash, so it is not read again."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        blob = file.resolve()
+        digest.update(file.name.encode())
+        if file.is_symlink() and len(blob.name) == 64:
+            digest.update(blob.name.encode())
+        else:
+            with blob.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _numbered(path: Path) -> Iterable[Path]:
+    yield path
+    number = 2
+    while True:
+        yield path.with_name(f"{path.name}-{number}")
+        number += 1
+
+
+def _used(path: Path) -> bool:
+    """Whether a folder holds results: an attempt that failed before its first step leaves none."""
+    if not path.is_dir():
+        return path.exists()
+    own = {"recipe.yaml", "manifest.json", "audit.json", ".manifest.json.partial", ".lock"}
+    return any(file.name not in own for file in path.iterdir())
+
+
+def _differences(path: Path, loaded: Loaded) -> str:
+    try:
+        before = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return "its content (the folder has no readable recipe.yaml)"
+    after = yaml.safe_load(loaded.to_yaml())
+    old, new = dict(_flat(before)), dict(_flat(after))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and _has_effect(key)]
+    return ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]) or "nothing but the code"
+
+
+def _flat(values: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values
+
+
+def _git() -> dict[str, Any] | None:
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": bool(dirty.stdout.strip())}
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "device": "cuda" if gpus else "cpu",
+        "cpu": platform.processor() or platform.machine(),
+        "cpu_cores": os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+    }

@@ -1,0 +1,69 @@
+"""The trained model or adapter as Hugging Face files, gathered from however the engine holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.distributed import Dtypes
+from toolkit.models.adapters import cast_parameters
+
+
+def publish(trainer: Any, folder: Path, dtypes: Dtypes) -> None:
+    """Writes model (in the precision it computes in) or adapter (as its masters), and tokenizer.
+
+    Every process must call this: sharded weights are gathered from all, into host memory of the first.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    adapter = hasattr(model, "peft_config")
+    state = _gathered(trainer, model, adapter)
+    if not adapter:
+        if state is None:
+            # The masters have done their work. In place, so that what is evaluated is what was saved.
+            cast_parameters(model.parameters(), dtypes.export)
+            state = model.state_dict()
+        state = {name: _cast(value, dtypes.export) for name, value in state.items()}
+    if trainer.accelerator.is_main_process:
+        model.save_pretrained(folder, state_dict=state)
+        if not adapter:
+            # It names the type of the parameters in memory, which are the masters under FSDP.
+            model.config.dtype = getattr(torch, dtypes.export)
+            model.config.save_pretrained(folder)
+        trainer.processing_class.save_pretrained(folder)
+    trainer.accelerator.wait_for_everyone()
+
+
+def _gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, torch.Tensor] | None:
+    """Full tensors by name on the first process, nothing on the others; None where the model itself has them."""
+    if trainer.is_fsdp_enabled:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
+        state: dict[str, Any] = dict(get_model_state_dict(model, options=options))
+        # Weights that share their storage come out once under each name.
+        for name in getattr(model, "all_tied_weights_keys", None) or ():
+            state.pop(name, None)
+        return state
+    if not trainer.is_deepspeed_enabled:
+        return None
+    if adapter:
+        return _masters(model)
+    engine = trainer.model_wrapped
+    return engine._zero3_consolidated_16bit_state_dict() if engine.zero_optimization_stage() == 3 else None
+
+
+def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What DeepSpeed's optimizer holds in full precision of the trained parameters, gathered one by one."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {
+        name: safe_get_full_fp32_param(parameter).detach().cpu()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+
+
+def _cast(value: torch.Tensor, dtype: str) -> torch.Tensor:
+    return value.to(getattr(torch, dtype)) if value.is_floating_point() else value

@@ -1,0 +1,215 @@
+"""TRL's and Transformers' trainers, with the order of rows and the loss of held-out rows made exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Sampler
+from transformers import Seq2SeqTrainer
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import SFTTrainer
+
+from toolkit.models.kernels import keep_attention
+from toolkit.train.evaluate import NegativeLogLikelihood, held_out_loss
+
+
+class FixedOrder(Sampler[int]):
+    """The rows of a whole run, a pure function of the seed: the same for every world size, micro-batch and resume.
+
+    Epoch after epoch is a fresh permutation; a batch that starts in one epoch is filled from the next, so every batch
+    is whole and no row is dropped.
+
+    Args:
+        num_rows: Rows of the data set.
+        num_samples: Rows to draw in all: optimizer steps times global batch size.
+        seed: Seed of the permutations.
+        shuffle: False keeps the rows' own order.
+    """
+
+    def __init__(self, num_rows: int, num_samples: int, seed: int, shuffle: bool) -> None:
+        self.num_rows, self.num_samples, self.seed, self.shuffle = num_rows, num_samples, seed, shuffle
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        left, epoch = self.num_samples, 0
+        while left > 0:
+            rows = self.epoch(epoch)[:left]
+            yield from rows.tolist()
+            left, epoch = left - len(rows), epoch + 1
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """(num_rows,) the order of one epoch."""
+        if not self.shuffle:
+            return np.arange(self.num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+
+
+def clip_gradients(model: Any, max_norm: float) -> torch.Tensor:
+    """Scales the gradients down to a norm of at most `max_norm`, and returns the norm that they had.
+
+    torch's own norm on a CPU is off by 5e-6 of a gradient of 500,000 numbers in fp32, so engines would not agree.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    squares = sum(torch.linalg.vector_norm(each, dtype=torch.float64).square() for each in local)
+    total = torch.as_tensor(squares, dtype=torch.float64)
+    for group in _sharded_over(gradients):
+        torch.distributed.all_reduce(total, group=group)
+    norm = total.sqrt()
+    # torch and DeepSpeed divide by a norm that is larger by this much.
+    scale = max_norm / (norm.item() + 1e-6)
+    if scale < 1:
+        for each in local:
+            each.mul_(scale)
+    return norm.float()
+
+
+def _sharded_over(gradients: list[Any]) -> list[Any]:
+    """The process groups over which FSDP has divided the gradients: one, for all of them."""
+    for each in gradients:
+        if isinstance(each, DTensor):
+            dimensions = enumerate(each.placements)
+            return [each.device_mesh.get_group(index) for index, placement in dimensions if placement.is_shard()]
+    return []
+
+
+class _ExactMixin:
+    """What both trainers share. Set `order` after construction."""
+
+    order: FixedOrder | None = None
+    negative_log_likelihood: NegativeLogLikelihood
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        if (args.activation_checkpointing_kwargs or {}).get("selective"):
+            # SFTTrainer does this to the adapters' wrapper, which Transformers does not ask, and Seq2SeqTrainer not at
+            # all: both would recompute attention too.
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            keep_attention(base)
+        super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
+        if is_deepspeed_zero3_enabled():
+            _gather_for_dora(model)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.order
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered
+        in the memory of one process, would be read by nobody; the trained model is gathered at the end."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # type: ignore[attr-defined]
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        # A pickle that nothing reads, with this machine's paths and perhaps a token in it.
+        Path(output_dir or self.args.output_dir, "training_args.bin").unlink(missing_ok=True)  # type: ignore[attr-defined]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if self._sums_norm_itself:
+            return clip_gradients(model, self.args.max_grad_norm)  # type: ignore[attr-defined]
+        return super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self._sums_norm_itself:
+            grad_norm = clip_gradients(model, math.inf)
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    @property
+    def _sums_norm_itself(self) -> bool:
+        """On CPUs, except under DeepSpeed, which sums in double precision too."""
+        return self.args.device.type == "cpu" and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The run folder's own card is written once, at the end."""
+
+    def held_out(self, batch_size: int, on_batch: Any) -> dict[str, float]:
+        """Loss of the held-out rows, see `evaluate.held_out_loss`."""
+        if callable(getattr(self.optimizer, "eval", None)):  # type: ignore[attr-defined]
+            # Schedule-free optimizers train one point and evaluate another; each training step switches back.
+            self.optimizer.eval()  # type: ignore[attr-defined]
+        return held_out_loss(
+            self.model_wrapped,  # type: ignore[attr-defined]
+            self.eval_dataset,  # type: ignore[attr-defined]
+            self.data_collator,  # type: ignore[attr-defined]
+            batch_size,
+            self.accelerator,  # type: ignore[attr-defined]
+            self.negative_log_likelihood,
+            on_batch,
+        )
+
+
+class CausalTrainer(_ExactMixin, SFTTrainer):
+    """Decoder-only models: TRL's trainer, whose output head never builds all logits at once."""
+
+    model: Any
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
+        if is_deepspeed_zero3_enabled():
+            _gather_head_with_model(self.model)
+        elif self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
+            self.model.register_forward_pre_hook(_unshard_trained_head)
+
+    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+        return -outputs.log_probs.sum(), outputs.label_mask.sum()
+
+
+def _gather_head_with_model(model: Any) -> None:
+    """ZeRO-3 gathers a weight while its own module is called. TRL's loss reads the head's weight without calling the
+    head, and although it gathers it for that, training a head that is not tied fails in the backward pass."""
+    import deepspeed
+
+    head = model.get_output_embeddings()
+    for parameter in (head.weight, head.bias):
+        if parameter is not None:
+            deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def _gather_for_dora(model: Any) -> None:
+    """DoRA's layer of magnitudes measures the weights of its neighbours, which ZeRO-3 has released by then."""
+    import deepspeed
+
+    for module in model.modules():
+        for name, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
+            for neighbour in (module.base_layer, module.lora_A[name], module.lora_B[name]):
+                for parameter in neighbour.parameters():
+                    deepspeed.zero.register_external_parameter(magnitude, parameter)
+
+
+def _unshard_trained_head(model: Any, inputs: Any) -> None:
+    """FSDP gathers the weights of a unit when one of its modules is called. Beside adapters the head is a unit by
+    itself, which TRL's loss reads without calling it: it would gather the weight, but not sum its gradient over the
+    processes."""
+    head = model.get_output_embeddings()
+    if head.weight.requires_grad and isinstance(head, FSDPModule):
+        head.unshard()
+
+
+class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):
+    """Encoder-decoder models."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Loss over all trained tokens of the global batch. Most encoder-decoders average over their own micro-batch
+        whatever they are told, which would weigh short targets more than long ones."""
+        total, count = self.negative_log_likelihood(model, inputs)
+        loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = inputs["labels"]
+        logits = model(**inputs, use_cache=False).logits
+        total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, labels.ne(-100).sum()

@@ -1,0 +1,242 @@
+"""What really runs, read back from the live objects, and compared with what the recipe asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from toolkit.common import UserError
+
+
+class EffectiveCheck(TrainerCallback):
+    """Compares before the first step, and once more after it, when the optimizer has its state.
+
+    Args:
+        trainer: Its engine is built when training begins.
+        wanted: See `policy.expected_state`.
+        record: Receives what was found.
+    """
+
+    def __init__(self, trainer: Any, wanted: Mapping[str, Any], record: Callable[[dict[str, Any]], None]) -> None:
+        self._trainer, self._wanted, self._record = trainer, wanted, record
+        self._has_stepped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._check()
+
+    def _check(self) -> None:
+        found = read(self._trainer)
+        check_effective(self._wanted, found)
+        self._record(found)
+
+
+def check_effective(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Stops a run that is not what was asked for.
+
+    Args:
+        wanted: See `policy.expected_state`. What cannot be read yet (moments, before the first step) is not compared.
+        found: See `read`.
+
+    Raises:
+        UserError: With every difference.
+    """
+    different = [
+        f"{key}: the recipe asks for {value}, {found[key]} runs"
+        for key, value in wanted.items()
+        if key in found and found[key] != value
+    ]
+    if different:
+        raise UserError(
+            "what was set up is not what the recipe asks for:\n  " + "\n  ".join(different),
+            "this is a fault of the toolkit or of a library's version: `toolkit doctor` prints what to report",
+        )
+
+
+def read(trainer: Any) -> dict[str, Any]:
+    """The effective state of a trainer whose engine is built. Reads attributes only; nothing is communicated."""
+    engine = trainer.model_wrapped
+    model = trainer.accelerator.unwrap_model(engine)
+    deepspeed = engine if trainer.is_deepspeed_enabled else None
+    optimizer = _inner_optimizer(trainer.optimizer)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    state = {
+        "engine": _engine(engine, deepspeed),
+        "device": str(trainer.args.device),
+        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "optimizer": type(optimizer).__name__,
+        "attention": _attention(model),
+        "activation_checkpointing": _checkpointing(model),
+        "parameters": _spread(trained + frozen),
+        "trained_parameters": sum(_numel(parameter) for parameter in trained),
+        "frozen_parameters": sum(_numel(parameter) for parameter in frozen),
+        "trained_dtype": _dtypes(trained),
+        "micro_batch_size": trainer.callback_handler.train_dataloader.batch_sampler.batch_size,
+        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+    }
+    if frozen:
+        state["frozen_dtype"] = _dtypes(frozen)
+    if moments := _moments(optimizer):
+        state["moments_dtype"] = _dtypes(moments)
+    if deepspeed:
+        in_engine = _deepspeed(deepspeed, optimizer, trained)
+        for key in ("micro_batch_size", "gradient_accumulation_steps"):
+            if state[key] != in_engine[key]:
+                in_engine[key] = f"{in_engine[key]} in DeepSpeed and {state[key]} in the trainer"
+        return state | in_engine
+    state |= {
+        "not_updated": _left_out(trained, _masters(optimizer)),
+        "max_grad_norm": trainer.args.max_grad_norm,
+        "gradients": _spread(trained),
+        "optimizer_state": _spread(_masters(optimizer)),
+        "master_dtype": _dtypes(_masters(optimizer)),
+        "autocast": _autocast(trainer.accelerator, model),
+    }
+    return state | (_fsdp(model) if isinstance(model, FSDPModule) else {})
+
+
+def _engine(engine: Any, deepspeed: Any) -> str:
+    if deepspeed:
+        return "deepspeed"
+    if isinstance(engine, FSDPModule):
+        return "fsdp2"
+    # Of one process it replicates nothing.
+    return "ddp" if isinstance(engine, DistributedDataParallel) and torch.distributed.get_world_size() > 1 else "none"
+
+
+def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any]:
+    stage, zero = engine.zero_optimization_stage(), engine.optimizer
+    # Stage 3 lends its optimizer one group of masters at a time.
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or _masters(optimizer)
+    total = sum(_numel(parameter) for parameter in trained)
+    whole = engine.dp_world_size == 1 or sum(master.numel() for master in masters) >= total
+    offloaded = {
+        "offload_optimizer": getattr(engine.zero_offload_optimizer(), "device", None),
+        "offload_param": getattr(engine.zero_offload_param(), "device", None),
+    }
+    gradients = stage == 3 or getattr(zero, "partition_gradients", False)
+    # Named differently by each of DeepSpeed's optimizers; their masters are these laid end to end.
+    names = ("fp16_groups", "bit16_groups", "bf16_groups")
+    groups = next(getattr(zero, name) for name in names if hasattr(zero, name))
+    return {
+        "not_updated": _left_out(trained, [parameter for group in groups for parameter in group]),
+        "zero_stage": stage,
+        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "max_grad_norm": float(engine.gradient_clipping()),
+        "gradients": "sharded" if gradients and engine.dp_world_size > 1 else "whole",
+        # The size of what this process updates, with padding, not a setting.
+        "optimizer_state": "whole" if whole else "sharded",
+        "master_dtype": _dtypes(masters),
+        "reduce_dtype": _name(engine.communication_data_type),
+        "autocast": "none",
+        **{key: getattr(device, "value", device) or "none" for key, device in offloaded.items()},
+    }
+
+
+def _fsdp(model: Any) -> dict[str, Any]:
+    groups = [
+        group for module in model.modules() if isinstance(module, FSDPModule) for group in _parameter_groups(module)
+    ]
+    outermost = _parameter_groups(model)
+    policies = {_name(group.mp_policy.reduce_dtype) for group in groups if group.mp_policy.reduce_dtype}
+    return {
+        "compute_dtype": "+".join(sorted({_name(group.mp_policy.param_dtype) for group in groups})),
+        "reduce_dtype": "+".join(sorted(policies)),
+        "sharded_over": max(group.mesh_info.shard_mesh_size for group in groups),
+        # Of all but the outermost unit, which FSDP itself keeps gathered from the first forward pass on.
+        "reshard_after_forward": any(group._reshard_after_forward for group in groups if group not in outermost),
+        "offload_param": "cpu" if any(_offloads(group) for group in groups) else "none",
+        "fsdp_units": len(groups),
+    }
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """What FSDP gathers together for a module; before torch 2.13 that was one group at most."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [group for group in [state._fsdp_param_group] if group]
+
+
+def _offloads(group: Any) -> bool:
+    return isinstance(group.offload_policy, CPUOffloadPolicy)
+
+
+def _inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that updates, under the wrappers of accelerate and DeepSpeed."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _left_out(trained: list[Any], updated: list[Any]) -> int:
+    """How many trained parameters the optimizer does not have, and so would never move."""
+    return len({id(parameter) for parameter in trained} - {id(parameter) for parameter in updated})
+
+
+def _moments(optimizer: Any) -> list[torch.Tensor]:
+    """Tensors of the optimizer's state as large as what they belong to: not its step counts."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1]
+
+
+def _numel(parameter: Any) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _spread(parameters: Iterable[Any]) -> str:
+    """Whether this process holds all of these tensors, by what lies in its memory."""
+    here = total = 0
+    for parameter in parameters:
+        total += _numel(parameter)
+        if hasattr(parameter, "ds_tensor"):
+            here += parameter.ds_tensor.ds_numel
+        else:
+            here += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+    return "sharded" if here < total else "whole"
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    return "+".join(sorted({_name(tensor.dtype) for tensor in tensors}))
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _autocast(accelerator: Any, model: Any) -> str:
+    """The type in which the model's forward pass runs, if accelerate has wrapped it."""
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    return names.get(accelerator.mixed_precision, "none") if hasattr(model, "_original_forward") else "none"
+
+
+def _attention(model: Any) -> str:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return str(base.config._attn_implementation)
+
+
+def _checkpointing(model: Any) -> str:
+    """Who recomputes activations: the `model`'s own layers, the `engine`'s wrappers around them, both, or none."""
+    found = set()
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            found.add("engine")
+        elif getattr(module, "gradient_checkpointing", False):
+            found.add("model")
+    return "+".join(sorted(found)) or "none"
