@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 
 class UserError(ValueError):
@@ -136,6 +137,14 @@ def quiet_libraries() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+class Partial(BaseModel):
+    """A record of which some may be unknown: what was never set is left out of its JSON."""
+
+    @model_serializer(mode="wrap")
+    def _only_what_was_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -29,16 +29,16 @@ def refused(*args: Any, **settings: Any) -> str:
 def test_figures_are_counted(tmp_path: Path) -> None:
     rows = [chat_row("hi", "yo"), chat_row("hi", "yo"), chat_row("hi", ""), chat_row("q", "a " * 20) | {"id": 7}]
     found = audit(tmp_path, rows)
-    train, source = found["train"], found["sources"][0]
+    train, source = found.train, found.sources[0]
     prepared = prepare(recipe(tmp_path / "rows.jsonl"), chatml_tokenizer(), STOP, tmp_path / "cache")
-    assert train["rows"] == len(prepared.train) == 3
-    assert train["tokens"] == sum(len(row["input_ids"]) for row in prepared.train)
-    assert train["trained_tokens"] == sum(label != -100 for row in prepared.train for label in row["labels"])
-    assert train["stop_trained_rows"] == 3 and found["duplicates"] == 1
-    assert source["rows"] == 4 and source["empty_rows"] == 1 and source["unused_columns"] == ["id"]
-    assert sum(bucket["rows"] for bucket in train["lengths"]["histogram"]) == 3
-    assert train["lengths"]["percentiles"]["max"] == max(len(row["input_ids"]) for row in prepared.train)
-    assert {problem["level"] for problem in found["problems"]} == {"warning"}
+    assert train.rows == len(prepared.train) == 3
+    assert train.tokens == sum(len(row["input_ids"]) for row in prepared.train)
+    assert train.trained_tokens == sum(label != -100 for row in prepared.train for label in row["labels"])
+    assert train.stop_trained_rows == 3 and found.duplicates == 1
+    assert source.rows == 4 and source.empty_rows == 1 and source.unused_columns == ["id"]
+    assert sum(bucket.rows for bucket in train.lengths.histogram) == 3
+    assert train.lengths.percentiles["max"] == max(len(row["input_ids"]) for row in prepared.train)
+    assert {problem.level for problem in found.problems} == {"warning"}
 
 
 def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:
@@ -70,21 +70,21 @@ def test_render_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_single_short_row_has_a_histogram(tmp_path: Path) -> None:
     found = audit(tmp_path, [{"text": "hi"}])
-    assert found["train"]["lengths"]["histogram"] == [{"from": 0, "to": 15, "rows": 1}]
+    assert found.model_dump()["train"]["lengths"]["histogram"] == [{"from": 0, "to": 15, "rows": 1}]
 
 
 def test_a_fatal_audit_comes_with_the_error(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         audit(tmp_path, [chat_row("a", "b " * 200)], over_long="truncate", seq_len=64)
-    assert {problem["level"] for problem in caught.value.audit["problems"]} == {"fatal", "warning"}
+    assert {problem.level for problem in caught.value.audit.problems} == {"fatal", "warning"}
     assert "fatal: the stop token is trained in no row" in render(caught.value.audit)
 
 
 def test_plain_prompts_for_a_chat_model_are_a_warning(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{n}\n", "completion": "a"} for n in range(3)]
-    (problem,) = audit(tmp_path, rows)["problems"]
-    assert "without the chat template" in problem["what"] and "`instruction`" in problem["change"]
-    assert audit(tmp_path, rows, plain_tokenizer(), frozenset({0}))["problems"] == []
+    (problem,) = audit(tmp_path, rows).problems
+    assert "without the chat template" in problem.what and "`instruction`" in problem.change
+    assert audit(tmp_path, rows, plain_tokenizer(), frozenset({0})).problems == []
 
 
 def test_more_than_half_without_answer_is_fatal(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_stop_token_that_is_never_trained_is_fatal(tmp_path: Path) -> None:
 
 def test_fewer_rows_than_a_global_batch_is_a_warning(tmp_path: Path) -> None:
     found = audit(tmp_path, [chat_row(f"{n}", "b") for n in range(5)])
-    (problem,) = check_batch(found, 16)["problems"]
-    assert problem["level"] == "warning" and "5 training rows do not fill one global batch of 16" in problem["what"]
-    assert check_batch(found, 5)["problems"] == []
+    (problem,) = check_batch(found, 16).problems
+    assert problem.level == "warning" and "5 training rows do not fill one global batch of 16" in problem.what
+    assert check_batch(found, 5).problems == []
 
 
 def test_merged_boundaries_are_counted(tmp_path: Path) -> None:
     merged = [{"prompt": "The quick bro", "completion": f"wn fox {n}"} for n in range(20)]
-    assert audit(tmp_path, merged)["train"]["boundary_merged_rows"] == 20
+    assert audit(tmp_path, merged).train.boundary_merged_rows == 20
     apart = [{"prompt": "The quick brown\n", "completion": f"fox {n}"} for n in range(20)]
-    assert audit(tmp_path, apart)["train"]["boundary_merged_rows"] == 0
+    assert audit(tmp_path, apart).train.boundary_merged_rows == 0

@@ -19,6 +19,7 @@ from toolkit.data.audit import DataError
 from toolkit.data.mixture import mix
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import show
+from toolkit.data.rows import Sample
 
 
 @pytest.fixture
@@ -45,12 +46,9 @@ def test_unicode_chat_rows_round_trip(tmp_path: Path, cache: Path) -> None:
     row = prepared.train[0]
     trained = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label == token]
     assert chatml_tokenizer().decode(trained) == "日本\r\nok<|im_end|>"
-    assert prepared.samples[0] == {
-        "prompt": "naïve 😀",
-        "input_text": "<|im_start|>user\nnaïve 😀<|im_end|>\n<|im_start|>assistant\n",
-        "input_ids": chatml_tokenizer()(prepared.samples[0]["input_text"])["input_ids"],
-        "reference": "日本\r\nok",
-    }
+    asked = "<|im_start|>user\nnaïve 😀<|im_end|>\n<|im_start|>assistant\n"
+    input_ids = chatml_tokenizer()(asked)["input_ids"]
+    assert prepared.samples[0] == Sample(prompt="naïve 😀", input_ids=input_ids, reference="日本\r\nok")
 
 
 def test_tool_calls_are_not_given_foreign_keys(tmp_path: Path, cache: Path) -> None:
@@ -135,7 +133,7 @@ def test_weights_repeat_small_sources(tmp_path: Path, cache: Path) -> None:
     by_source = Counter("big" if "big" in text else "small" for text in counts.elements())
     assert by_source == {"big": 60, "small": 20}
     assert {counts[text] for text in counts if "small" in text} == {2, 3}
-    assert [round(source["share"], 2) for source in prepared.audit["sources"]] == [0.75, 0.25]
+    assert [round(source.share, 2) for source in prepared.audit.sources] == [0.75, 0.25]
     assert len(prepare(recipe(big, small), chatml_tokenizer(), STOP, cache).train) == 68
 
 
@@ -155,10 +153,10 @@ def test_eval_fraction_never_shares_content_with_train(tmp_path: Path, cache: Pa
     prepared = prepare(weighted, chatml_tokenizer(), STOP, cache)
     assert not set(texts(prepared)) & set(texts(prepared, "eval"))
     assert len(set(texts(prepared, "eval"))) == 10
-    assert prepared.audit["in_train_and_eval"] == 0 and prepared.audit["duplicates"] == 60
+    assert prepared.audit.in_train_and_eval == 0 and prepared.audit.duplicates == 60
     assert len(prepared.samples) == 8
     assert all(
-        sample["input_text"] + sample["reference"] + "<|im_end|>" in texts(prepared, "eval")
+        f"{chatml_tokenizer().decode(sample.input_ids)}{sample.reference}<|im_end|>" in texts(prepared, "eval")
         for sample in prepared.samples
     )
 
@@ -183,8 +181,8 @@ def test_eval_from_split_and_own_sources(tmp_path: Path, cache: Path) -> None:
     )
     assert len(fewer.eval or []) == 2
     leaking = prepare(recipe(extra, eval_sources=[str(extra)]), chatml_tokenizer(), STOP, cache)
-    assert leaking.audit["in_train_and_eval"] == 3
-    assert any("also trained on" in problem["what"] for problem in leaking.audit["problems"])
+    assert leaking.audit.in_train_and_eval == 3
+    assert any("also trained on" in problem.what for problem in leaking.audit.problems)
 
 
 def test_one_row_cannot_be_split(tmp_path: Path, cache: Path) -> None:
@@ -203,15 +201,15 @@ def test_over_long_rows(tmp_path: Path, cache: Path) -> None:
     assert "2 of 3 training rows are longer than `batch.seq_len: 64`" in str(caught.value)
     assert "a.jsonl:" in str(caught.value) and "data.over_long" in str(caught.value)
     assert isinstance(caught.value, DataError)
-    assert caught.value.audit["train"]["lengths"]["percentiles"]["max"] > 64  # the figures to choose seq_len by
+    assert caught.value.audit.train.lengths.percentiles["max"] > 64  # the figures to choose seq_len by
 
     dropped = prepare(recipe(path, seq_len=64, over_long="drop"), tokenizer, STOP, cache)
-    assert len(dropped.train) == 1 and dropped.audit["train"]["over_long"]["rows"] == 2
+    assert len(dropped.train) == 1 and dropped.audit.train.over_long.rows == 2
 
     cut = prepare(recipe(path, seq_len=64, over_long="truncate", shuffle=False), tokenizer, STOP, cache)
     assert [len(row["input_ids"]) for row in cut.train] == [len(dropped.train[0]["input_ids"]), 64]
     assert texts(cut)[1].startswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nx y z")
-    assert cut.audit["train"]["untrained_rows"] == 1
+    assert cut.audit.train.untrained_rows == 1
     with pytest.raises(UserError, match="split` is for text"):
         prepare(recipe(path, seq_len=64, over_long="split"), tokenizer, STOP, cache)
 
@@ -236,7 +234,7 @@ def test_packing_keeps_every_row(tmp_path: Path, cache: Path) -> None:
         parts += [tuple(row["input_ids"][a:b]) for a, b in itertools.pairwise(edges)]
     assert sorted(parts) == sorted(tuple(row["input_ids"]) for row in unpacked.train)
     assert packed.eval is not None and packed.eval.column_names == ["input_ids", "labels"]
-    assert 0.8 < packed.audit["packing"]["efficiency"] <= 1
+    assert 0.8 < packed.audit.packing.efficiency <= 1
     text = show(packed, chatml_tokenizer(), 1, color=False)
     assert "┄┄ document 2" in text and "«answer" in text and "<|im_start|>" in text
 
@@ -247,9 +245,7 @@ def test_seq2seq_labels_are_the_target(tmp_path: Path, cache: Path) -> None:
     tokenizer = plain_tokenizer()
     assert tokenizer.decode(prepared.train[0]["input_ids"]) == "one two three"
     assert tokenizer.decode(prepared.train[0]["labels"]) == "zwei<|endoftext|>"
-    assert prepared.audit["train"]["tokens"] == 2 * sum(
-        len(prepared.train[0][name]) for name in ("input_ids", "labels")
-    )
+    assert prepared.audit.train.tokens == 2 * sum(len(prepared.train[0][name]) for name in ("input_ids", "labels"))
     assert "«zwei<|endoftext|>»" in show(prepared, tokenizer, 1, color=False)
 
 
@@ -278,7 +274,7 @@ def test_streaming_gives_the_same_tokens_and_begins_again(tmp_path: Path, cache:
     prepared = prepare(recipe(path, streaming=True, **settings), chatml_tokenizer(), STOP, cache)
     whole = list(prepare(recipe(path, **settings), chatml_tokenizer(), STOP, cache).train)
     assert list(itertools.islice(prepared.train, 90)) == [*whole, *whole, *whole[:10]]
-    assert "first 1,000 rows" in prepared.audit["scope"] and len(prepared.eval or []) == 3
+    assert "first 1,000 rows" in prepared.audit.scope and len(prepared.eval or []) == 3
     shuffled = prepare(recipe(path, streaming=True), chatml_tokenizer(), STOP, cache).train
     rows = [tuple(row["input_ids"]) for row in itertools.islice(shuffled, 80)]
     assert sorted(rows[:40]) == sorted(rows[40:]) == sorted(tuple(row["input_ids"]) for row in whole)
@@ -325,7 +321,7 @@ def test_conversations_that_the_assistant_begins_are_trained(tmp_path: Path, cac
     greeting = {"messages": [{"role": "assistant", "content": "hello"}]}
     path = write_jsonl(tmp_path / "a.jsonl", [greeting, chat_row("q", "a")])
     prepared = prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache)
-    assert len(prepared.train) == 2 and [sample["prompt"] for sample in prepared.samples] == ["q"]
+    assert len(prepared.train) == 2 and [sample.prompt for sample in prepared.samples] == ["q"]
 
 
 def test_an_interrupted_build_is_neither_used_nor_left_behind(tmp_path: Path, cache: Path) -> None:

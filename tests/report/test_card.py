@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from example_run import AUDIT, MANIFEST
 from tiny import tiny_model
 
 from toolkit.recipe import Recipe
@@ -37,10 +38,12 @@ def run(tmp_path: Path) -> Path:
         "command": f"python {tmp_path}/toolkit/run.py hub_token=hf_secret",
         "versions": {"torch": "2.13.0"},
         "parameters": {"total": 139_400_000, "trainable": 4_884_480},
-        "batch": {"global_batch_size": 8},
+        "batch": MANIFEST["batch"],
     }
     (run / "manifest.json").write_text(json.dumps(manifest))
-    (run / "samples.json").write_text(json.dumps([{"prompt": "a private row", "before": "", "after": ""}]))
+    (run / "samples.json").write_text(
+        json.dumps([{"prompt": "a private row", "input_ids": [], "before": "", "after": ""}])
+    )
     return run
 
 
@@ -79,7 +82,7 @@ def test_an_adapter_loads_as_the_card_says(run: Path, tmp_path: Path, monkeypatc
     config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(run / "final")
     AutoTokenizer.from_pretrained(base).save_pretrained(run / "final")
-    (run / "audit.json").write_text('{"chat_template": {"needed": false}, "eval": {"rows": 64}}')
+    (run / "audit.json").write_text(json.dumps(AUDIT | {"chat_template": {"source": "none", "needed": False}}))
     recipe = make_recipe(str(base), method={"name": "lora"})
     card = write_card(run / "final", run, recipe, str(base)).read_text()
     assert "Once upon a time" in card, "completions were trained, so no chat template"
@@ -125,6 +128,7 @@ def test_results_and_settings_are_those_of_the_run(run: Path) -> None:
         "| rank, alpha, dropout | 8, 32, 0 |",
         "| learning rate | 0.001, cosine schedule |",
         "| trained parameters | 4.88M of 139M |",
+        "| global batch size | 8 sequences |",
         "| steps | 40 (0.5 epochs) |",
         "torch 2.13.0",
     ):

@@ -10,57 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_run import AUDIT, MANIFEST, SAMPLES, example_run
 from pages import Page, eval_line, step_line, write_metrics
 
 from toolkit.common import UserError
 from toolkit.report.charts import MAX_POINTS, Series, chart, downsample, nice_ticks, smooth
-from toolkit.report.load import read_metrics, read_run
+from toolkit.report.load import read_manifest, read_metrics, read_run
 from toolkit.report.run_page import write_report
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A finished run with everything in it."""
-    run = tmp_path / "demo"
-    write_metrics(run, eval_line(0, 3.96), *(step_line(step) for step in range(1, 101)), eval_line(100, 2.74))
-    manifest = {
-        "name": "demo <b>run</b>",
-        "command": "accelerate launch toolkit/run.py recipe=demo data.sources='[\"<i>.jsonl\"]'",
-        "started": "2025-01-31T10:00:00+00:00",
-        "finished": "2025-01-31T10:04:28+00:00",
-        "status": "finished",
-        "versions": {"torch": "2.13.0"},
-        "git": {"commit": "0123abc", "dirty": True},
-        "hardware": {"device": "cpu", "cpu": "x86_64", "ram_bytes": 16 * 2**30, "gpus": []},
-        "parameters": {"total": 139_400_000, "trainable": 4_884_480},
-        "total_steps": 100,
-        "train_seconds": 268.4,
-    }
-    audit = {
-        "sources": [{"path": "rows.jsonl", "rows": 3246, "unused_columns": ["<u>kind</u>"]}],
-        "train": {
-            "rows": 3084,
-            "lengths": {"percentiles": {"p50": 96}, "histogram": [{"from": 64, "to": 127, "rows": 1520}]},
-        },
-        "eval": None,
-        "problems": [
-            {"level": "fatal", "what": "no <em>row</em>", "change": "set `data.columns`"},
-            {"level": "warning", "what": "41 rows repeat", "change": "set `data.deduplicate: true`"},
-        ],
-    }
-    samples = [
-        {
-            "prompt": "<script>alert(1)</script>",
-            "reference": "R & D",
-            "before": "",
-            "after": "</p><img src=x onerror=1>",
-        }
-    ]
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    (run / "audit.json").write_text(json.dumps(audit))
-    (run / "samples.json").write_text(json.dumps(samples))
-    (run / "recipe.yaml").write_text("model:\n  path: ${oc.env:BASE}  # <s>\ndata:\n- split: train\n")
-    return run
+    return example_run(tmp_path / "demo")
 
 
 def test_a_report_shows_the_headline_figures(run: Path) -> None:
@@ -116,11 +78,24 @@ def test_any_missing_or_broken_file_still_gives_a_page(run: Path, name: str, con
         dict.fromkeys(("parameters", "git", "hardware", "versions", "hashes", "batch", "effective"), 7),
         {"parameters": {"total": 0, "trainable": 0}, "total_steps": "many", "started": 12, "status": ["odd"]},
         {"parameters": {"total": "x", "trainable": None}, "train_seconds": "NaN", "name": {}, "git": {"commit": None}},
+        {"of another program": 1},
     ],
 )
 def test_a_manifest_of_wrong_types_still_gives_a_page(run: Path, manifest: dict[str, Any]) -> None:
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    Page(write_report(run).read_text(encoding="utf-8"))
+    (run / "manifest.json").write_text(json.dumps({**manifest, "command": "python run.py"}))
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "manifest.json holds what this version cannot read" in text
+    assert "python run.py" in text, "the readable keys are shown"
+
+
+def test_a_run_folder_is_read_as_it_was_written(run: Path) -> None:
+    manifest, problems = read_manifest(run)
+    assert not problems and manifest.model_dump(mode="json") == {
+        **MANIFEST,
+        "parameters": manifest.parameters.model_dump(),
+    }
+    record = read_run(run)
+    assert record.audit.model_dump() == AUDIT and [sample.model_dump() for sample in record.samples] == SAMPLES
 
 
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:

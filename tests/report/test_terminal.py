@@ -12,8 +12,9 @@ import textwrap
 
 import pytest
 
-from toolkit import common
 from toolkit.common import bytes_text, compact, duration
+from toolkit.data.rows import Sample
+from toolkit.report import terminal
 from toolkit.report.terminal import Progress, prompts_before_after, summary
 from toolkit.train.callbacks import TimeLeft
 
@@ -41,7 +42,7 @@ def test_a_log_gets_plain_lines_about_every_twentieth_of_the_steps(log: io.Strin
 
 def test_a_log_of_slow_steps_gets_a_line_every_ten_seconds(log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, 6))
-    monkeypatch.setattr(common.time, "monotonic", lambda: float(next(clock) // 2))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: float(next(clock) // 2))
     shown = Progress(log)
     shown.start(100_000)
     for step in range(1, 101):
@@ -66,7 +67,7 @@ def test_time_left_is_estimated_from_the_steps_since_the_resume(
     log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(common.time, "monotonic", lambda: now)
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
     shown = Progress(log)
     shown.start(100, step=50)
     now = 120.0
@@ -97,7 +98,7 @@ def test_a_log_in_a_narrow_encoding_never_stops_the_training() -> None:
 def test_a_terminal_gets_one_line_that_fits_and_keeps_its_cursor() -> None:
     program = textwrap.dedent("""
         import time, warnings
-        from toolkit.progress import Progress
+        from toolkit.report.terminal import Progress
         shown = Progress()
         shown.evaluating(1, 2)
         shown.evaluation(0, 3.9)
@@ -123,7 +124,7 @@ def test_a_terminal_gets_one_line_that_fits_and_keeps_its_cursor() -> None:
 @pytest.mark.parametrize("columns", [20, 44])
 def test_a_narrow_terminal_loses_figures_not_lines(columns: int) -> None:
     program = textwrap.dedent("""
-        from toolkit.progress import Progress
+        from toolkit.report.terminal import Progress
         shown = Progress()
         shown.start(100, "Training")
         shown.update(100, loss=2.0, tokens_per_second=1234.0)
@@ -160,7 +161,7 @@ def run_in_terminal(program: str, columns: int) -> str:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = "import sys, toolkit.progress; assert not {'torch', 'transformers'} & set(sys.modules)"
+    program = "import sys, toolkit.report.terminal; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -172,8 +173,8 @@ def test_the_summary_is_aligned() -> None:
 
 def test_samples_are_wrapped_and_cannot_steer_the_terminal() -> None:
     samples = [
-        {"prompt": "word " * 60, "reference": None, "before": "\x1b[2J\x07gone?", "after": "日本語" * 40},
-        {"prompt": "short", "reference": "yes\nindeed", "before": "", "after": "ok"},
+        Sample(prompt="word " * 60, input_ids=[], before="\x1b[2J\x07gone?", after="日本語" * 40),
+        Sample(prompt="short", input_ids=[], reference="yes\nindeed", before="", after="ok"),
     ]
     text = prompts_before_after(samples, width=60)
     assert not CONTROL.search(text)

@@ -15,7 +15,7 @@ from harness import ROOT, environment
 from transformers import Trainer
 
 from toolkit.common import UserError
-from toolkit.distributed import batch_layout, expected_state
+from toolkit.distributed import EngineState, batch_layout, expected_state
 from toolkit.recipe import Recipe
 from toolkit.train import session
 from toolkit.train.main import main
@@ -51,7 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def wanted(world_size: int = 2, **sections: Any) -> dict[str, Any]:
+def wanted(world_size: int = 2, **sections: Any) -> EngineState:
     recipe = Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
     return expected_state(recipe, batch_layout(recipe, world_size), "AdamW", "sdpa")
 
@@ -69,22 +69,22 @@ def wanted(world_size: int = 2, **sections: Any) -> dict[str, Any]:
 )
 def test_what_each_strategy_spreads(strategy: dict[str, Any], spread: tuple[str, ...]) -> None:
     state = wanted(strategy=strategy)
-    assert (state["parameters"], state["gradients"], state["optimizer_state"]) == spread
+    assert (state.parameters, state.gradients, state.optimizer_state) == spread
     alone = wanted(world_size=1, strategy=strategy)
-    assert (alone["parameters"], alone["gradients"], alone["optimizer_state"]) == ("whole",) * 3
-    assert state["master_dtype"] == "float32"
+    assert (alone.parameters, alone.gradients, alone.optimizer_state) == ("whole",) * 3
+    assert state.master_dtype == "float32"
     # DeepSpeed and FSDP bring the parameters to the computation in its own type.
-    assert (state["autocast"] == "none") == (strategy["name"] != "ddp")
+    assert (state.autocast == "none") == (strategy["name"] != "ddp")
 
 
 def test_every_difference_is_named_at_once() -> None:
-    found = wanted() | {"optimizer": "Adam", "max_grad_norm": 1.5}
+    state = wanted().model_copy(update={"optimizer": "Adam", "max_grad_norm": 1.5})
     with pytest.raises(UserError) as caught:
-        check_effective(wanted(), found)
+        check_effective(wanted(), state)
     assert "optimizer: the recipe asks for AdamW, Adam runs" in caught.value.what
     assert "max_grad_norm: the recipe asks for 1.0, 1.5 runs" in caught.value.what
     assert caught.value.what.count(": the recipe asks for") == 2
-    check_effective(wanted(), wanted() | {"frozen_parameters": 7})
+    check_effective(wanted(), wanted().model_copy(update={"frozen_parameters": 7}))
 
 
 def test_manifest_says_what_ran(place: Path) -> None:

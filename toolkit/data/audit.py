@@ -2,19 +2,133 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.common import UserError
 
-Audit = dict[str, Any]
 Figures = dict[str, NDArray[Any]]
 """Columns by name, one entry per row: length, over_long, tokens, trained, stops, merged, pieces (all after over-long
 rows were handled, but for length and over_long)."""
 
 MIN_UNTRAINED_FATAL = 0.5
+
+
+class Problem(BaseModel):
+    """Something wrong with the data."""
+
+    level: Literal["fatal", "warning"]
+    what: str
+    change: str
+
+
+class SourceFigures(BaseModel):
+    """One source of the recipe."""
+
+    path: str
+    split: str
+    format: str
+    rows: int
+    empty_rows: int
+    """Rows without content."""
+    unused_columns: list[str]
+    role: Literal["train", "eval"] = "train"
+    used_rows: int = 0
+    """Rows that are trained on or held out, with their repeats."""
+    repeats: float = 1.0
+    """How often each used row is, on average."""
+    share: float = 0.0
+    """Of the training rows."""
+
+
+class OverLong(BaseModel):
+    """Rows longer than `batch.seq_len`, and what happened to them."""
+
+    rows: int
+    action: str
+    seq_len: int
+
+
+class Bucket(BaseModel):
+    """Rows whose length in tokens is from `low` to `high`."""
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
+    low: int = Field(validation_alias="from", serialization_alias="from")
+    high: int = Field(validation_alias="to", serialization_alias="to")
+    rows: int
+
+
+class Lengths(BaseModel):
+    """Lengths of rows in tokens, before over-long ones were handled."""
+
+    percentiles: dict[str, int]
+    """min, p10, p50, p90, p99, max; empty where there is no row."""
+    histogram: list[Bucket]
+
+
+class Side(BaseModel):
+    """The training rows, or those held out, with their repeats."""
+
+    rows: int
+    """Those with a trained token."""
+    tokens: int
+    trained_tokens: int
+    untrained_rows: int
+    over_long: OverLong
+    longest: str
+    """Where the longest row stands."""
+    stop_trained_rows: int
+    boundary_merged_rows: int
+    """Rows in which one token holds the end of the prompt and the start of the answer."""
+    lengths: Lengths
+
+    @property
+    def seen_rows(self) -> int:
+        """All rows, with those that are left out."""
+        return sum(bucket.rows for bucket in self.lengths.histogram)
+
+
+class ChatTemplate(BaseModel):
+    """Which chat template there is, and whether the rows are conversations, which need one."""
+
+    source: str
+    needed: bool
+
+
+class Packing(BaseModel):
+    """Sequences of packed rows, and the share of them that is not padding."""
+
+    rows: int
+    efficiency: float
+
+
+class Audit(BaseModel):
+    """All figures of a recipe's data: `audit.json`."""
+
+    objective: str
+    scope: str
+    """What of the data was seen, where that is not all of it."""
+    sources: list[SourceFigures]
+    train: Side
+    eval: Side | None
+    deduplicate: bool
+    duplicates: int
+    in_train_and_eval: int
+    chat_template: ChatTemplate
+    kinds: list[str]
+    """Normal forms of the rows, see `toolkit.data.rows`."""
+    packing: Packing | None = None
+    problems: list[Problem] = []
+
+    @property
+    def untrained_rows(self) -> int:
+        """Training rows that have nothing to learn from."""
+        empty = sum(source.empty_rows for source in self.sources if source.role == "train")
+        return empty + self.train.untrained_rows
 
 
 class DataError(UserError):
@@ -24,12 +138,12 @@ class DataError(UserError):
         audit: Its figures, `problems` included, for the user to see what is wrong.
     """
 
-    def __init__(self, what: str, change: str = "", audit: Audit | None = None) -> None:
+    def __init__(self, what: str, change: str, audit: Audit) -> None:
         super().__init__(what, change)
-        self.audit = audit or {}
+        self.audit = audit
 
 
-def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Audit:
+def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Side:
     """Figures of one side (train or eval), over all rows with their repeats.
 
     Args:
@@ -40,53 +154,53 @@ def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Aud
     """
     length, trained, tokens = figures["length"], figures["trained"], figures["tokens"]
     used = trained > 0
-    return {
-        "rows": int(used.sum()),
-        "tokens": int(tokens[used].sum()),
-        "trained_tokens": int(trained.sum()),
-        "untrained_rows": int((~used & ~(figures["over_long"] & (over_long == "drop"))).sum()),
-        "over_long": {"rows": int(figures["over_long"].sum()), "action": over_long, "seq_len": seq_len},
-        "longest": longest,
-        "stop_trained_rows": int((figures["stops"] & used).sum()),
-        "boundary_merged_rows": int((figures["merged"] & used).sum()),
-        "lengths": _lengths(length),
-    }
+    return Side(
+        rows=int(used.sum()),
+        tokens=int(tokens[used].sum()),
+        trained_tokens=int(trained.sum()),
+        untrained_rows=int((~used & ~(figures["over_long"] & (over_long == "drop"))).sum()),
+        over_long=OverLong(rows=int(figures["over_long"].sum()), action=over_long, seq_len=seq_len),
+        longest=longest,
+        stop_trained_rows=int((figures["stops"] & used).sum()),
+        boundary_merged_rows=int((figures["merged"] & used).sum()),
+        lengths=_lengths(length),
+    )
 
 
-def _lengths(length: NDArray[np.int64]) -> Audit:
+def _lengths(length: NDArray[np.int64]) -> Lengths:
     if not len(length):
-        return {"percentiles": {}, "histogram": []}
+        return Lengths(percentiles={}, histogram=[])
     percentiles = np.percentile(length, [0, 10, 50, 90, 99, 100], method="nearest").astype(int).tolist()
     edges = [0, *(2**power for power in range(4, 64) if power == 4 or 2 ** (power - 1) <= length.max())]
     counts, _ = np.histogram(length, edges)
     buckets = [
-        {"from": low, "to": high - 1, "rows": int(count)}
+        Bucket(low=low, high=high - 1, rows=int(count))
         for low, high, count in zip(edges, edges[1:], counts, strict=False)
     ]
-    while buckets and not buckets[0]["rows"]:
+    while buckets and not buckets[0].rows:
         buckets.pop(0)
     names = ("min", "p10", "p50", "p90", "p99", "max")
-    return {"percentiles": dict(zip(names, percentiles, strict=True)), "histogram": buckets}
+    return Lengths(percentiles=dict(zip(names, percentiles, strict=True)), histogram=buckets)
 
 
-def find_problems(audit: Audit) -> list[dict[str, str]]:
-    """What is wrong with this data: `level` (fatal or warning), `what`, and what to `change`."""
-    found: list[dict[str, str]] = []
+def find_problems(audit: Audit) -> list[Problem]:
+    """What is wrong with this data."""
+    problems: list[Problem] = []
 
-    def add(level: str, what: str, change: str) -> None:
-        found.append({"level": level, "what": what, "change": change})
+    def add(level: Literal["fatal", "warning"], what: str, change: str) -> None:
+        problems.append(Problem(level=level, what=what, change=change))
 
-    train, held_out = audit["train"], audit["eval"]
+    train, held_out = audit.train, audit.eval
     for name, part in (("training", train), ("held-out", held_out)):
-        if part is not None and part["over_long"]["rows"]:
-            found += _over_long(name, part, audit["kinds"])
-    untrained = untrained_rows(audit)
-    seen = train["rows"] + untrained
-    action = train["over_long"]["action"]
-    if not train["rows"]:
+        if part is not None and part.over_long.rows:
+            problems += _over_long(name, part, audit.kinds)
+    untrained = audit.untrained_rows
+    seen = train.rows + untrained
+    action = train.over_long.action
+    if not train.rows:
         add(
             "fatal",
-            f"no usable row: {untrained:,} rows have no trained token, {train['over_long']['rows']:,} are too long "
+            f"no usable row: {untrained:,} rows have no trained token, {train.over_long.rows:,} are too long "
             f"(`data.over_long: {action}`)",
             "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`",
         )
@@ -98,97 +212,85 @@ def find_problems(audit: Audit) -> list[dict[str, str]]:
         )
     elif untrained:
         add("warning", f"{untrained:,} of {seen:,} rows have no trained token and are left out", "fill or remove them")
-    learns_to_stop = audit["objective"] != "language_modelling"
-    if learns_to_stop and train["rows"] and not train["stop_trained_rows"]:
+    learns_to_stop = audit.objective != "language_modelling"
+    if learns_to_stop and train.rows and not train.stop_trained_rows:
         add(
             "fatal",
             "the stop token is trained in no row, so the model would not learn to stop",
             "choose a `model.chat_template` that ends a turn with the model's stop token"
             + (", or raise `batch.seq_len` so that ends are not cut off" if action == "truncate" else ""),
         )
-    elif learns_to_stop and train["stop_trained_rows"] < 0.9 * train["rows"]:
+    elif learns_to_stop and train.stop_trained_rows < 0.9 * train.rows:
         add(
             "warning",
-            f"the stop token is trained in only {train['stop_trained_rows']:,} of {train['rows']:,} rows",
+            f"the stop token is trained in only {train.stop_trained_rows:,} of {train.rows:,} rows",
             "raise `batch.seq_len` or set `data.over_long: drop` if ends are cut off",
         )
-    if audit["objective"] == "sft" and audit["kinds"] == ["Completion"] and audit["chat_template"]["source"] != "none":
+    if audit.objective == "sft" and audit.kinds == ["Completion"] and audit.chat_template.source != "none":
         add(
             "warning",
             "prompts and completions are trained as they are, without the chat template that this model has",
             "for answers in a chat name the columns `instruction` and `output` with `data.columns`; to keep plain "
             "text, ask the trained model in plain text, too",
         )
-    if audit["duplicates"] and not audit["deduplicate"]:
-        add("warning", f"{audit['duplicates']:,} rows repeat an earlier row", "set `data.deduplicate: true`")
-    if audit["in_train_and_eval"]:
+    if audit.duplicates and not audit.deduplicate:
+        add("warning", f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
+    if audit.in_train_and_eval:
         add(
             "warning",
-            f"{audit['in_train_and_eval']:,} held-out rows are also trained on, so the held-out loss is too low",
+            f"{audit.in_train_and_eval:,} held-out rows are also trained on, so the held-out loss is too low",
             "remove them from one side, or hold a fraction out with `data.eval_split: 0.05`",
         )
-    if train["boundary_merged_rows"]:
+    if train.boundary_merged_rows:
         add(
             "warning",
-            f"in {train['boundary_merged_rows']:,} rows one token holds the end of the prompt and the start of the "
-            "answer",
+            f"in {train.boundary_merged_rows:,} rows one token holds the end of the prompt and the start of the answer",
             "end prompts with a line break, or start completions with a space",
         )
-    if held_out is not None and not held_out["rows"]:
+    if held_out is not None and not held_out.rows:
         add("fatal", "no usable held-out row", "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`")
-    return found
+    return problems
 
 
-def _over_long(name: str, part: Audit, kinds: list[str]) -> list[dict[str, str]]:
+def _over_long(name: str, part: Side, kinds: list[str]) -> list[Problem]:
     """What there is to say about rows longer than `batch.seq_len`."""
-    seq_len, action = part["over_long"]["seq_len"], part["over_long"]["action"]
+    seq_len, action = part.over_long.seq_len, part.over_long.action
     if action == "split" and kinds == ["Text"]:
         return []
-    sizes = part["lengths"]["percentiles"]
+    sizes = part.lengths.percentiles
     what = (
-        f"{part['over_long']['rows']:,} of {seen_rows(part):,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
-        f"the longest has {sizes['max']:,} tokens ({part['longest']})"
+        f"{part.over_long.rows:,} of {part.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
+        f"the longest has {sizes['max']:,} tokens ({part.longest})"
     )
     change = f"raise `batch.seq_len` (99% of the rows have at most {sizes['p99']:,} tokens)"
     if done := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
-        return [{"level": "warning", "what": f"{what}; {done}", "change": f"{change} to keep them whole"}]
+        return [Problem(level="warning", what=f"{what}; {done}", change=f"{change} to keep them whole")]
     if action == "split":
         what += ", and `data.over_long: split` is for text, not for chats or completions"
     others = "drop or truncate" if action == "split" else "drop, truncate or (text) split"
-    return [{"level": "fatal", "what": what, "change": f"{change}, or set `data.over_long` to {others}"}]
+    return [Problem(level="fatal", what=what, change=f"{change}, or set `data.over_long` to {others}")]
 
 
 def check(audit: Audit) -> None:
     """Raises a DataError with all fatal problems, if there are any."""
-    fatal = [problem for problem in audit["problems"] if problem["level"] == "fatal"]
+    fatal = [problem for problem in audit.problems if problem.level == "fatal"]
     if fatal:
         raise DataError(
-            "the data cannot be trained on: " + "; ".join(problem["what"] for problem in fatal),
-            "; ".join(problem["change"] for problem in fatal),
+            "the data cannot be trained on: " + "; ".join(problem.what for problem in fatal),
+            "; ".join(problem.change for problem in fatal),
             audit,
         )
 
 
 def check_batch(audit: Audit, global_batch_size: int) -> Audit:
     """The audit with a warning if all training rows together are fewer than one global batch."""
-    rows = (audit["packing"] or audit["train"])["rows"]
-    if audit["scope"] or rows >= global_batch_size:
+    rows = (audit.packing or audit.train).rows
+    if audit.scope or rows >= global_batch_size:
         return audit
-    problem = {
-        "level": "warning",
-        "what": f"{rows:,} training {'sequences' if audit['packing'] else 'rows'} do not fill one global batch of "
+    problem = Problem(
+        level="warning",
+        what=f"{rows:,} training {'sequences' if audit.packing else 'rows'} do not fill one global batch of "
         f"{global_batch_size:,}",
-        "change": "lower `batch.global_batch_size`" + (", or set `data.packing: false`" if audit["packing"] else ""),
-    }
-    return audit | {"problems": [*audit["problems"], problem]}
-
-
-def seen_rows(part: Audit) -> int:
-    """Rows of one side with those that are left out."""
-    return sum(bucket["rows"] for bucket in part["lengths"]["histogram"])
-
-
-def untrained_rows(audit: Audit) -> int:
-    """Training rows that have nothing to learn from."""
-    empty = sum(source["empty_rows"] for source in audit["sources"] if source["role"] == "train")
-    return empty + int(audit["train"]["untrained_rows"])
+        change="lower `batch.global_batch_size`" + (", or set `data.packing: false`" if audit.packing else ""),
+    )
+    return audit.model_copy(update={"problems": [*audit.problems, problem]})

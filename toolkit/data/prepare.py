@@ -17,11 +17,11 @@ from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.common import UserError, build_once, cache_dir
+from toolkit.common import UserError, build_once, cache_dir, write_json
 from toolkit.data import audit as auditing
 from toolkit.data.encode import Encoder
 from toolkit.data.mixture import Indices, mix
-from toolkit.data.rows import Chat, Completion, Pair, Row, Text, from_json
+from toolkit.data.rows import Chat, Completion, Pair, Row, Sample, Text, from_json
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import Counted, record
 from toolkit.data.streaming import AUDITED_ROWS, stream
@@ -44,8 +44,7 @@ class Prepared:
         train: Columns input_ids and labels, with packing also seq_lengths (tokens of each row in a sequence).
         eval: Held-out rows, never packed; None if the recipe has none.
         audit: The figures of `toolkit.data.audit`.
-        samples: Rows to generate for, held out ones if there are any: `prompt` to show, `input_text` and `input_ids`
-            to feed, `reference` answer.
+        samples: Rows to generate for, held out ones if there are any.
         fingerprint: Changes whenever any of the above changes.
         path: Folder that holds it all.
         counted: Figures of the above that a plan is made of; None for a stream.
@@ -54,7 +53,7 @@ class Prepared:
     train: Dataset | IterableDataset
     eval: Dataset | None
     audit: auditing.Audit
-    samples: list[dict[str, Any]]
+    samples: list[Sample]
     fingerprint: str
     path: Path
     counted: Counted | None = None
@@ -103,8 +102,8 @@ def prepare(
     return Prepared(
         train=stream(train, recipe, cutter, use) if data.streaming else Dataset.load_from_disk(str(path / "train")),
         eval=Dataset.load_from_disk(str(path / "eval")) if (path / "eval").is_dir() else None,
-        audit=json.loads((path / "audit.json").read_text(encoding="utf-8")),
-        samples=json.loads((path / "samples.json").read_text(encoding="utf-8")),
+        audit=_read_audit(path),
+        samples=[Sample(**sample) for sample in json.loads((path / "samples.json").read_text(encoding="utf-8"))],
         fingerprint=fingerprint,
         path=path,
         counted=figures,
@@ -113,22 +112,21 @@ def prepare(
 
 def _count(path: Path) -> Counted:
     """Figures of a folder of prepared data, from the audit and from Arrow's offsets; no row is decoded."""
-    audit = json.loads((path / "audit.json").read_text(encoding="utf-8"))
+    audit = _read_audit(path)
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
     lengths = pc.list_value_length(table["input_ids"]).to_numpy()
     documents = lengths
     if "seq_lengths" in table.column_names:
         documents = pc.list_flatten(table["seq_lengths"]).to_numpy()
-    held_out = audit["eval"] or {"rows": 0, "tokens": 0}
     return Counted(
         rows=len(lengths),
         tokens=int(lengths.sum()),
-        trained_tokens=audit["train"]["trained_tokens"],
+        trained_tokens=audit.train.trained_tokens,
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
         quantiles=tuple(np.quantile(lengths, np.linspace(0, 1, 1001)).tolist()),
-        eval_rows=held_out["rows"],
-        eval_tokens=held_out["tokens"],
+        eval_rows=audit.eval.rows if audit.eval else 0,
+        eval_tokens=audit.eval.tokens if audit.eval else 0,
     )
 
 
@@ -170,27 +168,26 @@ class _Build:
         sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
         for number, info in enumerate(sources):
-            role = "train" if number < len(train) else "eval"
-            used = tokens.usable(sides[role][source[distinct[sides[role]]] == number])
-            info |= {"role": role, "used_rows": len(used), "repeats": len(used) / max(len(np.unique(used)), 1)}
-        total = sum(info["used_rows"] for info in sources if info["role"] == "train") or 1
+            info.role = "train" if number < len(train) else "eval"
+            used = tokens.usable(sides[info.role][source[distinct[sides[info.role]]] == number])
+            info.used_rows, info.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
+        total = sum(info.used_rows for info in sources if info.role == "train") or 1
         for info in sources:
-            info["share"] = info["used_rows"] / total
+            info.share = info.used_rows / total
         has_eval = data.eval_split is not None or bool(data.eval_sources)
-        audit: auditing.Audit = {
-            "objective": self.recipe.objective,
-            "scope": f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
-            "sources": sources,
-            "train": tokens.measure(sides["train"]),
-            "eval": tokens.measure(sides["eval"]) if has_eval else None,
-            "deduplicate": data.deduplicate,
-            "duplicates": sum(mixture.duplicates),
-            "in_train_and_eval": int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
-            "chat_template": self._chat_template(tokens),
-            "kinds": tokens.kinds,
-            "packing": None,
-        }
-        audit["problems"] = auditing.find_problems(audit)
+        audit = auditing.Audit(
+            objective=self.recipe.objective,
+            scope=f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
+            sources=sources,
+            train=tokens.measure(sides["train"]),
+            eval=tokens.measure(sides["eval"]) if has_eval else None,
+            deduplicate=data.deduplicate,
+            duplicates=sum(mixture.duplicates),
+            in_train_and_eval=int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
+            chat_template=self._chat_template(tokens),
+            kinds=tokens.kinds,
+        )
+        audit.problems = auditing.find_problems(audit)
         auditing.check(audit)
 
         if not data.streaming:
@@ -198,22 +195,21 @@ class _Build:
             if data.packing:
                 sequences = pack(sequences, self.recipe.batch.seq_len)
                 size = len(sequences) * self.recipe.batch.seq_len
-                filled = audit["train"]["tokens"] / size
-                audit["packing"] = {"rows": len(sequences), "efficiency": filled}
+                audit.packing = auditing.Packing(rows=len(sequences), efficiency=audit.train.tokens / size)
             sequences.save_to_disk(str(self.folder / "train"))
         if has_eval:
             tokens.take(sides["eval"]).save_to_disk(str(self.folder / "eval"))
-        _write_json(self.folder / "audit.json", audit)
+        write_json(self.folder / "audit.json", audit.model_dump())
         shown = tokens.usable(sides["eval" if has_eval else "train"])
         samples = _samples(rows.select(distinct[shown]), self.cutter.encoder, _num_samples(self.recipe))
-        _write_json(self.folder / "samples.json", samples)
+        write_json(self.folder / "samples.json", [sample.model_dump() for sample in samples])
         shutil.rmtree(scratch)
 
-    def _chat_template(self, tokens: _Tokens) -> dict[str, Any]:
+    def _chat_template(self, tokens: _Tokens) -> auditing.ChatTemplate:
         template = self.recipe.model.chat_template
         has = self.use.has_chat_template
         source = f"`model.chat_template: {template}`" if template else "the tokenizer's" if has else "none"
-        return {"source": source, "needed": "Chat" in tokens.kinds}
+        return auditing.ChatTemplate(source=source, needed="Chat" in tokens.kinds)
 
 
 class _Tokens:
@@ -252,7 +248,7 @@ class _Tokens:
         """Those of the rows that have a trained token."""
         return numbers[self.figures["trained"][numbers] > 0]
 
-    def measure(self, numbers: Indices) -> auditing.Audit:
+    def measure(self, numbers: Indices) -> auditing.Side:
         figures = {name: values[numbers] for name, values in self.figures.items()}
         longest = self.places[int(numbers[self.length[numbers].argmax()])]["where"] if len(numbers) else ""
         return auditing.measure(figures, self.cutter.seq_len, self.cutter.over_long, longest)
@@ -265,32 +261,27 @@ class _Tokens:
         return self.pieces.select_columns(["input_ids", "labels"]).select(chosen[self.keep[chosen]])
 
 
-def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[dict[str, Any]]:
+def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
-    found: list[dict[str, Any]] = []
+    samples: list[Sample] = []
     for row in rows.select(range(min(len(rows), 10 * count))):
         try:
-            found.append(_sample(from_json(row["row"]), encoder))
+            samples.append(_sample(from_json(row["row"]), encoder))
         except UserError:
             continue
-        if len(found) == count:
+        if len(samples) == count:
             break
-    return found
+    return samples
 
 
-def _sample(row: Row, encoder: Encoder) -> dict[str, Any]:
+def _sample(row: Row, encoder: Encoder) -> Sample:
     input_text, reference = encoder.prompt_text(row)
     match row:
         case Chat(messages):
             prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), input_text)
         case Text() | Completion() | Pair():
             prompt = input_text
-    return {
-        "prompt": prompt,
-        "input_text": input_text,
-        "input_ids": encoder.prompt_ids(row),
-        "reference": reference,
-    }
+    return Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference)
 
 
 def _fingerprint(
@@ -356,5 +347,5 @@ def _check_streaming(recipe: Recipe) -> None:
         )
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+def _read_audit(path: Path) -> auditing.Audit:
+    return auditing.Audit.model_validate_json((path / "audit.json").read_bytes())

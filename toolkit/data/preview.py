@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.audit import Audit, seen_rows, untrained_rows
+from toolkit.data.audit import Audit, Side
 from toolkit.data.encode import IGNORE
 from toolkit.data.prepare import Prepared
 
@@ -33,7 +33,7 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
     blocks = []
     for number, row in enumerate(itertools.islice(iter(prepared.train), n), 1):
         ids, labels = row["input_ids"], row["labels"]
-        if prepared.audit["objective"] == "seq2seq":
+        if prepared.audit.objective == "seq2seq":
             header = f"row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"
             source = _marked(tokenizer, ids, [False] * len(ids), color)
             target = _marked(tokenizer, labels, [True] * len(labels), color)
@@ -82,65 +82,65 @@ def render(audit: Audit, width: int | None = None) -> str:
     width = width or min(100, shutil.get_terminal_size((100, 24)).columns)
     name_width = max(width - 55, 12)
     lines = [f"{'data':<{name_width}} {'format':<17} {'read':>9} {'used':>9} {'repeats':>7} {'share':>8}"]
-    for source in audit["sources"]:
-        name = source["path"] if source["split"] == "train" else f"{source['path']} [{source['split']}]"
+    for source in audit.sources:
+        name = source.path if source.split == "train" else f"{source.path} [{source.split}]"
         name = name if len(name) <= name_width else f"…{name[1 - name_width :]}"
-        share = f"{source['share']:.1%}" if source["role"] == "train" else "held out"
+        share = f"{source.share:.1%}" if source.role == "train" else "held out"
         lines.append(
-            f"{name:<{name_width}} {source['format']:<17} {source['rows']:>9,} {source['used_rows']:>9,} "
-            f"{source['repeats']:>7.2f} {share:>8}"
+            f"{name:<{name_width}} {source.format:<17} {source.rows:>9,} {source.used_rows:>9,} "
+            f"{source.repeats:>7.2f} {share:>8}"
         )
-        if unused := source["unused_columns"]:
+        if unused := source.unused_columns:
             more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
             lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
     lines.append("")
     for role in ("train", "eval"):
-        if (part := audit[role]) is not None:
-            trained_share = part["trained_tokens"] / max(part["tokens"], 1)
+        if (part := getattr(audit, role)) is not None:
+            trained_share = part.trained_tokens / max(part.tokens, 1)
             lines.append(
-                f"{role:<6} {part['rows']:,} rows, {part['tokens']:,} tokens, "
-                f"{part['trained_tokens']:,} trained ({trained_share:.1%})"
+                f"{role:<6} {part.rows:,} rows, {part.tokens:,} tokens, "
+                f"{part.trained_tokens:,} trained ({trained_share:.1%})"
             )
     for detail in _details(audit):
         lines += _wrap(detail, width)
     lines += ["", f"{'tokens per row':<20} {'rows':>9}"]
-    histogram = audit["train"]["lengths"]["histogram"]
-    most = max((bucket["rows"] for bucket in histogram), default=1) or 1
+    histogram = audit.train.lengths.histogram
+    most = max((bucket.rows for bucket in histogram), default=1) or 1
     for bucket in histogram:
-        bar = "█" * round((width - 32) * bucket["rows"] / most) or ("▏" if bucket["rows"] else "")
-        span = f"{bucket['from']:,} to {bucket['to']:,}"
-        lines.append(f"{span:<20} {bucket['rows']:>9,} {bar}".rstrip())
-    percentiles = audit["train"]["lengths"]["percentiles"]
+        bar = "█" * round((width - 32) * bucket.rows / most) or ("▏" if bucket.rows else "")
+        span = f"{bucket.low:,} to {bucket.high:,}"
+        lines.append(f"{span:<20} {bucket.rows:>9,} {bar}".rstrip())
+    percentiles = audit.train.lengths.percentiles
     lines.append("  ".join(f"{name} {value:,}" for name, value in percentiles.items()))
-    for problem in audit["problems"]:
-        lines += _wrap(f"{problem['level']}: {problem['what']}", width)
-        lines += _wrap(f"  → {problem['change']}", width, indent="    ")
+    for problem in audit.problems:
+        lines += _wrap(f"{problem.level}: {problem.what}", width)
+        lines += _wrap(f"  → {problem.change}", width, indent="    ")
     return "\n".join(lines)
 
 
 def _details(audit: Audit) -> list[str]:
-    train = audit["train"]
-    template = audit["chat_template"]
-    needed = "" if template["needed"] else " (not needed for these rows)"
+    train = audit.train
+    template = audit.chat_template
+    needed = "" if template.needed else " (not needed for these rows)"
     lines = [
-        f"chat template: {template['source']}{needed}",
-        f"longer than {train['over_long']['seq_len']:,} tokens: {_over_long_share(train)} of the training rows"
-        + (f", {_over_long_share(audit['eval'])} of the held-out rows" if audit["eval"] else "")
-        + f" (`over_long: {train['over_long']['action']}`)",
-        f"rows without a trained token: {untrained_rows(audit):,}",
-        f"stop token trained in {train['stop_trained_rows'] / max(train['rows'], 1):.1%} of rows",
-        f"duplicate rows: {audit['duplicates']:,}{' (dropped)' if audit['deduplicate'] else ''}"
-        f"; in train and eval: {audit['in_train_and_eval']:,}",
+        f"chat template: {template.source}{needed}",
+        f"longer than {train.over_long.seq_len:,} tokens: {_over_long_share(train)} of the training rows"
+        + (f", {_over_long_share(audit.eval)} of the held-out rows" if audit.eval else "")
+        + f" (`over_long: {train.over_long.action}`)",
+        f"rows without a trained token: {audit.untrained_rows:,}",
+        f"stop token trained in {train.stop_trained_rows / max(train.rows, 1):.1%} of rows",
+        f"duplicate rows: {audit.duplicates:,}{' (dropped)' if audit.deduplicate else ''}"
+        f"; in train and eval: {audit.in_train_and_eval:,}",
     ]
-    if packing := audit["packing"]:
-        lines.append(f"packed into {packing['rows']:,} sequences, {packing['efficiency']:.1%} filled")
-    if audit["scope"]:
-        lines.append(f"figures of {audit['scope']} only: the data is streamed")
+    if packing := audit.packing:
+        lines.append(f"packed into {packing.rows:,} sequences, {packing.efficiency:.1%} filled")
+    if audit.scope:
+        lines.append(f"figures of {audit.scope} only: the data is streamed")
     return lines
 
 
-def _over_long_share(part: Audit) -> str:
-    return f"{part['over_long']['rows']:,} ({part['over_long']['rows'] / max(seen_rows(part), 1):.1%})"
+def _over_long_share(part: Side) -> str:
+    return f"{part.over_long.rows:,} ({part.over_long.rows / max(part.seen_rows, 1):.1%})"
 
 
 def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.common import Partial
+
 
 @dataclass(frozen=True)
 class Text:
@@ -46,6 +48,24 @@ class Pair:
 
 
 Row = Text | Completion | Chat | Pair
+
+
+class Sample(Partial):
+    """A row that the model is asked before and after training; an entry of `samples.json`.
+
+    Attributes:
+        prompt: What is shown.
+        input_ids: What the model reads.
+        reference: The row's own answer, where there is one.
+        before: The model's answer before training.
+        after: The model's answer after training.
+    """
+
+    prompt: str
+    input_ids: list[int]
+    reference: str | None = None
+    before: str | None = None
+    after: str | None = None
 
 
 def to_json(row: Row) -> str:

@@ -23,6 +23,7 @@ from datasets import Dataset, Features, List, Value
 from tqdm import tqdm
 
 from toolkit.common import UserError
+from toolkit.data.audit import SourceFigures
 from toolkit.data.encode import IGNORE, Encoder
 from toolkit.data.formats import Shape, recognise
 from toolkit.data.rows import Completion, Pair, Row, Text, from_json, to_json
@@ -77,7 +78,7 @@ def shaped(reader: Reader, source: Source, use: Use) -> tuple[Shape, Iterator[Ra
     return shape, itertools.chain(head, rows)
 
 
-def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple[Dataset, list[dict[str, Any]]]:
+def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple[Dataset, list[SourceFigures]]:
     """Writes the rows of all sources that have something to train on into one Arrow file.
 
     Returns:
@@ -108,14 +109,14 @@ def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
             unused = [name for name in columns if name not in shape.used_columns()]
             sources.append(
-                {
-                    "path": source.path,
-                    "split": source.split,
-                    "format": shape.format,
-                    "rows": count,
-                    "empty_rows": empty,
-                    "unused_columns": unused,
-                }
+                SourceFigures(
+                    path=source.path,
+                    split=source.split,
+                    format=shape.format,
+                    rows=count,
+                    empty_rows=empty,
+                    unused_columns=unused,
+                )
             )
     return Dataset.from_file(str(path)), sources
 

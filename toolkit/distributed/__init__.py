@@ -5,6 +5,7 @@ Without torch, so that what will run can be shown, checked and planned at once; 
 
 from toolkit.distributed.engines import (
     Dtypes,
+    EngineState,
     deepspeed_config,
     dtypes,
     expected_state,
@@ -20,6 +21,7 @@ from toolkit.distributed.layout import BatchLayout, Length, World, batch_layout,
 __all__ = [
     "BatchLayout",
     "Dtypes",
+    "EngineState",
     "Length",
     "World",
     "batch_layout",

@@ -1,11 +1,15 @@
-"""The dtypes of a run: the same masters on every engine."""
+"""The recipe as the engines are told it, and the state that they must then be in.
+
+Masters, clipping and sums of gradients are the same on every engine, so every value that an engine would choose by
+itself is stated.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from toolkit.common import UserError
+from toolkit.common import Partial, UserError
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import ActivationCheckpointing
@@ -247,21 +251,67 @@ def checkpointing_kwargs(checkpointing: ActivationCheckpointing) -> dict[str, An
 _KEEPS_MASTER_DTYPE = ("adamw", "adamw_torch", "adamw_torch_fused", "lion", "lion_32bit", "sgd", "adagrad")
 
 
-def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attention: str) -> dict[str, Any]:
+Spread = Literal["whole", "sharded"]
+
+
+class EngineState(Partial):
+    """How an engine holds a model and what it does to it: as the recipe asks for it, or as it really is.
+
+    What does not apply, or cannot be read yet, is not set.
+    """
+
+    engine: str | None = None
+    device: str | None = None
+    world_size: int | None = None
+    optimizer: str | None = None
+    """Name of its class."""
+    attention: str | None = None
+    """Transformers' name of the implementation."""
+    activation_checkpointing: str | None = None
+    """Who recomputes: the `model`, the `engine`, `engine+model` or `none`."""
+    parameters: Spread | None = None
+    trained_parameters: int | None = None
+    frozen_parameters: int | None = None
+    trained_dtype: str | None = None
+    micro_batch_size: int | str | None = None
+    """A text where engine and trainer disagree."""
+    gradient_accumulation_steps: int | str | None = None
+    """A text where engine and trainer disagree."""
+    frozen_dtype: str | None = None
+    moments_dtype: str | None = None
+    not_updated: int | None = None
+    """Trained parameters that the optimizer does not have."""
+    zero_stage: int | None = None
+    max_grad_norm: float | None = None
+    gradients: Spread | None = None
+    optimizer_state: Spread | None = None
+    master_dtype: str | None = None
+    reduce_dtype: str | None = None
+    compute_dtype: str | None = None
+    autocast: str | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    sharded_over: int | None = None
+    """Processes over which FSDP shards."""
+    reshard_after_forward: bool | None = None
+    fsdp_units: int | None = None
+
+
+def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attention: str) -> EngineState:
     """The state that the recipe asks for.
 
     Args:
-        optimizer: Name of the optimizer's class, see `optimization.optimizer_class`.
+        optimizer: Name of the optimizer's class, see `optimizer.optimizer_class`.
         attention: Transformers' name of the attention implementation.
 
     Returns:
-        The settings that must hold. Keys that `effective.read` reports beyond these are for the record only.
+        What must hold. What `verify.read` reports beyond it is for the record only.
     """
     strategy, types = recipe.strategy, dtypes(recipe)
     several = layout.world_size > 1
     stage = strategy.zero_stage or (3 if strategy.name == "fsdp" else 0)
 
-    def spread(from_stage: int) -> str:
+    def spread(from_stage: int) -> Spread:
         return "sharded" if several and stage >= from_stage else "whole"
 
     state: dict[str, Any] = {
@@ -293,7 +343,10 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         state["offload_param"] = strategy.offload_param
     if recipe.optimizer.name in _KEEPS_MASTER_DTYPE:
         state["moments_dtype"] = types.master
-    return state
+    if recipe.optimizer.name.endswith("layerwise"):
+        # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
+        del state["optimizer"], state["not_updated"], state["master_dtype"]
+    return EngineState(**state)
 
 
 def _engine(recipe: Recipe, several: bool) -> str:

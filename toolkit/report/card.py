@@ -40,10 +40,9 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         Path of the card.
     """
     record = read_run(run)
-    name = str(record.manifest.get("name") or run.resolve().name)
     parts = [
         f"---\n{yaml.safe_dump(_metadata(recipe, base_model), sort_keys=False, allow_unicode=True)}---",
-        f"# {name}",
+        f"# {record.name}",
         _description(recipe, base_model),
         _results(record),
         "## Use\n\n" + _usage(folder, record, recipe, base_model),
@@ -100,9 +99,8 @@ def _results(record: Record) -> str:
         if after is not None:
             start = "" if before is None else f"{before:.4g}"
             rows.append((title, start, f"{after:.4g}", "") if several else (title, f"{after:.4g}"))
-    held_out = record.audit.get("eval")
-    count = number(held_out.get("rows")) if isinstance(held_out, dict) else None
-    on = f"On {count:,.0f} held-out rows:" if count else "On held-out rows:"
+    held_out = record.audit.eval if record.audit else None
+    on = f"On {held_out.rows:,} held-out rows:" if held_out and held_out.rows else "On held-out rows:"
     return f"## Results\n\n{on}\n\n{_table(rows)}"
 
 
@@ -141,9 +139,8 @@ def _usage(folder: Path, record: Record, recipe: Recipe, base_model: str) -> str
 
 def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
     """Whether rows were rendered with the chat template: by the audit, else by whether there is one."""
-    template = record.audit.get("chat_template")
-    if isinstance(template, dict) and "needed" in template:
-        return bool(template["needed"])
+    if record.audit:
+        return record.audit.chat_template.needed
     return recipe.objective == "sft" and (folder / "chat_template.jinja").is_file()
 
 
@@ -154,19 +151,16 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         modules = method.target_modules if isinstance(method.target_modules, str) else ", ".join(method.target_modules)
         rows += [("rank, alpha, dropout", f"{method.r}, {method.lora_alpha:g}, {method.lora_dropout:g}")]
         rows += [("target modules", modules)]
-    parameters = record.section("parameters")
-    trainable, total = number(parameters.get("trainable")), number(parameters.get("total"))
-    if trainable is not None and total:
-        rows.append(("trained parameters", f"{compact(trainable)} of {compact(total)}"))
+    if counts := record.manifest.parameters:
+        rows.append(("trained parameters", f"{compact(counts.trainable)} of {compact(counts.total)}"))
     rows += [
         ("precision", recipe.precision),
         ("optimizer", f"{optimizer.name}, weight decay {optimizer.weight_decay:g}"),
         ("learning rate", f"{optimizer.learning_rate:g}, {recipe.schedule.name} schedule"),
         ("longest sequence", f"{recipe.batch.seq_len:,} tokens{', packed' if recipe.data.packing else ''}"),
     ]
-    global_batch_size = number(record.section("batch").get("global_batch_size"))
-    if global_batch_size:
-        rows.append(("global batch size", f"{global_batch_size:,.0f} sequences"))
+    if batch := record.manifest.batch:
+        rows.append(("global batch size", f"{batch.global_batch_size:,} sequences"))
     if record.training:
         last = record.training[-1]
         epoch, tokens = number(last.get("epoch")), number(last.get("tokens"))
@@ -179,7 +173,7 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _versions(record: Record) -> str:
-    versions = record.section("versions")
+    versions = record.manifest.versions
     if not versions:
         return ""
     return "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions.items())

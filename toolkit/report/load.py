@@ -1,4 +1,8 @@
-"""Reads what a run left in its folder, as far as it goes if the run was killed, goes on or is damaged."""
+"""Reads what a run left in its folder, as far as it goes if the run was killed, goes on or is damaged.
+
+Every file is checked against a typed model. What does not fit, because a disk was full or another version wrote it, is
+left out and named in `Record.problems`: a person who looks for what went wrong must get a page, not a second error.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,105 @@ import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from toolkit.common import Partial
+from toolkit.data.audit import Audit
+from toolkit.data.rows import Sample
+from toolkit.distributed import EngineState
+from toolkit.planner.plan import Plan
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+class Gpu(BaseModel):
+    """One GPU of the machine."""
+
+    name: str
+    memory_bytes: int
+
+
+class Machine(BaseModel):
+    """What the first process ran on."""
+
+    device: str
+    cpu: str
+    cpu_cores: int | None
+    ram_bytes: int
+    gpus: list[Gpu]
+
+
+class Git(BaseModel):
+    """The commit of the working folder, and whether it had been changed since."""
+
+    commit: str
+    dirty: bool
+
+
+class Batch(BaseModel):
+    """How an optimizer step was put together: sizes in sequences, `seq_len` in tokens."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    seq_len: int
+    tokens_per_step: int
+
+
+class Parameters(BaseModel):
+    """Numbers of parameters; `tied` ones are stored once and have two names."""
+
+    total: int
+    trainable: int
+    tied: int = 0
+
+
+class Measured(Partial):
+    """What really came, in the units of the plan: bytes and seconds."""
+
+    step_seconds: float | None = None
+    total_seconds: float | None = None
+    tokens: float | None = None
+    host: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+
+
+class Manifest(Partial):
+    """`manifest.json`: how a run was started, what it ran on, how far it came."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str | None = None
+    command: str | None = None
+    started: str | None = None
+    continued: str | None = None
+    finished: str | None = None
+    status: str | None = None
+    """running, interrupted, failed or finished."""
+    error: str | None = None
+    """What ended the run."""
+    versions: dict[str, str] = {}
+    git: Git | None = None
+    hardware: Machine | None = None
+    saved_by: dict[str, Any] = {}
+    """See `checkpoint.writer`."""
+    chosen: dict[str, str] = {}
+    """What `auto` came to, and why."""
+    hashes: dict[str, str] = {}
+    """Of recipe, data and model."""
+    batch: Batch | None = None
+    parameters: Parameters | None = None
+    total_steps: int | None = None
+    resumed_from: str | None = None
+    plan: Plan | None = None
+    effective: EngineState | None = None
+    train_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    measured: Measured | None = None
 
 
 @dataclass
@@ -15,15 +117,20 @@ class Record:
     """The readable contents of a run folder; what is missing or unreadable is empty and named in `problems`."""
 
     folder: Path
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(default_factory=Manifest)
     training: list[dict[str, Any]] = field(default_factory=list)
     """Metrics of training steps, by rising step."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Metrics of evaluations, by rising step."""
-    audit: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    audit: Audit | None = None
+    samples: list[Sample] = field(default_factory=list)
     recipe: str = ""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.manifest.name or self.folder.resolve().name
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:
@@ -43,31 +150,45 @@ class Record:
     @property
     def train_seconds(self) -> float | None:
         """Duration from the manifest, or the time of the last metrics line."""
-        seconds = number(self.manifest.get("train_seconds"))
+        seconds = self.manifest.train_seconds
         if seconds is None or not math.isfinite(seconds):
             seconds = max(finite(self.training + self.evaluations, "seconds"), default=None)
         return seconds
 
-    def section(self, key: str) -> dict[str, Any]:
-        """A mapping of the manifest, empty if it is missing or something else."""
-        value = self.manifest.get(key)
-        return value if isinstance(value, dict) else {}
-
 
 def read_run(folder: Path) -> Record:
     """Reads a run folder; never raises for what is in it."""
-    record = Record(folder)
-    manifest = _read_json(record, "manifest.json", {})
-    audit = _read_json(record, "audit.json", {})
-    samples = _read_json(record, "samples.json", [])
-    record.manifest = manifest if isinstance(manifest, dict) else {}
-    record.audit = audit if isinstance(audit, dict) else {}
-    record.samples = [row for row in samples if isinstance(row, dict)] if isinstance(samples, list) else []
+    manifest, problems = read_manifest(folder)
+    record = Record(folder, manifest, problems=problems)
+    record.training, record.evaluations = read_metrics(folder / "metrics.jsonl")
+    record.audit = _checked(Audit, _read_json(folder / "audit.json", problems), "audit.json", problems)
+    rows = _read_json(folder / "samples.json", problems)
+    samples = [_checked(Sample, row, "samples.json", problems) for row in (rows if isinstance(rows, list) else [rows])]
+    record.samples = [sample for sample in samples if sample]
     recipe = folder / "recipe.yaml"
     if recipe.is_file():
         record.recipe = recipe.read_text(encoding="utf-8", errors="replace")
-    record.training, record.evaluations = read_metrics(folder / "metrics.jsonl")
     return record
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:
+    """Reads a run folder's manifest; a key that cannot be read is as if it were missing.
+
+    Returns:
+        The manifest, empty if there is none, and what is wrong with it.
+    """
+    problems: list[str] = []
+    content = _read_json(folder / "manifest.json", problems)
+    if not isinstance(content, dict):
+        return _checked(Manifest, content, "manifest.json", problems) or Manifest(), problems
+    try:
+        return Manifest.model_validate(content), problems
+    except ValidationError as error:
+        unreadable = {each["loc"][0] for each in error.errors()}
+    problems.append(
+        f"manifest.json holds what this version cannot read, and it is left out: {', '.join(map(str, unreadable))}"
+    )
+    return Manifest.model_validate({key: content[key] for key in content.keys() - unreadable}), problems
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -120,12 +241,24 @@ def _parse(line: str) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def _read_json(record: Record, name: str, missing: Any) -> Any:
-    path = record.folder / name
+def _read_json(file: Path, problems: list[str]) -> Any:
+    """Content of a JSON file; None where there is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        return json.loads(file.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
-        return missing
+        return None
     except (OSError, ValueError, RecursionError) as error:
-        record.problems.append(f"{name} cannot be read: {error}")
-        return missing
+        problems.append(f"{file.name} cannot be read: {error}")
+        return None
+
+
+def _checked(kind: type[Read], content: Any, name: str, problems: list[str]) -> Read | None:
+    if content is None:
+        return None
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        problems.append(f"{name} cannot be read: {f'{place}: ' if place else ''}{first['msg']}")
+        return None

@@ -11,10 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from toolkit.common import UserError, byte_unit, bytes_text, compact, duration, perplexity_of, perplexity_text
-from toolkit.planner.plan import Plan, Range
+from toolkit.planner.plan import Range
 from toolkit.report import page, plan_page, plan_view
 from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.load import Record, finite, number, read_run
@@ -41,7 +39,7 @@ def write_report(run: Path) -> Path:
     parts = [_header(record), _charts(record), _planned(record), _samples(record), _audit(record), _recipe(record)]
     parts.append(_environment(record))
     body = "\n".join(part for part in parts if part)
-    html = page.document(f"{_name(record)} · training report", body, plan_page.STYLE)
+    html = page.document(f"{record.name} · training report", body, plan_page.STYLE)
     path = run / "report.html"
     partial = run / f".report.{os.getpid()}.html"
     partial.write_text(html, encoding="utf-8")
@@ -58,42 +56,38 @@ def percent_change(before: float, after: float) -> str:
     return f"{sign}{abs(change):.1f}%"
 
 
-def _name(record: Record) -> str:
-    return str(record.manifest.get("name") or record.folder.resolve().name)
-
-
 def _header(record: Record) -> str:
-    status = str(record.manifest.get("status") or "unknown")
+    manifest = record.manifest
+    status = manifest.status or "unknown"
     css = status if status in STATUSES else "unknown"
     lead = []
     steps = record.training[-1]["step"] if record.training else 0
-    total = number(record.manifest.get("total_steps"))
-    lead.append(f"{steps:,} of {total:,.0f} steps" if total else f"{steps:,} steps")
+    lead.append(f"{steps:,} of {manifest.total_steps:,} steps" if manifest.total_steps else f"{steps:,} steps")
     tokens = finite(record.training, "tokens")
     if tokens:
         lead.append(f"{compact(tokens[-1])} tokens")
-    if record.manifest.get("started"):
-        lead.append(f"started {_when(record.manifest['started'])}")
-    if record.manifest.get("finished"):
-        lead.append(f"ended {_when(record.manifest['finished'])}")
+    if manifest.started:
+        lead.append(f"started {_when(manifest.started)}")
+    if manifest.finished:
+        lead.append(f"ended {_when(manifest.finished)}")
     return (
-        f'<header><div class="head"><h1>{escape(_name(record))}</h1>'
+        f'<header><div class="head"><h1>{escape(record.name)}</h1>'
         f'<span class="status {css}">{escape(status)}</span></div>'
         f'<p class="lead">{escape(" · ".join(lead))}</p>{_notices(record)}</header>'
         f'<dl class="tiles">{"".join(_tiles(record))}</dl>'
     )
 
 
-def _when(value: Any) -> str:
+def _when(time: str) -> str:
     try:
-        return datetime.fromisoformat(str(value)).strftime("%Y-%m-%d %H:%M %Z").strip()
+        return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:
-        return str(value)
+        return time
 
 
 def _notices(record: Record) -> str:
     notices = list(record.problems)
-    if not record.manifest:
+    if not record.manifest.model_fields_set:
         notices.append("This folder has no readable manifest.json: what ran here is not known.")
     for key, what in (("loss", "training loss"), ("grad_norm", "gradient norm")):
         values = [(row["step"], number(row.get(key))) for row in record.training]
@@ -128,11 +122,10 @@ def _tiles(record: Record) -> list[str]:
         tiles.append(_tile("Peak memory", bytes_text(value), device))
     if record.train_seconds is not None:
         tiles.append(_tile("Duration", duration(record.train_seconds), "training"))
-    parameters = record.section("parameters")
-    total, trainable = number(parameters.get("total")), number(parameters.get("trainable"))
-    if total and trainable is not None:
-        note = f"{compact(trainable)} of {compact(total)} parameters"
-        tiles.append(_tile("Trained", f"{trainable / total * 100:.3g}%", note))
+    counts = record.manifest.parameters
+    if counts and counts.total:
+        note = f"{compact(counts.trainable)} of {compact(counts.total)} parameters"
+        tiles.append(_tile("Trained", f"{counts.trainable / counts.total * 100:.3g}%", note))
     return tiles
 
 
@@ -198,15 +191,9 @@ def _rate_text(value: float) -> str:
 
 def _planned(record: Record) -> str:
     """What the plan said before training against what was measured."""
-    measured = record.section("measured")
-    if not record.section("plan") or not measured:
+    plan, measured = record.manifest.plan, record.manifest.measured
+    if not plan or not measured:
         return ""
-    try:
-        plan = Plan.model_validate(record.section("plan"))
-    except ValidationError:
-        return page.notice(
-            ["The plan in manifest.json is of another version: it cannot be set against this run."], True
-        )
     memory, work, whole = plan.memory[0], plan.work, plan.work.total_seconds
     # On a CPU the host's memory is that of the process, whose range is known.
     host = memory.total if "tensors" in plan.host.parts else None
@@ -220,13 +207,13 @@ def _planned(record: Record) -> str:
     )
     lines = []
     for name, planned, expected, key, form in rows:
-        found = number(measured.get(key))
-        if planned is None or found is None or not math.isfinite(found):
+        value = getattr(measured, key)
+        if planned is None or value is None or not math.isfinite(value):
             continue
         between = f" ({form(expected.low)} to {form(expected.high)})" if expected else ""
         lines.append(
-            f"<tr><th>{name}</th><td>{form(planned)}{between}</td><td>{form(found)}</td>"
-            f"<td>{percent_change(found, planned) or '?'}</td></tr>"
+            f"<tr><th>{name}</th><td>{form(planned)}{between}</td><td>{form(value)}</td>"
+            f"<td>{percent_change(value, planned) or '?'}</td></tr>"
         )
     bars = plan_page.stacks([(f"planned, at its peak in {memory.peak_phase}", plan)], amounts=True)
     heads = ("planned", "measured", "plan is off by")
@@ -238,39 +225,32 @@ def _samples(record: Record) -> str:
     for sample in record.samples:
         answers = ""
         for key, title in (("before", "Before training"), ("after", "After training"), ("reference", "Reference")):
-            if sample.get(key) is not None:
-                answers += f'<div class="{key}"><h3>{title}</h3>{_text(sample[key])}</div>'
-        prompt = f"<h3>Prompt</h3>{_text(sample.get('prompt', ''))}"
+            if (text := getattr(sample, key)) is not None:
+                answers += f'<div class="{key}"><h3>{title}</h3>{_text(text)}</div>'
+        prompt = f"<h3>Prompt</h3>{_text(sample.prompt)}"
         blocks.append(f'<article class="card sample">{prompt}<div class="answers">{answers}</div></article>')
     return f"<section><h2>Samples</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
-def _text(value: Any) -> str:
-    text = str(value).strip()
+def _text(text: str) -> str:
+    text = text.strip()
     return f'<p class="text">{escape(text)}</p>' if text else '<p class="text"><em>(empty)</em></p>'
 
 
 def _audit(record: Record) -> str:
     if not record.audit:
         return ""
-    audit = dict(record.audit)
-    found = audit.pop("problems", None) or []
-    problems = found if isinstance(found, list) else [found]
-    fatal = [problem for problem in problems if _level(problem) != "warning"]
-    warnings = [problem for problem in problems if _level(problem) == "warning"]
-    notice = page.notice(fatal) + page.notice(warnings, mild=True)
+    audit = record.audit.model_dump(mode="json")
+    problems = audit.pop("problems")
+    levels = {level: [problem for problem in problems if problem["level"] == level] for level in ("fatal", "warning")}
+    notice = page.notice(levels["fatal"]) + page.notice(levels["warning"], mild=True)
     return f'<section><h2>Data audit</h2>{notice}<div class="columns">{page.cards(audit)}</div></section>'
-
-
-def _level(problem: Any) -> str:
-    return str(problem.get("level", "")) if isinstance(problem, dict) else ""
 
 
 def _recipe(record: Record) -> str:
     parts = []
-    command = record.manifest.get("command")
-    if command:
-        parts.append(f'<h2>Run it again</h2><pre class="wrap">{escape(str(command))}</pre>')
+    if command := record.manifest.command:
+        parts.append(f'<h2>Run it again</h2><pre class="wrap">{escape(command)}</pre>')
     if record.recipe:
         keyed = re.sub(r"(?m)^(\s*(?:- )*)([\w.-]+)(?=:(?:\s|$))", r"\1<b>\2</b>", escape(record.recipe))
         parts.append(f"<h2>Recipe</h2><details><summary>recipe.yaml</summary><pre>{keyed}</pre></details>")
@@ -279,10 +259,10 @@ def _recipe(record: Record) -> str:
 
 def _environment(record: Record) -> str:
     keys = ("hardware", "versions", "batch", "effective", "hashes")
-    values: dict[str, Any] = {key: section for key in keys if (section := record.section(key))}
-    git = record.section("git")
-    if git.get("commit"):
-        values["code"] = {"git_commit": git["commit"], "changed_since": bool(git.get("dirty"))}
+    manifest = record.manifest.model_dump(mode="json")
+    values: dict[str, Any] = {key: section for key in keys if (section := manifest.get(key))}
+    if git := record.manifest.git:
+        values["code"] = {"git_commit": git.commit, "changed_since": git.dirty}
     if not values:
         return ""
     cards = "".join(page.cards(section, page.title(key)) for key, section in values.items())

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from toolkit.common import compact, duration, perplexity_of, perplexity_text
+from toolkit.data.rows import Sample
 
 PLAIN_LINE_SECONDS = 10.0
 PLAIN_LINE_SHARE = 0.05
@@ -193,16 +194,16 @@ def summary(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name}{' ' * (width - cell_len(name))}  {value}" for name, value in rows)
 
 
-def prompts_before_after(samples: Sequence[dict[str, Any]], width: int | None = None) -> str:
-    """Samples (`prompt`, `reference`, `before`, `after`) as text, wrapped to the terminal, at most 100 columns."""
+def prompts_before_after(samples: Sequence[Sample], width: int | None = None) -> str:
+    """Samples with their answers as text, wrapped to the terminal, at most 100 columns."""
     width = min(width or shutil.get_terminal_size().columns, WIDEST_TEXT)
     blocks = []
     for number, sample in enumerate(samples, start=1):
         lines = [f"Sample {number} of {len(samples)}"]
         for key in ("prompt", "before", "after", "reference"):
-            if sample.get(key) is not None:
+            if (value := getattr(sample, key)) is not None:
                 indent = " " * 13
-                wrapped = _wrap(str(sample[key]), max(width - len(indent), 10))
+                wrapped = _wrap(value, max(width - len(indent), 10))
                 lines.append(f"  {key:<9}  {wrapped[0]}".rstrip())
                 lines += [f"{indent}{line}".rstrip() for line in wrapped[1:]]
         blocks.append("\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import torch
 from accelerate.utils import gather_object
 
+from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
@@ -81,16 +82,16 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def as_prompt(tokenizer: Any, text: str, audit: Mapping[str, Any], stop_token_ids: frozenset[int]) -> list[int]:
+def as_prompt(tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset[int]) -> list[int]:
     """Token ids of a user's words, rendered the way the training rows were.
 
     Args:
         audit: The run's audit, which says whether the rows were conversations.
     """
     row: Row
-    if audit["objective"] == "seq2seq":
+    if audit.objective == "seq2seq":
         row = Pair(text, "")
-    elif audit["chat_template"]["needed"]:
+    elif audit.chat_template.needed:
         row = Chat([{"role": "user", "content": text}])
     else:
         row = Completion(text, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.common import UserError, build_once, write_json
+from toolkit.data.audit import Audit
 from toolkit.data.prepare import prepare
 from toolkit.distributed import dtypes
 from toolkit.models import attention
@@ -64,7 +64,7 @@ def chat(
     if torch.cuda.is_available() and recipe.method.quantization == "none":
         model = model.cuda()
     stops = stop_tokens(recipe, tokenizer)
-    audit = json.loads((run / "audit.json").read_text(encoding="utf-8"))
+    audit = Audit.model_validate_json((run / "audit.json").read_bytes())
     torch.manual_seed(seed)
 
     def say(prompt: str) -> None:

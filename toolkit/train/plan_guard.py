@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from rich.text import Text
@@ -21,6 +20,7 @@ from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.types import Setting, Trace
 from toolkit.recipe import Loaded, model_configs
+from toolkit.report.load import Measured
 from toolkit.report.plan_text import brief_text
 from toolkit.report.plan_view import change_text, fit_text, parts_at_peak
 from toolkit.train.process import peak_host_bytes
@@ -98,14 +98,15 @@ def forecast(loaded: Loaded, world: World, rows: Counted | None) -> Forecast:
     return Forecast(loaded, hardware, _plan(loaded, hardware, rows, advice=False), rows)
 
 
-def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> dict[str, Any]:
-    """What really came, for the run's manifest, in the words of the plan: bytes and seconds."""
-    figures: dict[str, Any] = {"step_seconds": step_seconds, "total_seconds": total_seconds, "tokens": tokens}
+def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> Measured:
+    """What really came, for the run's manifest, in the units of the plan: bytes and seconds."""
+    figures = Measured(step_seconds=step_seconds, total_seconds=total_seconds, tokens=tokens)
     if plan and plan.devices == 1:
         # The plan's figure is that of a whole node.
-        figures["host"] = peak_host_bytes()
+        figures.host = peak_host_bytes()
     if torch.cuda.is_available():
-        figures |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        figures.allocated = torch.cuda.max_memory_allocated()
+        figures.reserved = torch.cuda.max_memory_reserved()
     return figures
 
 

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from toolkit.common import UserError, write_json
 from toolkit.distributed import BatchLayout
 from toolkit.recipe import Loaded, Recipe
+from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
 
 _PACKAGES = [
@@ -112,7 +113,7 @@ class RunFolder:
         Raises:
             UserError: Naming what has changed.
         """
-        before = self.manifest().get("hashes", {})
+        before = self.manifest().hashes
         for kind in ("data", "model"):
             if before.get(kind) and before[kind] != hashes[kind]:
                 raise UserError(
@@ -121,16 +122,13 @@ class RunFolder:
                 )
 
     def update_manifest(self, **values: Any) -> None:
-        """Merges values into `manifest.json`."""
-        write_json(self.path / "manifest.json", {**self.manifest(), **values})
+        """Merges values, see `Manifest`, into `manifest.json`."""
+        manifest = Manifest.model_validate(self.manifest().model_dump() | values)
+        write_json(self.path / "manifest.json", manifest.model_dump(mode="json"))
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """Content of `manifest.json`; empty if there is none."""
-        file = self.path / "manifest.json"
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
+        return read_manifest(self.path)[0]
 
 
 def _has_effect(path: str) -> bool:
@@ -162,14 +160,14 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
     folder = RunFolder(path)
     manifest = folder.manifest()
     if _used(path):
-        if not manifest:
+        if not manifest.model_fields_set:
             raise UserError(f"{path} holds files that are no run", "set output.name to a new name")
-        if manifest.get("hashes", {}).get("recipe") != recipe_hash(loaded.recipe):
+        if manifest.hashes.get("recipe") != recipe_hash(loaded.recipe):
             raise UserError(
                 f"{path} holds another run; this recipe differs in {_differences(path, loaded)}",
                 "set output.name to a new name, or checkpoint.resume=never for a numbered folder beside it",
             )
-        if manifest.get("status") == "finished":
+        if manifest.status == "finished":
             return RunFolder(path, finished=True)
     found, cut_off = checkpoint.newest(folder.checkpoints)
     if start := named or found:
@@ -206,7 +204,7 @@ def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int]) -> 
 
 
 def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """The manifest's facts about how a run was started: command, versions, git commit, hashes, hardware."""
+    """What the manifest says of how a run was started: command, versions, git commit, hashes, hardware."""
     return {
         "name": loaded.name,
         "command": " ".join(["python", shlex.join(sys.argv)]),

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit.common import write_json
 from toolkit.data.prepare import Prepared
+from toolkit.data.rows import Sample
 from toolkit.distributed import (
     BatchLayout,
     Dtypes,
@@ -41,7 +42,7 @@ class Training:
     progress: Progress
     outlook: Forecast | None
     resume_from: Path | None = None
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     meter: Meter | None = None
     evaluator: Evaluator | None = None
     stop: CleanStop | None = None
@@ -72,27 +73,27 @@ def answer_before(training: Training) -> None:
     if training.leads:
         file = training.folder.path / "samples.json"
         if training.resume_from and file.is_file():
-            training.samples = json.loads(file.read_text(encoding="utf-8"))
+            training.samples = [Sample(**sample) for sample in json.loads(file.read_text(encoding="utf-8"))]
         else:
-            training.samples = [dict(sample) for sample in _prompts(training)][: training.recipe.evaluation.num_prompts]
+            training.samples = _prompts(training)[: training.recipe.evaluation.num_prompts]
     if training.all_compute:
         box = [training.samples]
         broadcast_object_list(box)
         training.samples = box[0]
-    if all("before" in sample for sample in training.samples):
+    if all(sample.before is not None for sample in training.samples):
         return
     if training.leads:
         training.progress.message(f"Answering {len(training.samples)} prompts before training")
     answer_samples(training, "before")
 
 
-def _prompts(training: Training) -> list[dict[str, Any]]:
+def _prompts(training: Training) -> list[Sample]:
     given = training.recipe.evaluation.prompts
     if not given:
-        return list(training.prepared.samples)
+        return training.prepared.samples
     audit, stops = training.prepared.audit, training.stop_token_ids
     return [
-        {"prompt": text, "input_ids": as_prompt(training.tokenizer, text, audit, stops), "reference": None}
+        Sample(prompt=text, input_ids=as_prompt(training.tokenizer, text, audit, stops), reference=None)
         for text in given
     ]
 
@@ -104,14 +105,13 @@ def answer_samples(training: Training, when: str) -> None:
     answers = answer(
         training.module,
         training.tokenizer,
-        [sample["input_ids"] for sample in training.samples],
+        [sample.input_ids for sample in training.samples],
         training.recipe.evaluation.max_new_tokens,
         training.stop_token_ids,
         training.dtypes.autocast,
         device=training.trainer.args.device,
     )
     for sample, text in zip(training.samples, answers, strict=True):
-        sample[when] = text
+        setattr(sample, when, text)
     if training.leads:
-        shown = [{key: value for key, value in sample.items() if key != "input_text"} for sample in training.samples]
-        write_json(training.folder.path / "samples.json", shown)
+        write_json(training.folder.path / "samples.json", [sample.model_dump() for sample in training.samples])

@@ -20,6 +20,7 @@ from toolkit.data.preview import render
 from toolkit.distributed import (
     BatchLayout,
     Dtypes,
+    EngineState,
     Length,
     World,
     batch_layout,
@@ -122,7 +123,7 @@ def _outlook(
         return None
     # A finished run keeps the plan beside its measured figures, wherever it is asked for again.
     if folder and not folder.finished:
-        folder.update_manifest(plan=outlook.plan.model_dump(mode="json"))
+        folder.update_manifest(plan=outlook.plan)
     progress.message(outlook.text.plain)
     if not force:
         outlook.check()
@@ -144,7 +145,7 @@ def _prepare_data(
 
     def show(audit: Audit) -> None:
         if folder:
-            write_json(folder.path / "audit.json", audit)
+            write_json(folder.path / "audit.json", audit.model_dump())
             progress.message(render(audit))
 
     try:
@@ -194,9 +195,9 @@ def _trainer(
 def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) -> None:
     trainer, progress = training.trainer, training.progress
 
-    def record(found: dict[str, Any]) -> None:
+    def record(state: EngineState) -> None:
         if training.leads:
-            training.folder.update_manifest(effective=found)
+            training.folder.update_manifest(effective=state)
 
     def start() -> None:
         if training.recipe.data.packing or training.attention in attention.VARLEN:
@@ -227,17 +228,14 @@ def _attach_callbacks(training: Training, at_start: Callable[[Training], None]) 
             trainer.add_callback(callback)
 
 
-def _wanted_state(training: Training) -> dict[str, Any]:
+def _wanted_state(training: Training) -> EngineState:
     kind, _ = training.trainer.optimizer_cls_and_kwargs
     wanted = expected_state(
         training.recipe, training.layout, kind.__name__, attention.IMPLEMENTATIONS[training.attention]
     )
-    if training.recipe.optimizer.name.endswith("layerwise"):
-        # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
-        del wanted["optimizer"], wanted["not_updated"], wanted["master_dtype"]
     if training.recipe.strategy.name == "fsdp":
         mesh = fsdp_mesh(training.recipe, World.from_environment())
-        wanted["sharded_over"] = mesh["dp_shard_size"] if mesh else training.layout.world_size
+        wanted.sharded_over = mesh["dp_shard_size"] if mesh else training.layout.world_size
     return wanted
 
 
@@ -305,12 +303,12 @@ def _step_tokens(training: Training) -> Callable[[int, int], int]:
 
 
 def _write_manifest(training: Training, counts: dict[str, int], hashes: dict[str, str]) -> None:
-    started = training.folder.manifest().get("started") if training.resume_from else None
-    facts = describe(training.loaded, training.layout, hashes)
+    started = training.folder.manifest().started if training.resume_from else None
+    description = describe(training.loaded, training.layout, hashes)
     if started:
-        facts |= {"started": started, "continued": now()}
+        description |= {"started": started, "continued": now()}
     training.folder.update_manifest(
-        **facts,
+        **description,
         parameters=counts,
         total_steps=training.length.total_steps,
         resumed_from=str(training.resume_from) if training.resume_from else None,

@@ -74,7 +74,7 @@ def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress:
 
 def _failed(folder: RunFolder, error: BaseException) -> None:
     """Notes what ended the run. The disk may be full, and the first error must not be hidden by a second one."""
-    if folder.manifest().get("status") == "finished":
+    if folder.manifest().status == "finished":
         return  # The model is saved; only what comes after it was cut short.
     with contextlib.suppress(OSError):
         folder.update_manifest(status="failed", finished=now(), error=f"{type(error).__name__}: {error}")

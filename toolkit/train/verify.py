@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from toolkit.common import UserError
+from toolkit.distributed import EngineState
 
 
 class EffectiveCheck(TrainerCallback):
@@ -20,11 +21,11 @@ class EffectiveCheck(TrainerCallback):
 
     Args:
         trainer: Its engine is built when training begins.
-        wanted: See `policy.expected_state`.
-        record: Receives what was found.
+        wanted: See `distributed.expected_state`.
+        record: Receives what runs.
     """
 
-    def __init__(self, trainer: Any, wanted: Mapping[str, Any], record: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, trainer: Any, wanted: EngineState, record: Callable[[EngineState], None]) -> None:
         self._trainer, self._wanted, self._record = trainer, wanted, record
         self._has_stepped = False
 
@@ -37,25 +38,27 @@ class EffectiveCheck(TrainerCallback):
             self._check()
 
     def _check(self) -> None:
-        found = read(self._trainer)
-        check_effective(self._wanted, found)
-        self._record(found)
+        state = read(self._trainer)
+        check_effective(self._wanted, state)
+        self._record(state)
 
 
-def check_effective(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def check_effective(wanted: EngineState, state: EngineState) -> None:
     """Stops a run that is not what was asked for.
 
     Args:
-        wanted: See `policy.expected_state`. What cannot be read yet (moments, before the first step) is not compared.
-        found: See `read`.
+        wanted: See `distributed.expected_state`. What cannot be read yet (moments, before the first step) is not
+            compared.
+        state: See `read`.
 
     Raises:
         UserError: With every difference.
     """
+    runs = state.model_dump()
     different = [
-        f"{key}: the recipe asks for {value}, {found[key]} runs"
-        for key, value in wanted.items()
-        if key in found and found[key] != value
+        f"{key}: the recipe asks for {value}, {runs[key]} runs"
+        for key, value in wanted.model_dump().items()
+        if key in runs and runs[key] != value
     ]
     if different:
         raise UserError(
@@ -64,7 +67,7 @@ def check_effective(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None
         )
 
 
-def read(trainer: Any) -> dict[str, Any]:
+def read(trainer: Any) -> EngineState:
     """The effective state of a trainer whose engine is built. Reads attributes only; nothing is communicated."""
     engine = trainer.model_wrapped
     model = trainer.accelerator.unwrap_model(engine)
@@ -72,7 +75,7 @@ def read(trainer: Any) -> dict[str, Any]:
     optimizer = _inner_optimizer(trainer.optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    state = {
+    state: dict[str, Any] = {
         "engine": _engine(engine, deepspeed),
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
@@ -95,7 +98,7 @@ def read(trainer: Any) -> dict[str, Any]:
         for key in ("micro_batch_size", "gradient_accumulation_steps"):
             if state[key] != in_engine[key]:
                 in_engine[key] = f"{in_engine[key]} in DeepSpeed and {state[key]} in the trainer"
-        return state | in_engine
+        return EngineState(**state | in_engine)
     state |= {
         "not_updated": _left_out(trained, _masters(optimizer)),
         "max_grad_norm": trainer.args.max_grad_norm,
@@ -104,7 +107,7 @@ def read(trainer: Any) -> dict[str, Any]:
         "master_dtype": _dtypes(_masters(optimizer)),
         "autocast": _autocast(trainer.accelerator, model),
     }
-    return state | (_fsdp(model) if isinstance(model, FSDPModule) else {})
+    return EngineState(**state | (_fsdp(model) if isinstance(model, FSDPModule) else {}))
 
 
 def _engine(engine: Any, deepspeed: Any) -> str:

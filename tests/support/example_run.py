@@ -1,0 +1,91 @@
+"""A finished run's folder with something in every file, for tests of what is shown of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pages import eval_line, step_line, write_metrics
+
+MANIFEST: dict[str, Any] = {
+    "name": "demo <b>run</b>",
+    "command": "accelerate launch toolkit/run.py recipe=demo data.sources='[\"<i>.jsonl\"]'",
+    "started": "2025-01-31T10:00:00+00:00",
+    "finished": "2025-01-31T10:04:28+00:00",
+    "status": "finished",
+    "versions": {"torch": "2.13.0"},
+    "git": {"commit": "0123abc", "dirty": True},
+    "hardware": {"device": "cpu", "cpu": "x86_64", "cpu_cores": 2, "ram_bytes": 16 * 2**30, "gpus": []},
+    "batch": {
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "world_size": 1,
+        "seq_len": 512,
+        "tokens_per_step": 4096,
+    },
+    "parameters": {"total": 139_400_000, "trainable": 4_884_480},
+    "total_steps": 100,
+    "train_seconds": 268.4,
+}
+_SIDE = {
+    "rows": 3084,
+    "tokens": 301_234,
+    "trained_tokens": 201_234,
+    "untrained_rows": 4,
+    "over_long": {"rows": 3, "action": "drop", "seq_len": 512},
+    "longest": "rows.jsonl:17",
+    "stop_trained_rows": 3084,
+    "boundary_merged_rows": 0,
+    "lengths": {"percentiles": {"p50": 96}, "histogram": [{"from": 64, "to": 127, "rows": 1520}]},
+}
+AUDIT: dict[str, Any] = {
+    "objective": "sft",
+    "scope": "",
+    "sources": [
+        {
+            "path": "rows.jsonl",
+            "split": "train",
+            "format": "chat",
+            "rows": 3246,
+            "empty_rows": 1,
+            "unused_columns": ["<u>kind</u>"],
+            "role": "train",
+            "used_rows": 3084,
+            "repeats": 1.0,
+            "share": 1.0,
+        }
+    ],
+    "train": _SIDE,
+    "eval": {**_SIDE, "rows": 64},
+    "deduplicate": False,
+    "duplicates": 41,
+    "in_train_and_eval": 0,
+    "chat_template": {"source": "the tokenizer's", "needed": True},
+    "kinds": ["Chat"],
+    "packing": None,
+    "problems": [
+        {"level": "fatal", "what": "no <em>row</em>", "change": "set `data.columns`"},
+        {"level": "warning", "what": "41 rows repeat", "change": "set `data.deduplicate: true`"},
+    ],
+}
+SAMPLES: list[dict[str, Any]] = [
+    {
+        "prompt": "<script>alert(1)</script>",
+        "input_ids": [1],
+        "reference": "R & D",
+        "before": "",
+        "after": "</p><img src=x onerror=1>",
+    }
+]
+
+
+def example_run(folder: Path, **manifest: Any) -> Path:
+    """Writes a run folder; `manifest` replaces keys of its manifest."""
+    write_metrics(folder, eval_line(0, 3.96), *(step_line(step) for step in range(1, 101)), eval_line(100, 2.74))
+    (folder / "manifest.json").write_text(json.dumps(MANIFEST | manifest))
+    (folder / "audit.json").write_text(json.dumps(AUDIT))
+    (folder / "samples.json").write_text(json.dumps(SAMPLES))
+    (folder / "recipe.yaml").write_text("model:\n  path: ${oc.env:BASE}  # <s>\ndata:\n- split: train\n")
+    return folder
