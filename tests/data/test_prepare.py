@@ -69,7 +69,7 @@ def test_loads_again_without_reading_rows_and_notices_an_edit(
     path = documents(tmp_path / "a.jsonl", 5)
     first = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
     with monkeypatch.context() as patched:
-        patched.setattr(sources.files, "read", lambda path: pytest.fail("read again"))
+        patched.setattr(sources.readers, "read", lambda path: pytest.fail("read again"))
         again = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
     assert again.fingerprint == first.fingerprint and again.train[:] == first.train[:]
     documents(path, 6)
@@ -332,7 +332,7 @@ from pathlib import Path
 import toolkit.data.prepare as module
 from data_fixtures import chatml_tokenizer
 from data_fixtures import STOP, recipe
-module._write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+module.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9

@@ -17,7 +17,7 @@ from transformers import Trainer
 from toolkit.common import UserError
 from toolkit.distributed import EngineState, batch_layout, expected_state
 from toolkit.recipe import Recipe
-from toolkit.train import session
+from toolkit.train import setup
 from toolkit.train.main import main
 from toolkit.train.verify import check_effective
 
@@ -97,8 +97,8 @@ def test_manifest_says_what_ran(place: Path) -> None:
 def test_another_attention_kernel_stops_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = session.load_model
-    monkeypatch.setattr(session, "load_model", lambda recipe, types, backend: load(recipe, types, "eager"))
+    load = setup.load_model
+    monkeypatch.setattr(setup, "load_model", lambda recipe, types, backend: load(recipe, types, "eager"))
     assert main(["recipe=small", "max_steps=2", "model.attention=sdpa"]) == 1
     assert "attention: the recipe asks for sdpa, eager runs" in capsys.readouterr().err
     assert not (place / "runs" / "small" / "final").exists()
@@ -107,8 +107,8 @@ def test_another_attention_kernel_stops_the_run(
 def test_low_masters_stop_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = session.load_model
-    monkeypatch.setattr(session, "load_model", lambda *given: load(*given).to(torch.bfloat16))
+    load = setup.load_model
+    monkeypatch.setattr(setup, "load_model", lambda *given: load(*given).to(torch.bfloat16))
     assert main(["recipe=small", "max_steps=2", "method=full", "precision=bf16"]) == 1
     error = capsys.readouterr().err
     assert "master_dtype: the recipe asks for float32, bfloat16 runs" in error
