@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,8 @@ from harness import environment as shell
 from small import RECIPE
 
 from toolkit.common import UserError
-from toolkit.distributed import World, check_launch, deepspeed_config, environment
+from toolkit.distributed import World, check_launch, environment
+from toolkit.distributed.launcher import Launch
 from toolkit.distributed.render import render
 from toolkit.recipe import Recipe, shipped_recipes
 
@@ -154,10 +154,6 @@ def test_what_a_strategy_does_not_decide_is_left_to_the_recipe(config: str, rend
             recipe("zero2", batch={"global_batch_size": 8, "micro_batch_size": 1}),
             ["gradient_accumulation_steps=8", "--gradient_accumulation_steps 4"],
         ),
-        (["--use_deepspeed", "--zero3_save_16bit_model", "false"], recipe("zero3"), ["--zero3_save_16bit_model false"]),
-        (["--use_deepspeed", "--zero3_init_flag", "false"], recipe("zero3"), ["--zero3_init_flag false"]),
-        (["--use_deepspeed", "--zero3_init_flag", "true"], recipe("zero2"), []),
-        (["--use_deepspeed", "--deepspeed_moe_layer_cls_names", "Block"], recipe("zero3"), ["cls_names Block"]),
         # FSDP's are exported with their defaults. Version 1 is one, so it is named as such.
         (["--use_fsdp"], recipe("fsdp"), ["FSDP2", "--fsdp_version 1 (accelerate's default)"]),
         (["--use_fsdp", "--fsdp_version", "2"], recipe("fsdp"), []),
@@ -171,26 +167,6 @@ def test_what_a_strategy_does_not_decide_is_left_to_the_recipe(config: str, rend
             ["--use_fsdp", "--fsdp_version", "2"],
             recipe("fsdp_grad_op"),
             ["strategy.reshard_after_forward=false", "--fsdp_reshard_after_forward true (accelerate's default)"],
-        ),
-        (
-            ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"],
-            recipe("fsdp"),
-            ["--fsdp_auto_wrap_policy SIZE_BASED_WRAP"],
-        ),
-        (
-            ["--use_fsdp", "--fsdp_version", "2", "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"],
-            recipe("fsdp"),
-            ["set strategy.wrap_classes=[LlamaDecoderLayer]"],
-        ),
-        (
-            ["--use_fsdp", "--fsdp_version", "2", "--fsdp_state_dict_type", "FULL_STATE_DICT"],
-            recipe("fsdp"),
-            ["strategy.state_dict_type=sharded", "set strategy.state_dict_type=full"],
-        ),
-        (
-            ["--use_fsdp", "--fsdp_version", "2", "--fsdp_activation_checkpointing", "true"],
-            recipe("fsdp"),
-            ["activation_checkpointing.mode=none", "set activation_checkpointing.mode=full"],
         ),
         (
             ["--use_fsdp", "--fsdp_version", "2", "--fsdp_sharding_strategy", "SHARD_GRAD_OP"],
@@ -217,47 +193,54 @@ def test_flags_of_accelerate_launch(flags: list[str], made: Recipe, words: list[
     assert "toolkit launch" in message
 
 
+def launch_of(made: Recipe, *flags: str) -> Launch:
+    return check_launch(made, World(), launched("--num_processes", "1", "--num_machines", "1", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy", "ignored"),
+    [
+        (["--zero3_save_16bit_model", "false"], "zero3", ["--zero3_save_16bit_model false"]),
+        (["--zero3_init_flag", "false"], "zero3", ["--zero3_init_flag false"]),
+        (["--zero3_init_flag", "true"], "zero2", []),
+        (["--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"], "fsdp", ["--fsdp_auto_wrap_policy SIZE_BASED_WRAP"]),
+        (
+            ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"],
+            "fsdp",
+            ["--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer"],
+        ),
+        (
+            ["--fsdp_state_dict_type", "FULL_STATE_DICT", "--fsdp_activation_checkpointing", "true"],
+            "fsdp",
+            ["--fsdp_state_dict_type FULL_STATE_DICT", "--fsdp_activation_checkpointing true"],
+        ),
+        (
+            ["--fsdp_backward_prefetch", "BACKWARD_PRE", "--fsdp_use_orig_params", "false"],
+            "fsdp",
+            ["--fsdp_backward_prefetch BACKWARD_PRE", "--fsdp_use_orig_params false"],
+        ),
+    ],
+)
+def test_flags_that_train_the_same_are_ignored_in_one_line(flags: list[str], strategy: str, ignored: list[str]) -> None:
+    engine = ["--use_fsdp", "--fsdp_version", "2"] if strategy == "fsdp" else ["--use_deepspeed"]
+    launch = launch_of(recipe(strategy), *engine, *flags)
+    assert launch.ignored == tuple(ignored)
+    assert launch.lines() == [f"ignored, the recipe decides: {', '.join(ignored)}"] * bool(ignored)
+
+
+def test_classes_of_experts_are_taken_over_where_they_mean_something() -> None:
+    flags = ["--use_deepspeed", "--deepspeed_moe_layer_cls_names", "Block,Other"]
+    taken_over = {"zero_optimization.leaf_module.classes": ["Block", "Other"]}
+    assert launch_of(recipe("zero3"), *flags).taken_over == taken_over
+    assert launch_of(recipe("zero2"), *flags).taken_over == {}
+
+
 def test_parallelism_config_is_compared_with_the_layout_of_the_processes() -> None:
     flags = ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_dp_shard_size", "4"]
     variables = launched("--num_processes", "8", "--parallelism_config_dp_replicate_size", "2", *flags)
     check_launch(recipe("fsdp_hybrid"), World(0, 0, 8, 4), variables)
     assert "dp_replicate_size=4" in str(refused(recipe("fsdp_hybrid"), variables, World(0, 0, 8, 2)))
     assert "dp_replicate_size=1" in str(refused(recipe("fsdp"), variables, World(0, 0, 8, 4)))
-
-
-def test_deepspeed_file_is_compared_key_by_key(tmp_path: Path) -> None:
-    def message(made: Recipe, **content: Any) -> str:
-        file = tmp_path / "ds.json"
-        file.write_text(json.dumps(content))
-        variables = launched("--num_processes", "1", "--use_deepspeed", "--deepspeed_config_file", str(file))
-        try:
-            check_launch(made, World(), variables)
-        except UserError as error:
-            return str(error)
-        return ""
-
-    batch = {"global_batch_size": 32, "micro_batch_size": 4}
-    made = recipe("zero2", batch=batch, precision="bf16")
-    exact = deepspeed_config(made)
-    assert message(made, **exact) == ""
-    assert message(made) == ""
-    numbers = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
-    same = {**exact, **numbers, "gradient_clipping": 1, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
-    assert message(made, **{**same, "wall_clock_breakdown": False, "steps_per_print": 10}) == ""
-
-    found = message(made, **{**exact, "gradient_accumulation_steps": 1, "bf16": {"enabled": False}})
-    assert "gradient_accumulation_steps=8, the launcher says gradient_accumulation_steps=1" in found
-    assert "bf16.enabled=true" in found
-    zero = {"stage": 3, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1e9}
-    found = message(made, zero_optimization=zero, gradient_clipping=0.5)
-    assert "differ in 5 settings" in found
-    assert "strategy.name=zero2, the launcher says zero_optimization.stage=3" in found
-    assert "strategy.reduce_bucket_size=50000000" in found
-    assert "optimizer.max_grad_norm=1.0, the launcher says gradient_clipping=0.5" in found
-    assert "strategy.offload_optimizer" in found and "sub_group_size" in found
-    found = message(made, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, scheduler={"type": "WarmupLR"})
-    assert "optimizer.name=adamw, the launcher says DeepSpeed's own optimizer AdamW" in found
-    assert "schedule.name=cosine, the launcher says DeepSpeed's own scheduler WarmupLR" in found
 
 
 def test_deepspeed_file_that_is_not_there() -> None:
@@ -269,8 +252,8 @@ def test_following_the_launcher_is_offered_only_where_it_suffices() -> None:
     flags = ["--num_processes", "1", "--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "true"]
     offloads = launched(*flags, "--fsdp_offload_params", "true")
     assert "set strategy.offload_param=cpu, or" in refused(recipe("fsdp"), offloads).change
-    wraps = launched(*flags, "--fsdp_offload_params", "true", "--fsdp_auto_wrap_policy", "NO_WRAP")
-    assert "set " not in refused(recipe("fsdp"), wraps).change
+    compiles = launched(*flags, "--fsdp_offload_params", "true", "--dynamo_backend", "inductor")
+    assert "set " not in refused(recipe("fsdp"), compiles).change
 
 
 def test_variables_left_in_a_shell_are_named_to_be_unset() -> None:
@@ -300,7 +283,7 @@ def test_only_the_recipe_is_left_in_the_environment(config: str, rendered: Path)
 
 
 def test_launches_that_cannot_work_are_refused() -> None:
-    # accelerate's launcher for one process, which names a meeting point for those it does not start.
+    # accelerate's launcher for one process, which announces a rendezvous to those it does not start.
     single = launched("--num_processes", "2", "--num_machines", "1", "--cpu")
     assert "asked for several processes and started one" in refused(recipe(), single).what
     check_launch(recipe(), World(), launched("--num_processes", "1", "--num_machines", "1", "--cpu"))
@@ -399,7 +382,7 @@ def test_offloaded_optimizer_gets_the_cores_that_launchers_withhold() -> None:
         assert "OMP_NUM_THREADS" not in environment(recipe("zero2_offload"), World(), said)
 
 
-def test_users_own_values_stay_and_a_left_over_meeting_point_does_not() -> None:
+def test_users_own_values_stay_and_a_left_over_rendezvous_does_not() -> None:
     mine = {"TOKENIZERS_PARALLELISM": "true", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
     made = environment(recipe("zero2"), World(), mine)
     assert made["TOKENIZERS_PARALLELISM"] == "true"
@@ -411,8 +394,8 @@ VERDICT = """
 import sys
 from pathlib import Path
 import yaml
-from toolkit.errors import UserError
-from toolkit.policy import World, check_launch, environment
+from toolkit.common import UserError
+from toolkit.distributed import World, check_launch
 from toolkit.recipe import Recipe
 world = World.from_environment()
 for name in sys.argv[1:]:

@@ -11,7 +11,7 @@ from harness import ROOT
 
 from toolkit.cli.main import main
 from toolkit.distributed import World, batch_layout, environment, run_length, training_arguments
-from toolkit.distributed.launcher import NVME_PLACEHOLDER
+from toolkit.distributed.deepspeed_file import NVME_PLACEHOLDER
 from toolkit.distributed.render import render, stale
 from toolkit.recipe import load, shipped_recipes
 

@@ -6,6 +6,7 @@ itself is stated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,13 +67,16 @@ def dtypes(recipe: Recipe) -> Dtypes:
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The dict DeepSpeed is given. "auto" stands where Transformers' Trainer fills in what TrainingArguments say.
 
     It names neither an optimizer nor a schedule: DeepSpeed's own would replace those of the recipe and decay norms.
+
+    Args:
+        further: Settings that a recipe has no key for, by dotted key, see `launcher.Launch.taken_over`.
     """
     reduce = _SHORT[dtypes(recipe).reduce]
-    return {
+    config: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -88,6 +92,13 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
+    for key, value in (further or {}).items():
+        section = config
+        *parents, name = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return config
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
@@ -183,10 +194,15 @@ def loads_on_first_process(recipe: Recipe) -> bool:
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "lion": "lion_32bit"}
 
 
-def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> dict[str, Any]:
-    """Keyword arguments of Transformers' TrainingArguments that follow from the recipe alone.
+def training_arguments(
+    recipe: Recipe, layout: BatchLayout, length: Length, further: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of Transformers' TrainingArguments that follow from the recipe.
 
     Evaluation, data order and progress are ours, so the Trainer's own are switched off here.
+
+    Args:
+        further: Settings of DeepSpeed, see `deepspeed_config`.
     """
     optimizer, schedule = recipe.optimizer, recipe.schedule
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
@@ -230,7 +246,7 @@ def training_arguments(recipe: Recipe, layout: BatchLayout, length: Length) -> d
         "log_level": "error",
     }
     if strategy.zero_stage:
-        arguments["deepspeed"] = deepspeed_config(recipe)
+        arguments["deepspeed"] = deepspeed_config(recipe, further)
     elif strategy.name == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": fsdp_config(recipe)}
     return arguments

@@ -36,6 +36,7 @@ class Loaded:
         origins: Dotted key to `file:line` or `command line`, for every value that is not a default.
         unresolved: What was written, with interpolations such as `${oc.env:NAME}` as they stand.
         chosen: Keys that the recipe left to the plan, with value and reason.
+        taken_over: Settings of DeepSpeed that the launcher's file states and no key of a recipe does, by dotted key.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class Loaded:
     origins: dict[str, str]
     unresolved: dict[str, Any]
     chosen: Mapping[str, str] = field(default_factory=dict)
+    taken_over: Mapping[str, Any] = field(default_factory=dict)
 
     def decided(self, recipe: Recipe, chosen: Mapping[str, str]) -> Loaded:
         """This recipe with what it left to the plan decided; the run folder keeps the values, not `auto`."""

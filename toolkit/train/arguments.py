@@ -15,12 +15,12 @@ from trl import SFTConfig
 
 from toolkit.common import UserError
 from toolkit.distributed import BatchLayout, Length, World, fsdp_dtypes, fsdp_mesh, training_arguments
-from toolkit.recipe import Recipe
+from toolkit.recipe import Loaded, Recipe
 from toolkit.train.run_folder import RunFolder
 
 
 def build_arguments(
-    recipe: Recipe, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World, swap: Path | None
+    loaded: Loaded, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World, swap: Path | None
 ) -> Any:
     """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded.
 
@@ -30,7 +30,8 @@ def build_arguments(
     Raises:
         UserError: If accelerate does not see all the processes that were launched.
     """
-    kwargs = training_arguments(recipe, layout, length)
+    recipe = loaded.recipe
+    kwargs = training_arguments(recipe, layout, length, loaded.taken_over)
     cuda, plain = torch.cuda.is_available(), recipe.strategy.name in ("single", "ddp")
     kwargs |= {
         "output_dir": str(folder.checkpoints) if folder else "unset",

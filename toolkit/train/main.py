@@ -6,6 +6,7 @@ Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `p
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import os
 import sys
@@ -34,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from toolkit.planner.build import decided
 
             loaded = decided(loaded, world, options.recipes)
-        check_launch(loaded.recipe, world)
+        launch = check_launch(loaded.recipe, world)
+        loaded = dataclasses.replace(loaded, taken_over=launch.taken_over)
+        if world.rank == 0:
+            print(*(f"{line}\n" for line in launch.lines()), sep="", end="", flush=True)
         for key, value in environment(loaded.recipe, world).items():
             if value is None:
                 os.environ.pop(key, None)

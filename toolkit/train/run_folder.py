@@ -216,6 +216,7 @@ def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> 
         "hardware": _hardware(),
         "saved_by": checkpoint.writer(loaded.recipe, layout.world_size),
         "chosen": dict(loaded.chosen),
+        "taken_over": dict(loaded.taken_over),
         "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
         "batch": {
             "global_batch_size": layout.global_batch_size,

@@ -84,7 +84,7 @@ def set_up(
     outlook = _outlook(loaded, world, prepared, folder, progress, force) if world.rank == 0 else None
     preflight.agree(meeting, recipe, prepared.fingerprint)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
-    arguments = build_arguments(recipe, layout, length, folder, world, swap)
+    arguments = build_arguments(loaded, layout, length, folder, world, swap)
     preflight.all_reduce(meeting, arguments.device)
     optimizer.check_arguments(recipe, arguments, length)
     folder = _shared(folder)

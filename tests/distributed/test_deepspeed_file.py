@@ -1,0 +1,158 @@
+"""A user's own DeepSpeed JSON: compared where a recipe has the key, taken over where it has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.common import UserError
+from toolkit.distributed import World, check_launch, deepspeed_config
+from toolkit.distributed.launcher import Launch
+from toolkit.recipe import Recipe
+
+BATCH = {"global_batch_size": 32, "micro_batch_size": 4}
+
+
+def recipe(strategy: str | dict[str, Any] = "zero2", **sections: Any) -> Recipe:
+    strategy = {"name": strategy} if isinstance(strategy, str) else strategy
+    base = {"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, "strategy": strategy, "batch": BATCH}
+    return Recipe.model_validate({**base, "precision": "bf16", **sections})
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Any:
+    """Checks a recipe against a file of some content."""
+
+    def check(made: Recipe, content: Any) -> Launch:
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps(content))
+        variables = {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file),
+        }
+        return check_launch(made, World(), variables)
+
+    return check
+
+
+def test_the_recipes_own_settings_agree_however_they_are_written(launched: Any) -> None:
+    made = recipe()
+    exact = deepspeed_config(made)
+    assert launched(made, exact).lines() == launched(made, {}).lines() == []
+    numbers = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    same = {**exact, **numbers, "gradient_clipping": 1, "bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    assert launched(made, {**same, "wall_clock_breakdown": False, "steps_per_print": 10}).lines() == []
+
+
+@pytest.mark.parametrize(
+    ("content", "differences"),
+    [
+        (
+            {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}},
+            [
+                "gradient_accumulation_steps=8, the launcher says gradient_accumulation_steps=1",
+                "precision=bf16, the launcher says bf16.enabled=false",
+            ],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": 0.5},
+            [
+                "strategy.name=zero2, the launcher says zero_optimization.stage=3",
+                "strategy.offload_optimizer=none, the launcher says zero_optimization.offload_optimizer.device=cpu",
+                "optimizer.max_grad_norm=1.0, the launcher says gradient_clipping=0.5",
+                "set strategy.name=zero3 strategy.offload_optimizer=cpu optimizer.max_grad_norm=0.5, or",
+            ],
+        ),
+        (
+            {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}},
+            [
+                "optimizer.name=adamw, the launcher says optimizer.type=Lion",
+                "optimizer.learning_rate=2e-05, the launcher says optimizer.params.lr=0.001",
+                "the launcher says optimizer.params.betas=[0.9, 0.95]",
+            ],
+        ),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}, ["type=OneBitAdam", "freeze_step=400"]),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log", "warmup_num_steps": 100}}},
+            [
+                "schedule.name=cosine, the launcher says scheduler.type=WarmupLR",
+                "a linear warm-up, the launcher says scheduler.params.warmup_type=log",
+                "schedule.warmup_steps=0, the launcher says scheduler.params.warmup_num_steps=100",
+            ],
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            ["strategy.reduce_dtype=fp32", "set strategy.reduce_dtype=bf16"],
+        ),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["set precision=pure_bf16"]),
+        ({"curriculum_learning": {"enabled": True}}, ["nothing of it, the launcher says curriculum_learning.enabled"]),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, ["zero_quantized_gradients=true"]),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+            ["batch.global_batch_size=64 batch.micro_batch"],
+        ),
+    ],
+)
+def test_what_would_train_something_else_is_refused(content: Any, differences: list[str], launched: Any) -> None:
+    with pytest.raises(UserError) as refused:
+        launched(recipe(), content)
+    assert [text for text in differences if text not in str(refused.value)] == [], str(refused.value)
+
+
+def test_what_trains_the_same_is_ignored_in_one_line(launched: Any) -> None:
+    zero = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8, "allgather_partitions": True}
+    made = recipe({"name": "zero2", "offload_optimizer": "cpu"})
+    zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    content = {"zero_optimization": zero, "train_batch_size": 32, "gradient_accumulation_steps": 4}
+    keys = ["overlap_comm=false", "reduce_bucket_size=500000000.0", "offload_optimizer.pin_memory=false"]
+    ignored = ", ".join([*(f"zero_optimization.{key}" for key in keys), "gradient_accumulation_steps=4"])
+    assert launched(made, content).lines() == [f"ignored, the recipe decides: {ignored}"]
+
+
+def test_sections_that_say_what_the_recipe_says_or_nothing_are_silent(launched: Any) -> None:
+    made = recipe(optimizer={"weight_decay": 0.1}, schedule={"name": "linear", "max_steps": 100, "warmup_steps": 10})
+    auto = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "weight_decay": 0.1}}}
+    warmup = {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_max_lr": "auto", "warmup_type": "linear"}
+    auto["scheduler"] = {"type": "WarmupDecayLR", "params": warmup}
+    off = {"amp": {"enabled": "auto", "opt_level": "auto"}, "flops_profiler": {"enabled": False, "profile_step": 1}}
+    unused = {"fp16": {"enabled": "auto", "hysteresis": 2}, "zero_optimization": {"stage3_max_live_parameters": 1e9}}
+    assert launched(made, {**auto, **off, **unused}).lines() == []
+    # DeepSpeed's warm-up is logarithmic where the file does not say.
+    del warmup["warmup_type"]
+    assert "scheduler.params.warmup_type=log (DeepSpeed's default)" in launched(made, auto).ignored
+
+
+def test_what_no_recipe_states_is_taken_over_to_deepspeed(launched: Any, tmp_path: Path) -> None:
+    content = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500},
+        "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "round_robin_gradients": True},
+        "aio": {"block_size": 1048576, "overlap_events": False},
+        "wall_clock_breakdown": True,
+    }
+    made = recipe("zero3", precision="fp16")
+    launch = launched(made, content)
+    keys = [
+        *("fp16.initial_scale_power=12", "fp16.loss_scale_window=500", "zero_optimization.sub_group_size=1000000000.0"),
+        *("zero_optimization.round_robin_gradients=true", "aio.block_size=1048576", "aio.overlap_events=false"),
+        "wall_clock_breakdown=true",
+    ]
+    assert launch.lines() == [f"taken over from {tmp_path / 'ds.json'}: {', '.join(keys)}"]
+    plain, given = deepspeed_config(made), deepspeed_config(made, launch.taken_over)
+    assert given["fp16"] == {**plain["fp16"], "initial_scale_power": 12, "loss_scale_window": 500}
+    zero = {**plain["zero_optimization"], "sub_group_size": 1e9, "round_robin_gradients": True}
+    assert given == plain | {
+        "fp16": given["fp16"],
+        "zero_optimization": zero,
+        "aio": content["aio"],
+        "wall_clock_breakdown": True,
+    }
+
+
+@pytest.mark.parametrize("content", ["not an object", [1]])
+def test_a_file_that_is_no_object_is_told(content: Any, launched: Any) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        launched(recipe(), content)
