@@ -98,6 +98,7 @@ class Manifest(Partial):
     saved_by: dict[str, Any] = {}
     """See `checkpoint.writer`."""
     chosen: dict[str, str] = {}
+    taken_over: dict[str, Any] = {}
     """What `auto` came to, and why."""
     hashes: dict[str, str] = {}
     """Of recipe, data and model."""
