@@ -45,7 +45,8 @@ def test_from_an_empty_folder_to_a_recipe_of_ones_own(capsys: pytest.CaptureFixt
     assert main(["cp", "recipe=mine", "bigger", "seq_len=1024", "method=qlora", "~schedule.max_steps"]) == 0
     assert yaml.safe_load(Path("recipes/bigger.yaml").read_text()) == {
         "description": "mine with seq_len=1024 method=qlora ~schedule.max_steps",
-        "defaults": ["mine", {"override /method": "qlora"}, "_self_"],
+        "defaults": "mine",
+        "method": "qlora",
         "schedule": {"max_steps": None},
         "batch": {"seq_len": 1024},
     }
@@ -63,8 +64,8 @@ def test_from_an_empty_folder_to_a_recipe_of_ones_own(capsys: pytest.CaptureFixt
 def test_first_recipe_trains_on_own_data_as_its_comment_says(place: Path) -> None:
     assert main(["init"]) == 0
     text = Path("recipes/mine.yaml").read_text()
-    text = "".join(line for line in text.splitlines(keepends=True) if "- data:" not in line)
-    text = text.replace("data:\n  over_long", "data:\n  sources: [data/train.jsonl]\n  eval_split: 0.05\n  over_long")
+    text = "".join(line for line in text.splitlines(keepends=True) if "option:" not in line)
+    text = text.replace("# sources:", "sources:").replace("# eval_split:", "eval_split:")
     Path("recipes/mine.yaml").write_text(text)
     data = load_checked("mine").recipe.data
     assert (data.sources[0].path, data.eval_split, data.over_long) == ("data/train.jsonl", 0.05, "drop")

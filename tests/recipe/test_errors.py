@@ -63,19 +63,17 @@ def test_file_that_is_no_recipe(text: str | bytes, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("defaults: x\n", ["mine.yaml:1", "must be a list", "[x, _self_]"]),
-        ("defaults:\nseed: 1\n", ["mine.yaml:1", "must be a list"]),
-        ("defaults: {model: x}\n", ["must be a list"]),
+        ("defaults: smollm2_135m_lora_dmo\n", ["mine.yaml:1", "did you mean `smollm2_135m_lora_demo`"]),
+        ("defaults:\nseed: 1\n", ["mine.yaml:1", "must be a name or a list"]),
+        ("defaults: {model: x}\n", ["must be a name or a list"]),
         ("defaults: [smollm2_135m_lora_dmo]\n", ["mine.yaml:1", "did you mean `smollm2_135m_lora_demo`"]),
         ("defaults: [qwen3_0_6b]\n", ["did you mean `model: qwen3_0_6b`"]),
         ("defaults:\n  - {modle: gpt2}\n", ["mine.yaml:2", "no such group", "did you mean `model`"]),
         ("defaults:\n  - {model: gpt3}\n", ["mine.yaml:2", "no such option", "smollm2_135m", "did you mean `gpt2`"]),
-        ("defaults: [{override /model: gpt2}]\n", ["nothing that this recipe extends", "without override"]),
         ("defaults: [smollm2_135m_lora_demo, {override /model: x}]\n", ["no such option"]),
-        (
-            "defaults: [smollm2_135m_lora_demo, {model: gpt2}]\n",
-            ["mine.yaml:1", "is chosen in", "override /model: gpt2"],
-        ),
+        ("defaults: [{model: gpt2}, {model: gpt2}]\n", ["mine.yaml:1", "is chosen in", "remove one"]),
+        ("model: gpt2\ndefaults: [{model: gpt2}]\n", ["mine.yaml:2", "is chosen in recipes/mine.yaml:1", "remove one"]),
+        ("defaults: [smollm2_135m_lora, llama_3_2_1b_full]\n", ["data: is chosen in", "the recipe that extends both"]),
         ("defaults: [{method: [lora, qlora]}]\n", ["is not an entry", "override"]),
         ("defaults: [{optional model: gpt2}]\n", ["is not an entry"]),
         ("defaults: [mine]\n", ["leads back", "mine.yaml", "another name"]),
@@ -84,7 +82,7 @@ def test_file_that_is_no_recipe(text: str | bytes, words: list[str]) -> None:
         ("defaults: [{data: wrapped}]\n", ["wrapped.yaml:1", "below `data:` already"]),
         (
             "defaults: [{model: gpt3}, {modle: x}, {override /method: qlra}]\nsed: 1\nbatch: {seq_len: '5'}\n",
-            ["6 problems", "gpt3", "modle", "qlora", "without override", "mine.yaml:2", "batch.seq_len"],
+            ["5 problems", "gpt3", "modle", "qlora", "mine.yaml:2", "batch.seq_len"],
         ),
     ],
     ids=lambda value: "",
@@ -113,7 +111,6 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
         ("model: {_target_: os.system}\n", ["model._target_: unknown key"]),
         ("optimizer: {args: {_target_: builtins.print}}\n", ["optimizer.args._target_: unknown key"]),
         ("model: null\n", ["model: must be a section", "given    null"]),
-        ("method: lora\n", ["method: must be a section", "{name: lora}"]),
         ("data: {sources: [[a]]}\n", ["data.sources.0: must be a section"]),
         ("data: {sources: [3]}\n", ["data.sources.0", "{path: 3}"]),
         ("data: {sources: x.jsonl}\n", ["data.sources: is not valid", "a list", "write [x.jsonl]"]),
@@ -151,6 +148,46 @@ def test_wrong_key_or_value(text: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("method: qlra\n", ["method: is not known", "mine.yaml:2", "dora, full, lora", "did you mean `qlora`"]),
+        ("method: {option: qlra}\n", ["method: there is no such option", "mine.yaml:2", "did you mean `qlora`"]),
+        ("method:\n  r: 4\n  option: [qlora]\n", ["is not the name of an option", "mine.yaml:4", "given    [qlora]"]),
+        ("method: {option: ../lora}\n", ["is not the name of an option"]),
+        ("method: lora\nmethod: {r: 4}\n", ["method: is given twice", "mine.yaml:3", "its key `option`"]),
+        ("method: 5\n", ["method: is not known", "given    5"]),
+        ("optimizer: sdg\n", ["optimizer: is not known", "did you mean `sgd`"]),
+        ("optimizer: [sgd]\n", ["optimizer.name: is not valid", "mine.yaml:2", "[sgd] (list)"]),
+        ("batch: '8'\n", ["batch.global_batch_size", "mine.yaml:2", "without quotes"]),
+        ("evaluation: often\n", ["evaluation: is a section", "mine.yaml:2", "evaluation.at_start"]),
+        ("checkpoint: 5\n", ["checkpoint: is a section", "checkpoint.save_steps"]),
+        ("output: ???\n", ["output.dir: is required", "mine.yaml:2"]),
+        ("output: ${oc.env:NOT_SET}\n", ["output.dir: the environment variable NOT_SET is not set", "mine.yaml:2"]),
+    ],
+    ids=lambda value: "",
+)
+def test_word_that_means_nothing(text: str, words: list[str]) -> None:
+    message = problems(BASE + text)
+    for word in words:
+        assert word in message
+
+
+def test_word_that_is_no_model_and_no_data() -> None:
+    message = problems("model: smollm2_135n\ndata: alpacka\n")
+    for word in ("2 problems", "mine.yaml:1", "did you mean `smollm2_135m`", "mine.yaml:2", "did you mean `alpaca`"):
+        assert word in message
+    assert "write model: {path: unheard_of}" in problems("model: unheard_of\ndata: alpaca\n")
+
+
+def test_option_that_a_parent_names_does_not_exist() -> None:
+    Path("recipes/parent.yaml").write_text("model: gpt2\ndata:\n  option: alpacka\n")
+    message = problems("defaults: parent\nseed: 1\n")
+    assert "data: there is no such option  (recipes/parent.yaml:3)" in message and "`alpaca`" in message
+    Path("recipes/parent.yaml").write_text("model: gpt2\nmethod: lara\ndata: alpaca\n")
+    assert "method: is not known  (recipes/parent.yaml:2)" in problems("defaults: parent\nseed: 1\n")
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("name=x", ["several sections", "method.name, strategy.name, optimizer.name, schedule.name, output.name"]),
@@ -175,6 +212,8 @@ def test_wrong_key_or_value(text: str, words: list[str]) -> None:
         ("~metod", ["unknown key", "did you mean `~method`"]),
         ("~method.rr", ["unknown key"]),
         ("~model", ["model: is required"]),
+        ("method.option=qlra", ["no such option", "did you mean `qlora`"]),
+        ("method={option: qlra}", ["no such option", "did you mean `qlora`"]),
         ("data.sources.0.weight=2", ["data.sources=[…]"]),
         ("hydra.run.dir=x", ["unknown key"]),
         ("defaults=[x]", ["defaults: unknown key"]),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from toolkit.recipe import Loaded, RecipeError, list_recipes, load, recipe_folders
+from toolkit.recipe import Loaded, RecipeError, list_recipes, load, recipe_folders, shipped_recipes
 from toolkit.recipe.load import load_resolved
 from toolkit.recipe.show import json_schema, markdown, with_origins
 
@@ -54,6 +55,8 @@ def values(loaded: Loaded, *paths: str) -> list[Any]:
         (["optimizer=sgd"], "optimizer.name", "sgd"),
         (["batch=8"], "batch.global_batch_size", 8),
         (["method=qlora"], "method.quantization", "nf4"),
+        (["method.option=qlora"], "method.quantization", "nf4"),
+        (["method={option: qlora, r: 4}"], "method.quantization", "nf4"),
         (["+method=qlora"], "method.quantization", "nf4"),
         (["model=gpt2"], "model.path", "openai-community/gpt2"),
         (["model=./folder"], "model.path", "./folder"),
@@ -111,11 +114,85 @@ def test_own_groups_mix_with_shipped_ones_and_extend_them() -> None:
     write("data/support", "sources: [support.jsonl]\n")
     write("data/small_alpaca", "defaults: [alpaca]\nmax_samples: 5\n")
     write("data/team/nested", "sources: [nested.jsonl]\n")
-    write("new", "defaults: [{model: qwen3_0_6b}, {data: support}, {method: qlora}]\n")
+    write("new", "model: qwen3_0_6b\ndata: support\nmethod: qlora\n")
     assert load("new").recipe.data.sources[0].path == "support.jsonl"
     assert load("new").recipe.method.quantization == "nf4"
     assert values(load("mine", ["data=small_alpaca"]), "data.max_samples", "data.format") == [5, "alpaca"]
     assert load("mine", ["data=team/nested"]).recipe.data.sources[0].path == "nested.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "value"),
+    [
+        ("model: gpt2", "model.path", "openai-community/gpt2"),
+        ("model: ./folder", "model.path", "./folder"),
+        ("model: someone/thing-1.5B", "model.path", "someone/thing-1.5B"),
+        ("model: '${oc.env:HOME}'", "model.path", str(Path.home())),
+        ("method: qlora", "method.quantization", "nf4"),
+        ("method: {option: qlora, r: 4}", "method.quantization", "nf4"),
+        ("method: {r: 4, option: qlora}", "method.r", 4),
+        ("method: {option: null, r: 4}", "method.name", "full"),
+        ("strategy: zero3_offload", "strategy.offload_param", "cpu"),
+        ("optimizer: sgd", "optimizer.name", "sgd"),
+        ("batch: 8", "batch.global_batch_size", 8),
+        ("evaluation: off", "evaluation.num_prompts", 0),
+        ("data: {option: alpaca, max_samples: 5}", "data.format", "alpaca"),
+    ],
+)
+def test_section_given_as_a_word(word: str, path: str, value: Any) -> None:
+    write("evaluation/off", "num_prompts: 0\n")
+    write("worded", f"defaults: mine\n{word}\n")
+    assert values(load("worded"), path) == [value]
+
+
+@pytest.mark.parametrize(
+    ("word", "paths"),
+    [
+        ("a.jsonl", ["a.jsonl"]),
+        ("[a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("[{path: a, weight: 2}, b]", ["a", "b"]),
+        ("alpaca", ["tatsu-lab/alpaca"]),
+    ],
+)
+def test_data_given_as_a_word(word: str, paths: list[str]) -> None:
+    write("worded", f"model: gpt2\ndata: {word}\n")
+    assert [source.path for source in load("worded").recipe.data.sources] == paths
+
+
+def test_word_takes_the_place_of_what_the_parent_chose_and_keeps_what_the_parent_wrote() -> None:
+    write("parent", "model: gpt2\ndata: {option: prosocial_dialog, over_long: drop}\nstrategy: zero3_offload\n")
+    write("child", "defaults: parent\ndata: alpaca\nstrategy: zero2\n")
+    write("grandchild", "defaults: [child]\ndata: rows.jsonl\n")
+    write("again", "defaults: grandchild\ndata: alpaca\n")
+    child, grandchild = load("child").recipe, load("grandchild").recipe
+    assert (child.data.format, child.data.columns, child.data.over_long) == ("alpaca", {}, "drop")
+    assert (child.strategy.name, child.strategy.offload_param) == ("zero2", "none")
+    # Other data have a form and columns of their own, as with `data=rows.jsonl`.
+    assert grandchild == load("child", ["data=rows.jsonl"]).recipe
+    assert (grandchild.data.format, grandchild.data.eval_split) == ("auto", 0.01)
+    assert load("again").recipe == child == load("grandchild", ["data=alpaca"]).recipe
+
+
+def test_child_replaces_what_says_the_same_in_another_way() -> None:
+    write("parent", BASE + "schedule: {num_epochs: 3, warmup_ratio: 0.1}\nbatch: {tokens_per_step: 8192}\n")
+    write("child", "defaults: parent\nschedule: {max_steps: 5}\nbatch: 8\n")
+    recipe = load("child").recipe
+    assert (recipe.schedule.max_steps, recipe.schedule.num_epochs, recipe.schedule.warmup_ratio) == (5, None, 0.1)
+    assert (recipe.batch.global_batch_size, recipe.batch.tokens_per_step) == (8, None)
+
+
+def test_forms_of_hydra_mean_the_same() -> None:
+    write("word", "defaults: smollm2_135m_lora\nmethod: qlora\nseed: 3\n")
+    write("list", "defaults: [smollm2_135m_lora, {override /method: qlora}, _self_]\nseed: 3\n")
+    write("plain", "defaults: [/smollm2_135m_lora, {/method: qlora}]\nseed: 3\n")
+    write("first", "seed: 3\ndefaults:\n  - _self_\n  - smollm2_135m_lora\n  - method: qlora\n")
+    assert load("word").recipe == load("list").recipe == load("plain").recipe == load("first").recipe
+
+
+def test_own_keys_below_what_the_file_extends() -> None:
+    write("under", "defaults: [_self_, {method: lora}]\nmethod: {r: 4, name: full}\n")
+    write("whole", "defaults: [mine, under]\n")
+    assert values(load("whole"), "method.name", "method.r") == ["lora", 4]
 
 
 def test_own_keys_win_over_what_a_recipe_extends_with_and_without_self(recwarn: pytest.WarningsRecorder) -> None:
@@ -133,7 +210,7 @@ def test_own_file_takes_the_place_of_a_shipped_one() -> None:
     assert list_recipes(recipe_folders())["smollm2_135m_full"] == Path("recipes/smollm2_135m_full.yaml").resolve()
 
 
-def test_recipe_in_a_sub_folder_extends_its_neighbours_its_folder_and_the_shelf() -> None:
+def test_recipe_in_a_sub_folder_extends_its_neighbours_its_folder_and_shipped_ones() -> None:
     write("team/first", "defaults: [mine]\nseed: 1\n")
     write("team/second", "defaults: [first]\nbatch: {seq_len: 64}\n")
     write("team/third", "defaults: [smollm2_135m_lora_demo]\n")
@@ -166,6 +243,8 @@ def test_folder_of_another_name(tmp_path: Path) -> None:
         ("up", "cannot be extended"),
         ("absolute", "cannot be extended"),
         ("group_up", "is not the name of an option"),
+        ("word_link", "outside the recipe folders"),
+        ("option_up", "is not the name of an option"),
     ],
 )
 def test_nothing_outside_the_folders_is_read(name: str, words: str, place: Path) -> None:
@@ -178,6 +257,8 @@ def test_nothing_outside_the_folders_is_read(name: str, words: str, place: Path)
     write("group_link", "defaults: [{model: link}, {data: alpaca}]\n")
     write("up", "defaults: [../outside]\n")
     write("absolute", f"defaults: [{place}/outside]\n")
+    write("word_link", "model: link\ndata: alpaca\n")
+    write("option_up", "model: {option: ../../group}\ndata: alpaca\n")
     write("group_up", "defaults: [{model: ../../group}, {data: alpaca}]\n")
     with pytest.raises(RecipeError, match=words) as caught:
         load(name)
@@ -188,6 +269,21 @@ def test_linked_recipes_folder_is_fine(place: Path) -> None:
     Path("recipes").rename("shared")
     Path("recipes").symlink_to(place / "shared")
     assert load("mine").name == load("recipes/mine.yaml").name == "mine"
+
+
+def test_origin_of_what_a_word_sets() -> None:
+    write("origins", "model: ./folder\ndata:\n- a\n- {path: b}\nmethod:\n  option: qlora\n  r: 4\nbatch: 8\n")
+    origins = load("origins").origins
+    assert {key: place for key, place in origins.items() if not key.startswith("method")} == {
+        "model.path": "recipes/origins.yaml:1",
+        "data.sources": "recipes/origins.yaml:2",
+        "data.sources.0": "recipes/origins.yaml:3",
+        "data.sources.1": "recipes/origins.yaml:4",
+        "data.sources.1.path": "recipes/origins.yaml:4",
+        "batch.global_batch_size": "recipes/origins.yaml:8",
+    }
+    assert origins["method.r"] == "recipes/origins.yaml:7"
+    assert origins["method.quantization"] == "shipped:method/qlora.yaml:2"
 
 
 def test_origin_of_every_value() -> None:
@@ -242,7 +338,34 @@ def test_every_key_is_documented() -> None:
     for definition in schema["$defs"].values():
         for key, entry in definition["properties"].items():
             assert entry.get("description") or "$ref" in entry, key
-            assert f"| `{key}` |" in text
+            assert f"| `{key}` |" in text or key == "option"
+
+
+def fits(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Whether a value fits a JSON Schema, as far as the keywords go that an editor's first underline comes from."""
+    if "$ref" in schema:
+        return fits(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        return any(fits(value, one, root) for one in schema["anyOf"])
+    if value not in schema.get("enum", [value]):
+        return False
+    if isinstance(value, dict) and schema.get("type", "object") == "object":
+        known, closed = schema.get("properties", {}), schema.get("additionalProperties") is False
+        return all(fits(part, known[key], root) if key in known else not closed for key, part in value.items())
+    if isinstance(value, list) and schema.get("type") == "array":
+        return all(fits(item, schema.get("items", {}), root) for item in value)
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    return schema.get("type") == names.get(type(value)) or (type(value) is int and schema.get("type") == "number")
+
+
+def test_schema_takes_every_shipped_recipe_and_every_form_of_a_section() -> None:
+    schema = json_schema()
+    for name, file in list_recipes([shipped_recipes()]).items():
+        assert fits(OmegaConf.to_container(OmegaConf.load(file)), schema, schema), name
+    for model in ("gpt2", {"option": "gpt2"}, {"path": "x", "dtype": "bf16"}, {"option": "gpt2", "revision": "main"}):
+        assert fits({"model": model, "data": ["a", {"path": "b"}], "batch": 8, "defaults": "x"}, schema, schema)
+    for wrong in ({"model": 5}, {"model": {"options": "gpt2"}}, {"data": [5]}, {"checkpoint": 5}, {"defaults": 5}):
+        assert not fits(wrong, schema, schema), wrong
 
 
 def test_command_line_replaces_what_says_the_same_in_the_file(place: Path) -> None:

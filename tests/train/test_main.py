@@ -26,10 +26,9 @@ from toolkit.train.run_folder import hash_files
 
 RECIPE = """
 description: A small LoRA
-defaults: [{method: lora}, _self_]
 model: {path: MODEL}
 data: {sources: [chat.jsonl], eval_split: 0.1}
-method: {lora_dropout: 0.1}
+method: {option: lora, lora_dropout: 0.1}
 precision: fp32
 optimizer: {learning_rate: 1.0e-3}
 schedule: {max_steps: 12, warmup_ratio: 0.1}

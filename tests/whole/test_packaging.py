@@ -16,10 +16,7 @@ from tiny import chat_rows, tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MINE = """\
-defaults:
-  - smollm2_135m_lora
-  - _self_
-
+defaults: smollm2_135m_lora
 model:
   path: tiny
 data:

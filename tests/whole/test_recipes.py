@@ -17,41 +17,39 @@ from toolkit.recipe import Section, model_configs, sections
 from toolkit.recipe.rules import load_checked
 
 ROOT = Path(__file__).resolve().parents[2]
-SHELF = ROOT / "recipes"
-FILES = sorted(SHELF.rglob("*.yaml"))
-GROUPS = [file for file in FILES if file.relative_to(SHELF).parts[0] in sections()]
+SHIPPED = ROOT / "recipes"
+FILES = sorted(SHIPPED.rglob("*.yaml"))
+GROUPS = [file for file in FILES if file.relative_to(SHIPPED).parts[0] in sections()]
 SHARED = [file for file in FILES if file.name.startswith("_")]
 RECIPES = [file.stem for file in FILES if file not in GROUPS and file not in SHARED]
 EXAMPLES = sorted((ROOT / "examples").glob("*.sh"))
 
 
 def test_no_file_escapes_these_tests() -> None:
-    assert all(file.parent == SHELF for file in FILES if file not in GROUPS), "recipes lie flat in recipes/"
-    assert set(RECIPES) == {file.stem for file in SHELF.glob("[!_]*.yaml")}
+    assert all(file.parent == SHIPPED for file in FILES if file not in GROUPS), "recipes lie flat in recipes/"
+    assert set(RECIPES) == {file.stem for file in SHIPPED.glob("[!_]*.yaml")}
     assert len(RECIPES) >= 26
     assert EXAMPLES
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_is_valid_and_described(name: str) -> None:
-    recipe = load_checked(name, folder=SHELF).recipe
+    recipe = load_checked(name, folder=SHIPPED).recipe
     assert 10 < len(recipe.description) <= 100
     assert "\n" not in recipe.description
     assert model_configs.config_of(recipe.model) is not None, f"bundle the config of {recipe.model.path}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(SHELF).with_suffix("").as_posix())
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(SHIPPED).with_suffix("").as_posix())
 def test_file_states_only_what_differs_from_what_it_extends(file: Path) -> None:
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     if file in GROUPS:
-        section = file.relative_to(SHELF).parts[0]
+        section = file.relative_to(SHIPPED).parts[0]
         content = {section: content}
         if section in ("method", "strategy"):  # `method=full` must undo another method, so it names itself.
             content[section].pop("name")
-    extends = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    inherited: dict[str, Any] = {}
-    for parent in extends:
-        inherited |= _stated(SHELF / f"{parent}.yaml")
+    parent = content.pop("defaults", None)
+    inherited = _stated(SHIPPED / f"{parent}.yaml") if parent else {}
     for path, value in _leaves(content).items():
         before = inherited.get(path, _default(path))
         assert _plain(value) != _plain(before), f"{path} is {before!r} already"
@@ -59,16 +57,16 @@ def test_file_states_only_what_differs_from_what_it_extends(file: Path) -> None:
 
 @pytest.mark.parametrize("group", ["model", "method", "data", "strategy"])
 def test_every_group_option_composes_with_a_recipe(group: str) -> None:
-    for option in sorted((SHELF / group).glob("*.yaml")):
+    for option in sorted((SHIPPED / group).glob("*.yaml")):
         # Without the length of the stream and the split of the other data, which are the recipe's to say.
         extra = ["schedule.max_steps=1", "over_long=truncate"]
         base = "blenderbot_400m_seq2seq" if option.stem == "blenderbot_400m" else "smollm2_135m_lora_demo"
         extra += ["nvme_path=/scratch"] * (option.stem == "zero3_nvme")
-        load_checked(base, [f"{group}={option.stem}", *extra], SHELF)
+        load_checked(base, [f"{group}={option.stem}", *extra], SHIPPED)
 
 
 def test_every_bundled_model_has_an_option() -> None:
-    options = {yaml.safe_load(file.read_text(encoding="utf-8"))["path"] for file in (SHELF / "model").glob("*.yaml")}
+    options = {yaml.safe_load(file.read_text(encoding="utf-8"))["path"] for file in (SHIPPED / "model").glob("*.yaml")}
     assert {model_configs.BUILTIN_MODELS.get(path, path) for path in options} == set(model_configs.bundled())
 
 
@@ -87,7 +85,7 @@ def test_example_names_a_recipe_and_overrides_that_load(script: Path) -> None:
     arguments = [word.replace("$data", "rows.jsonl") for word in words if re.match(r"[a-z][\w.]*=", word)]
     names = [word.partition("=")[2] for word in arguments if word.startswith("recipe=")]
     assert len(names) == 1
-    load_checked(names[0], [word for word in arguments if not word.startswith("recipe=")], SHELF)
+    load_checked(names[0], [word for word in arguments if not word.startswith("recipe=")], SHIPPED)
 
 
 @pytest.mark.slow
@@ -95,7 +93,7 @@ def test_example_names_a_recipe_and_overrides_that_load(script: Path) -> None:
 def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, tmp_path: Path) -> None:
     from toolkit.train.main import main
 
-    recipe = load_checked(name, folder=SHELF).recipe
+    recipe = load_checked(name, folder=SHIPPED).recipe
     config = model_configs.config_of(recipe.model)
     assert config is not None
     model = tiny.tiny_model(config, tmp_path / "model")
@@ -138,19 +136,18 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
 
 
 def _stated(file: Path) -> dict[str, Any]:
-    """What a recipe file and those it extends state, by dotted key, without their groups."""
+    """What a recipe file and those it extends state, by dotted key."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    stated: dict[str, Any] = {}
-    for entry in content.pop("defaults", []):
-        if isinstance(entry, str) and entry != "_self_":
-            stated |= _stated(file.parent / f"{entry}.yaml")
-    return stated | _leaves(content)
+    parent = content.pop("defaults", None)
+    return (_stated(file.parent / f"{parent}.yaml") if parent else {}) | _leaves(content)
 
 
 def _leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in content.items():
         path = f"{prefix}{key}"
+        if path in sections() and isinstance(value, str):
+            value = {"option": value}
         leaves |= _leaves(value, f"{path}.") if path in sections() else {path: value}
     return leaves
 
@@ -162,6 +159,8 @@ def _default(path: str) -> Any:
     *parents, last = path.split(".")
     for part in parents:
         kind = sections()[part]
+    if last == "option":
+        return None
     field = kind.model_fields[last]
     return None if field.default is PydanticUndefined else field.default
 

@@ -1,46 +1,38 @@
-"""Loads a recipe: composed by Hydra from files and command line, then checked key by key against the schema.
+"""Puts a recipe together: what it extends, the options it takes, its own keys, the command line, in this order.
 
-Hydra's compose API is used instead of `@hydra.main` because every rank runs the script, and nothing is ever
-instantiated from a recipe. Folders are searched in order: the user's `recipes/` first, then the shipped shelf.
+Each of these is a layer: values, their lines, and the keys that they do away with. A layer lies on those before it, key
+by key; OmegaConf merges and resolves. Hydra's forms of `defaults` are understood, but not composed by Hydra: there a
+file cannot do away with a key, replacing an option takes an `override` that knows what the parents chose, and the order
+of the result, which origins need, is internal.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any
 
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_mean, from_validation_error
-from toolkit.recipe.files import NAME, Read, find, locate, options, read, recipe_folders, search_order, short
-from toolkit.recipe.overrides import Overrides, parse
+from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, as_text, did_you_mean, from_validation_error
+from toolkit.recipe.files import (
+    NAME,
+    Read,
+    find,
+    first_lines,
+    forget,
+    locate,
+    options,
+    read,
+    recipe_folders,
+    search_order,
+    short,
+)
+from toolkit.recipe.overrides import Refused, left_behind, parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
-
-
-class _Folders(SearchPathPlugin):
-    """Adds the folders of recipes to Hydra's search path; none but while a recipe is composed."""
-
-    paths: ClassVar[list[Path]] = []
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for path in self.paths:
-            search_path.append("recipes", f"file://{path}")
-
-
-Plugins.instance().register(_Folders)
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,10 @@ class Composed:
     """A recipe put together from its files and the command line, not yet checked against the schema.
 
     Args:
-        name: As in `Loaded`.
-        file: As in `Loaded`.
+        name: The file's path inside the recipes folder, without `.yaml`.
+        file: The recipe's file.
         values: Nested values with interpolations as they stand, defaults not included.
-        origins: As in `Loaded`.
-        choices: Group to option, as the files say; None for a group left empty.
+        origins: Dotted key to `file:line` or `command line`, for every value that was stated.
         problems: What is wrong with the command line.
     """
 
@@ -60,7 +51,6 @@ class Composed:
     file: Path
     values: dict[str, Any]
     origins: dict[str, str]
-    choices: dict[str, str | None]
     problems: list[Problem]
 
 
@@ -74,88 +64,91 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
     name, file = find(name, folders)
     search = search_order(file, folders)
     changes = parse(overrides, search)
-    defaults = Defaults(search, folders)
-    defaults.follow(file)
-    defaults.check_options(changes.groups)
-    if defaults.problems:
-        raise RecipeError(name, dict.fromkeys([*defaults.problems, *changes.problems, *_own_problems(file)]))
-    config, origins = _compose(name, file.stem, changes, defaults)
-    values: Any = OmegaConf.to_container(config, resolve=False)
+    walk = _Walk(search, folders, {group: _Choice(option) for group, option in changes.groups.items()})
+    layers = walk.layers(file)
+    if walk.problems:
+        raise RecipeError(name, dict.fromkeys([*walk.problems, *changes.problems, *_wrong_keys(walk.own)]))
+    result = Layer()
+    for layer in layers:
+        result = result.under(layer)
+    config, problems = OmegaConf.create(result.values), list(changes.problems)
+    for key, value in changes.values.items():
+        forget(key, result.origins)
+        result.origins[key] = COMMAND_LINE
+        try:
+            OmegaConf.update(config, key, value, force_add=True)
+        except (OmegaConfBaseException, ValueError) as error:
+            problems.append(Problem(key, first_lines(error), COMMAND_LINE))
+    result.values = _plain(config)
     for key in changes.removed:
-        remove(values, key)
-        origins = {path: origin for path, origin in origins.items() if path != key and not path.startswith(f"{key}.")}
-    return Composed(name, file, values, origins, defaults.choices, changes.problems)
+        result.drop(key)
+    return Composed(name, file, result.values, result.origins, problems)
 
 
-def _compose(name: str, stem: str, changes: Overrides, defaults: Defaults) -> tuple[DictConfig, dict[str, str]]:
-    """Hydra's composition, and where each of its values was written."""
-    arguments, search, sources = changes.for_hydra(defaults.choices), defaults.search, defaults.sources
-    _Folders.paths = search
+@dataclass
+class Layer:
+    """What one file states.
+
+    Args:
+        values: Nested values.
+        origins: Dotted key to `file:line`.
+        removed: Dotted keys of the layers below that it does away with.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+
+    def under(self, upper: Layer) -> Layer:
+        """Both as one, the upper one's values where both have one. Lists are replaced as a whole."""
+        for key in upper.removed:
+            self.drop(key)
+        for key in upper.origins:
+            if isinstance(value_at(upper.values, key.split(".")), list):
+                forget(key, self.origins)
+        return Layer(_plain(OmegaConf.merge(self.values, upper.values)), self.origins | upper.origins)
+
+    def leaves(self) -> dict[str, Any]:
+        """Every `section.key` with its value."""
+        parts = {name: part for name, part in self.values.items() if isinstance(part, dict)}
+        return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+
+    def set_main_key(self, section: str, word: dict[str, Any]) -> None:
+        """Puts the main key in the place of a section that was given as a word."""
+        (main_key,) = word
+        self.values[section] = word
+        self.removed += left_behind(word)
+        for key in [key for key in self.origins if key.split(".")[0] == section]:
+            self.origins[f"{section}.{main_key}{key.removeprefix(section)}"] = self.origins.pop(key)
+
+    def drop(self, key: str) -> None:
+        """Takes out a key and what stands below it."""
+        remove(self.values, key)
+        forget(key, self.origins)
+        self.origins.pop(key, None)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(config, DictConfig) and isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _wrong_keys(layer: Layer) -> list[Problem]:
+    """Wrong keys and types of a file whose `defaults` cannot be followed; what it may inherit is not missed."""
+    for path, _ in list(interpolated(layer.values)):
+        remove(layer.values, path)
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(search[0]), version_base="1.3", job_name="toolkit"):
-            # Without `_self_` a recipe's own keys come last, which is what everybody expects; no need to warn.
-            warnings.simplefilter("ignore", UserWarning)
-            loader = GlobalHydra.instance().hydra.config_loader  # type: ignore[union-attr]
-            files = loader.compute_defaults_list(stem, arguments, RunMode.RUN).defaults
-            config = compose(stem, arguments)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise RecipeError(name, [Problem("", first_lines(error))]) from None
-    finally:
-        _Folders.paths = []
-    origins: dict[str, str] = {}
-    for default in files:
-        source = locate(default.config_path, search) if default.config_path else None
-        if source in sources and (node := sources[source].node):
-            record_origins(node, (default.package or "").removeprefix("_global_").strip("."), short(source), origins)
-    for key in changes.values:
-        origins = {path: origin for path, origin in origins.items() if not path.startswith(f"{key}.")}
-        origins[key] = COMMAND_LINE
-    return config, origins
-
-
-def record_origins(node: yaml.Node, prefix: str, file: str, origins: dict[str, str], top: bool = True) -> None:
-    if isinstance(node, yaml.MappingNode):
-        # What is merged with `<<` comes first: the keys beside it win.
-        for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
-            if key_node.value == "<<":
-                for part in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
-                    record_origins(part, prefix, file, origins, top)
-                continue
-            if top and key_node.value == "defaults":
-                continue
-            path = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
-            origins[path] = f"{file}:{key_node.start_mark.line + 1}"
-            record_origins(value_node, path, file, origins, False)
-    elif isinstance(node, yaml.SequenceNode):
-        # A list replaces the one it overrides, of whatever length.
-        for path in [path for path in origins if path.startswith(f"{prefix}.")]:
-            del origins[path]
-        for index, item in enumerate(node.value):
-            origins[f"{prefix}.{index}"] = f"{file}:{item.start_mark.line + 1}"
-            record_origins(item, f"{prefix}.{index}", file, origins, False)
-
-
-def _own_problems(file: Path) -> list[Problem]:
-    """Wrong keys and types of one file whose `defaults` cannot be followed; what it may inherit is not missed."""
-    node = read(file).node
-    if node is None:
-        return []
-    origins: dict[str, str] = {}
-    record_origins(node, "", short(file), origins)
-    data = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    assert isinstance(data, dict)
-    data.pop("defaults", None)
-    for path, _ in list(interpolated(data)):
-        remove(data, path)
-    try:
-        Recipe.model_validate(data)
+        Recipe.model_validate(layer.values)
     except ValidationError as error:
+        found = from_validation_error(error, layer.values, layer.origins, {})
         # A section that says nothing wrong but lacks what its group would have given.
-        return [problem for problem in from_validation_error(error, data, origins, {}) if problem.what != "is required"]
+        return [problem for problem in found if problem.what != "is required"]
     return []
 
 
 def interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and text of every value that is still to be filled in."""
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
         below = f"{path}.{key}" if path else str(key)
@@ -175,6 +168,7 @@ def value_at(data: Any, parts: Sequence[str]) -> Any:
 
 
 def remove(data: Any, path: str) -> bool:
+    """Takes the value at a dotted path out of nested values; False if there is none."""
     *parents, last = path.split(".")
     data = value_at(data, parents)
     if isinstance(data, list) and last.isdigit() and int(last) < len(data):
@@ -183,70 +177,118 @@ def remove(data: Any, path: str) -> bool:
     return isinstance(data, dict) and data.pop(last, data) is not data
 
 
-def first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    hidden = ("full_key", "object_type", "Set the environment", "Config search path", "provider=")
-    return " ".join(line for line in lines if not line.startswith(hidden))
-
-
 ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """An option and who chose it; without a file it was the command line. The option None leaves the group empty."""
+
+    option: str | None
+    place: str = COMMAND_LINE
+    file: Path | None = None
+
+
 @dataclass
-class Defaults:
-    """What the files of a recipe extend and choose.
+class _Walk:
+    """Follows a recipe through all that it extends and chooses.
+
+    Of several choices for one group that of the outermost file counts. Its option lies where the innermost file chose,
+    below the keys of that file.
 
     Args:
         search: Folders in the order in which names are looked up.
         folders: Folders in which every file must really lie.
+        choices: Group to what was chosen for it; to begin with by the command line.
         problems: All that was found.
-        sources: Every file that was read.
+        own: The layer of the recipe's own file.
     """
 
     search: list[Path]
     folders: list[Path]
+    choices: dict[str, _Choice]
     problems: list[Problem] = field(default_factory=list)
-    sources: dict[Path, Read] = field(default_factory=dict)
-    _selected: dict[str, tuple[str | None, str]] = field(default_factory=dict)
-    _overridden: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    own: Layer = field(default_factory=Layer)
+    _order: list[Layer | str] = field(default_factory=list)
+    _files: dict[Path, Read] = field(default_factory=dict)
 
-    @property
-    def choices(self) -> dict[str, str | None]:
-        """Group to option, as the files say."""
-        return {group: option for group, (option, _) in {**self._selected, **self._overridden}.items()}
+    def layers(self, file: Path) -> list[Layer]:
+        """The layers of a recipe, the lowest first."""
+        self.own = self._extend(file, [])
+        result: list[Layer] = []
+        for item in [*self._order, *(group for group in self.choices if group not in self._order)]:
+            if isinstance(item, Layer):
+                result.append(item)
+            elif (choice := self.choices.get(item)) and choice.option is not None:
+                result += self._option(item, choice.option, choice.place, [])
+        return result
 
-    def follow(self, file: Path) -> None:
-        """Walks from a recipe's file through all that it extends."""
-        self._extend(file, [])
-        for group, (_, place) in self._overridden.items():
-            if group not in self._selected:
-                what = f"nothing that this recipe extends chooses a `{group}` that could be overridden"
-                self._problem("defaults", what, place, hint=f"write `- {group}: …` without override")
-
-    def check_options(self, chosen: Mapping[str, str]) -> None:
-        """Checks that the option of every group exists, with those that the command line chose."""
-        places = {group: place for group, (_, place) in {**self._selected, **self._overridden}.items()}
-        for group, option in {**self.choices, **chosen}.items():
-            if option is not None:
-                self._option(group, option, places.get(group, ""), [])
-
-    def _extend(self, file: Path, around: list[Path]) -> None:
+    def _extend(self, file: Path, around: list[Path]) -> Layer:
+        """Puts a recipe file's layers in order, and returns that of its own keys."""
         source = self._read(file)
-        children: list[Path] = []
-        for entry in source.entries():
-            place = f"{short(file)}:{entry.start_mark.line + 1}"
-            if isinstance(entry, yaml.ScalarNode) and entry.value:
-                child = self._parent(entry.value.removeprefix("/"), place, [*around, file])
-                children += [child] if child else []
-            elif not self._choice(entry, place):
-                self._problem("defaults", "is not an entry", place, _text(entry), ENTRY_FORMS)
-        # Last, so that what this file overrides comes before what its parents override.
-        for child in children:
-            self._extend(child, [*around, file])
+        own, chosen = self._own_keys(source, around)
+        # All choices of this file come before those of its parents, which then give way.
+        steps = [self._entry(entry, place, file, around) for entry, place in source.defaults]
+        for step in steps if "_self_" in steps else [*steps, "_self_"]:
+            if isinstance(step, Path):
+                self._extend(step, [*around, file])
+            elif step == "_self_":
+                self._order += [*(group for group in chosen if group not in self._order), own]
+            elif step and step not in self._order:
+                self._order.append(step)
+        return own
+
+    def _own_keys(self, source: Read, around: list[Path]) -> tuple[Layer, list[str]]:
+        """What a recipe file itself states, and the groups whose option it chooses."""
+        own, chosen = Layer(dict(source.values), dict(source.origins)), []
+        for section in sections():
+            value = own.values.get(section)
+            if isinstance(value, dict) and "option" in value:
+                own.values[section] = {key: part for key, part in value.items() if key != "option"}
+                place = own.origins.pop(f"{section}.option", "")
+                text = source.texts.get(f"{section}.option", as_text(value["option"]))
+                option = None if value["option"] is None else text
+            elif value is None or isinstance(value, dict):
+                continue
+            else:
+                place, text = own.origins[section], source.texts.get(section, as_text(value))
+                try:
+                    word = section_word(section, text, value, place, self.search)
+                except Refused as refused:
+                    self.problems.append(refused.problem)
+                    own.drop(section)
+                    continue
+                if isinstance(word, dict) and not self._is_outer(self.choices.get(section), around):
+                    own.set_main_key(section, word)
+                    continue
+                own.drop(section)
+                if isinstance(word, dict):
+                    continue
+                option = word
+            self._choose(section, option, place, source.file, around)
+            chosen.append(section)
+        own.removed += replaced(own.leaves())
+        return own, chosen
+
+    def _entry(self, entry: Any, place: str, file: Path, around: list[Path]) -> Path | str | None:
+        """What an entry of `defaults` stands for: a file, a group or `_self_`; None if it is wrong."""
+        if isinstance(entry, str) and entry:
+            return entry if entry == "_self_" else self._parent(entry.removeprefix("/"), place, [*around, file])
+        (key, option), *more = entry.items() if isinstance(entry, dict) and entry else [(None, None)]
+        keyword, _, group = str(key).rpartition(" ")
+        group = group.removeprefix("/")
+        if key is None or more or keyword not in ("", "override") or isinstance(option, dict | list):
+            self._problem("defaults", "is not an entry", place, as_text(entry), ENTRY_FORMS)
+        elif group not in sections():
+            close = did_you_mean(group, sections())
+            hint = f"did you mean `{close}`?" if close else ""
+            self._problem("defaults", "there is no such group", place, group, ", ".join(sections()), hint)
+        else:
+            self._choose(group, None if option is None else str(option), place, file, around)
+            return group
+        return None
 
     def _parent(self, name: str, place: str, around: list[Path]) -> Path | None:
-        if name == "_self_":
-            return None
         if not NAME.fullmatch(name) or "/" in name:
             inside = "recipes of the same folder, of the recipes folder itself, and shipped ones, by their bare name"
             self._problem("defaults", "cannot be extended", place, name, inside)
@@ -254,7 +296,7 @@ class Defaults:
         file = locate(name, self.search)
         if file is None:
             known = [file.stem for root in self.search for file in root.glob("*.yaml")]
-            close = _group_of(name, self.search) or did_you_mean(name, known)
+            close = self._group_of(name) or did_you_mean(name, known)
             hint = f"did you mean `{close}`?" if close else "`toolkit ls` lists all recipes"
             self._problem("defaults", "there is no such recipe", place, name, hint=hint)
         elif file in around:
@@ -263,72 +305,57 @@ class Defaults:
             return None
         return file
 
-    def _choice(self, entry: yaml.Node, place: str) -> bool:
-        """Records `group: option`. False if the entry has another form."""
-        if not isinstance(entry, yaml.MappingNode) or len(entry.value) != 1:
-            return False
-        (key, value), *_ = entry.value
-        keyword, _, group = key.value.rpartition(" ")
-        group = group.removeprefix("/")
-        if keyword not in ("", "override") or not isinstance(value, yaml.ScalarNode):
-            return False
-        option = None if value.tag.endswith(":null") else value.value
-        if group not in sections():
-            close = did_you_mean(group, sections())
-            hint = f"did you mean `{close}`?" if close else ""
-            self._problem("defaults", "there is no such group", place, group, ", ".join(sections()), hint)
-        elif option is not None and not NAME.fullmatch(option):
-            self._problem("defaults", "is not the name of an option", place, option)
-        elif keyword == "override":
-            self._overridden.setdefault(group, (option, place))
-        elif group in self._selected:
-            # What this file extends is walked after its own entries: the choice found first is the outer one.
-            first, outer = self._selected[group]
-            hint = f"write `- override /{group}: {first}`"
-            self._problem("defaults", f"`{group}` is chosen in {place} too", outer, f"{group}: {first}", hint=hint)
-        else:
-            self._selected[group] = (option, place)
-        return True
+    def _group_of(self, name: str) -> str:
+        """`GROUP: name` where a group has an option of that name: its group was forgotten."""
+        return next((f"{group}: {name}" for group in sections() if locate(f"{group}/{name}", self.search)), "")
 
-    def _option(self, group: str, option: str, place: str, around: list[Path]) -> None:
+    def _choose(self, group: str, option: str | None, place: str, file: Path, around: list[Path]) -> None:
+        first = self.choices.get(group)
+        if option is not None and not NAME.fullmatch(option):
+            self._problem(group, "is not the name of an option", place, option)
+        elif first is None:
+            self.choices[group] = _Choice(option, place, file)
+        elif not self._is_outer(first, around):
+            hint = f"write `{group}: {first.option}` in the recipe that extends both"
+            hint = "remove one of them" if first.file == file else hint
+            self._problem(group, f"is chosen in {first.place} too", place, option or "null", hint=hint)
+
+    def _is_outer(self, choice: _Choice | None, around: list[Path]) -> bool:
+        """Whether a choice was made by the command line or one of the files around."""
+        return choice is not None and (choice.file is None or choice.file in around)
+
+    def _option(self, group: str, option: str, place: str, around: list[Path]) -> list[Layer]:
+        """The layers of an option: those that it extends, then its own."""
         file = locate(f"{group}/{option}", self.search)
         if file is None:
             known = options(group, self.search)
             close = did_you_mean(option, known)
             hint = f"did you mean `{close}`?" if close else ""
             allowed = ", ".join(known) or f"none: there is no folder {group}/ in the recipe folders"
-            self._problem("defaults", f"group {group} has no such option", place, option, allowed, hint)
-            return
+            self._problem(group, "there is no such option", place, option, allowed, hint)
+            return []
         if file in around:
-            self._problem("defaults", f"leads back to {short(file)}", place, option)
-            return
+            self._problem(group, f"leads back to {short(file)}", place, option)
+            return []
         source = self._read(file)
-        for entry in source.entries():
-            place = f"{short(file)}:{entry.start_mark.line + 1}"
-            if not isinstance(entry, yaml.ScalarNode) or not NAME.fullmatch(entry.value):
-                self._problem("defaults", "an option extends options of its own group, by name", place, _text(entry))
-            elif entry.value != "_self_":
-                sibling = (PurePosixPath(option).parent / entry.value).as_posix()
-                self._option(group, sibling, place, [*around, file])
+        own = Layer({group: source.values}, {f"{group}.{key}": line for key, line in source.origins.items()})
+        own.removed += replaced(own.leaves())
+        layers: list[Layer] = []
+        for entry, where in source.defaults:
+            if entry == "_self_":
+                layers.append(own)
+            elif not isinstance(entry, str) or not NAME.fullmatch(entry):
+                self._problem("defaults", "an option extends options of its own group, by name", where, as_text(entry))
+            else:
+                sibling = (PurePosixPath(option).parent / entry).as_posix()
+                layers += self._option(group, sibling, where, [*around, file])
+        return layers if own in layers else [*layers, own]
 
     def _read(self, file: Path) -> Read:
-        if file not in self.sources:
-            self.sources[file] = read(file, self.folders)
-            self.problems += self.sources[file].problems
-        return self.sources[file]
+        if file not in self._files:
+            self._files[file] = read(file, self.folders)
+            self.problems += self._files[file].problems
+        return self._files[file]
 
     def _problem(self, path: str, what: str, place: str, given: str = "", allowed: str = "", hint: str = "") -> None:
         self.problems.append(Problem(path, what, place, given, allowed, hint))
-
-
-def _group_of(name: str, search: list[Path]) -> str:
-    """`GROUP: name` where a group has an option of that name: its group was forgotten."""
-    return next((f"{group}: {name}" for group in sections() if locate(f"{group}/{name}", search)), "")
-
-
-def _text(entry: yaml.Node) -> str:
-    if isinstance(entry, yaml.ScalarNode):
-        return str(entry.value)
-    if isinstance(entry, yaml.MappingNode):
-        return ", ".join(f"{_text(key)}: {_text(value)}" for key, value in entry.value)
-    return f"[{', '.join(_text(value) for value in entry.value)}]"

@@ -1,4 +1,8 @@
-"""Recipe files: the folders they lie in, their names, and reading them so that every slip has a file and a line."""
+"""Recipe files: the folders they lie in, their names, and reading them so that every slip has a file and a line.
+
+PyYAML's nodes know their lines and OmegaConf reads the values, so a file is read twice. A parser that does both at once
+(ruamel.yaml) would be one more dependency, and would read numbers such as `2e-4` differently.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.recipe.errors import Problem, RecipeError, did_you_mean
 from toolkit.recipe.schema import sections
@@ -19,7 +26,7 @@ _TEXT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge", "tag:yaml.org,
 
 
 def shipped_recipes() -> Path:
-    """The shelf: inside the installed package, or beside it in a checkout."""
+    """The folder of shipped recipes: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "_recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
@@ -83,7 +90,7 @@ def find(name: str, folders: list[Path]) -> tuple[str, Path]:
         return name, known[name]
     if any((root / f"{name}.yaml").is_file() for root in folders):
         section, _, option = name.partition("/")
-        extend = f"extend it in a recipe: `defaults: [{name}, _self_]`"
+        extend = f"extend it in a recipe: `defaults: {name}`"
         hint = f"write {section}={option} beside a recipe" if section in sections() else extend
         raise _unusable(name, "is a part of recipes, not a recipe", hint=hint)
     close = did_you_mean(name, known)
@@ -121,17 +128,23 @@ def _inside(file: Path, folders: Iterable[Path]) -> bool:
 
 @dataclass
 class Read:
-    """A file's YAML nodes, which know their lines, and what is wrong with it. `node` is None if it cannot be used."""
+    """A recipe file as it was read. Where it has problems, the rest is empty.
+
+    Args:
+        file: The file.
+        defaults: The entries of its `defaults`, each with its `file:line`.
+        values: Its other keys, interpolations as they stand.
+        origins: Dotted key to `file:line`.
+        texts: Dotted key to the text of its value, as written (`off` rather than False).
+        problems: What is wrong with it.
+    """
 
     file: Path
-    node: yaml.MappingNode | None = None
+    defaults: list[tuple[Any, str]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-
-    def entries(self) -> list[yaml.Node]:
-        """The entries of its `defaults`."""
-        pairs = self.node.value if self.node else []
-        values = [value for key, value in pairs if key.value == "defaults"]
-        return list(values[0].value) if values and isinstance(values[0], yaml.SequenceNode) else []
 
 
 def read(file: Path, folders: list[Path] | None = None) -> Read:
@@ -160,7 +173,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         mark = getattr(error, "problem_mark", None)
         problem(f"is not valid YAML: {_plainly(error)}", mark.line + 1 if mark else None)
         return result
-    if node is None or not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, yaml.MappingNode):
         what = "is empty" if node is None else "must be a mapping of keys"
         # A group option may be empty: it then stands for the section's defaults.
         if node is not None or file.parent.name not in sections():
@@ -171,16 +184,65 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         problem("`@package` would move the keys elsewhere", 1, hint="remove this line")
     for place, key, what, hint in _slips(node, "", []):
         problem(what, place.start_mark.line + 1, key, hint)
-    for key, value in node.value:
+    for key, _ in node.value:
         if key.value == "hydra":
             problem("unknown key: Hydra's own settings are no part of a recipe", key.start_mark.line + 1, "hydra")
-        if key.value == "defaults" and not isinstance(value, yaml.SequenceNode):
-            one = value.value if isinstance(value, yaml.ScalarNode) else ""
-            hint = f"write defaults: [{one}, _self_]" if one else "write each entry on a line of its own, after a dash"
-            problem("must be a list", key.start_mark.line + 1, "defaults", hint)
-    if not result.problems:
-        result.node = node
+    if result.problems:
+        return result
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (OmegaConfBaseException, ValueError) as error:
+        problem(first_lines(error))
+        return result
+    _record(node, "", result)
+    entries = next((value for key, value in node.value if key.value == "defaults"), None)
+    extended = values.pop("defaults", [])
+    if isinstance(entries, yaml.ScalarNode) and entries.value:
+        result.defaults = [(extended, result.origins["defaults"])]
+    elif isinstance(entries, yaml.SequenceNode):
+        lines = [f"{short(file)}:{entry.start_mark.line + 1}" for entry in entries.value]
+        result.defaults = list(zip(extended, lines, strict=True))
+    elif entries is not None:
+        hint = "write the name of the recipe to extend, or a list with an entry per line, each after a dash"
+        problem("must be a name or a list", entries.start_mark.line + 1, "defaults", hint)
+    result.origins = {key: place for key, place in result.origins.items() if key.split(".")[0] != "defaults"}
+    result.values = values
     return result
+
+
+def _record(node: yaml.Node, path: str, result: Read) -> None:
+    """Notes the line of every key below a node, and the texts of the values."""
+    if isinstance(node, yaml.MappingNode):
+        # What is merged with `<<` comes first: the keys beside it win.
+        for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+            if key.value == "<<":
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    _record(part, path, result)
+                continue
+            _note(f"{path}.{key.value}" if path else str(key.value), key, value, result)
+    elif isinstance(node, yaml.SequenceNode):
+        forget(path, result.origins)
+        for index, item in enumerate(node.value):
+            _note(f"{path}.{index}", item, item, result)
+
+
+def forget(path: str, origins: dict[str, str]) -> None:
+    """Takes out the origins of everything below a dotted path."""
+    for key in [key for key in origins if key.startswith(f"{path}.")]:
+        del origins[key]
+
+
+def _note(path: str, place: yaml.Node, value: yaml.Node, result: Read) -> None:
+    result.origins[path] = f"{short(result.file)}:{place.start_mark.line + 1}"
+    if isinstance(value, yaml.ScalarNode):
+        result.texts[path] = value.value
+    _record(value, path, result)
+
+
+def first_lines(error: Exception) -> str:
+    """An exception of OmegaConf's in one line, without its own bookkeeping."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Set the environment")))
 
 
 def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple[yaml.Node, str, str, str]]:
@@ -198,7 +260,8 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
             if key.tag not in _TEXT_TAGS:
                 yield key, path, f"the key {key.value!r} is not text", "write it in quotes"
             elif key.value in names and key.value != "<<":
-                yield key, below, "is given twice", "remove one of them"
+                merge = f"write one `{below}:` with all its keys; a ready-made option is its key `option`"
+                yield key, below, "is given twice", merge if below in sections() else "remove one of them"
             names.add(str(key.value))
             yield from _slips(value, below, [*around, node])
     elif isinstance(node, yaml.SequenceNode):
@@ -219,7 +282,7 @@ def _plainly(error: yaml.YAMLError) -> str:
 
 
 def short(file: Path) -> str:
-    """The path as a user would type it: relative to the working folder, or to the shelf as `shipped:…`."""
+    """The path as a user would type it: relative to the working folder, or `shipped:…`."""
     if file.is_relative_to(Path.cwd()):
         return str(file.relative_to(Path.cwd()))
     shipped = shipped_recipes().resolve()

@@ -1,7 +1,7 @@
-"""Loads a recipe: composed by Hydra from files and command line, then checked key by key against the schema.
+"""Loads a recipe: composes it, fills in interpolations and checks every key against the schema.
 
-Hydra's compose API is used instead of `@hydra.main` because every rank runs the script, and nothing is ever
-instantiated from a recipe. Folders are searched in order: the user's `recipes/` first, then the shipped shelf.
+All problems come at once: a value that is wrong is reported and taken out, and the rest is checked without it, down to
+the rules between keys. Nothing named in a recipe is ever imported or called.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from toolkit.recipe.compose import compose_recipe, first_lines, interpolated, record_origins, remove, value_at
+from toolkit.recipe.compose import compose_recipe, interpolated, remove, value_at
 from toolkit.recipe.errors import Problem, RecipeError, from_validation_error, origin_of
-from toolkit.recipe.files import read, short
+from toolkit.recipe.files import first_lines, read
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import Section
 
@@ -85,11 +85,9 @@ def load_resolved(file: Path) -> Recipe:
         RecipeError: If the file does not fit this version's schema.
     """
     source = read(file)
-    if source.node is None:
+    if source.problems:
         raise RecipeError(str(file), source.problems)
-    origins: dict[str, str] = {}
-    record_origins(source.node, "", short(file), origins)
-    return _checked(str(file), OmegaConf.to_container(OmegaConf.load(file), resolve=False), origins, [])
+    return _checked(str(file), source.values, source.origins, [])
 
 
 def _checked(name: str, unresolved: Any, origins: Mapping[str, str], found: list[Problem]) -> Recipe:

@@ -1,4 +1,8 @@
-"""`key=value` of the command line in Hydra's grammar, forced in so that pydantic alone decides what exists."""
+"""`key=value` of the command line, and what a section given as a word means, there and in a file.
+
+Values are read by Hydra's override grammar, so that lists, mappings and quotes are written as its users know them.
+Which keys exist is not asked: pydantic alone decides that.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
@@ -26,10 +29,10 @@ _INSTEAD = {
     "batch.global_batch_size": ("batch.tokens_per_step",),
     "batch.tokens_per_step": ("batch.global_batch_size",),
 }
-"""Keys that say the same in another way: one on the command line replaces the other one in the files."""
+"""Keys that say the same in another way: a new one replaces the other one of what it changes."""
 
 _ABOUT_SOURCES = ("data.format", "data.columns", "data.eval_sources")
-"""Keys that describe the data a file names; `data=OTHER` does not inherit them."""
+"""Keys that describe the sources; other sources given as a word do not inherit them."""
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
@@ -40,24 +43,15 @@ class Overrides:
 
     Args:
         groups: Group to the option chosen.
-        values: Dotted key to the text of its value, in Hydra's grammar, in the order given; the last one wins.
+        values: Dotted key to its value, in the order given; the last one wins.
         removed: Dotted keys that go back to their defaults.
         problems: What is wrong with the rest.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-
-    def for_hydra(self, choices: Mapping[str, Any]) -> list[str]:
-        """Arguments for `compose`. All keys are forced in, for pydantic to judge.
-
-        Args:
-            choices: Groups for which the files have chosen an option; another one is replaced, not added.
-        """
-        groups = [f"{'' if group in choices else '+'}{group}={option}" for group, option in self.groups.items()]
-        return groups + [f"++{key}={text}" for key, text in self.values.items()]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -91,17 +85,72 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
                 _remove(key, result)
             elif key in sections():
                 _set_section(key, match["text"], search, result)
+            elif key.partition(".")[0] in sections() and key.endswith(".option"):
+                _choose(key.removesuffix(".option"), match["text"], result)
             else:
-                _set(key, _value(key, match["text"])[0], result)
-        except _Refused as refused:
+                _set(key, _value(key, match["text"]), result)
+        except Refused as refused:
             result.problems.append(refused.problem)
-    for key, others in _INSTEAD.items():
-        if result.values.get(key, "null") != "null":
-            result.removed += [other for other in others if other not in {**result.values, **result.groups}]
+    result.removed += replaced(result.values)
     return result
 
 
-class _Refused(Exception):
+def section_word(section: str, text: str, value: Any, where: str, search: list[Path]) -> str | dict[str, Any]:
+    """What a section given as a word means: an option of its group, else a value of its main key.
+
+    Args:
+        section: The section's name.
+        text: The word as it was written.
+        value: The same as YAML or Hydra's grammar reads it.
+        where: `file:line`, or `command line`.
+        search: Folders in which options are looked up.
+
+    Returns:
+        The name of an option, or the main key with its value.
+
+    Raises:
+        Refused: The section has no main key, or the word can only be the name of an option that does not exist.
+    """
+    if NAME.fullmatch(text) and locate(f"{section}/{text}", search):
+        return text
+    main_key = sections()[section].main_key
+    values = literals(section, main_key) if main_key else []
+    known = list(dict.fromkeys([*options(section, search), *values]))
+    # Paths and hub ids have a slash, files a suffix; anything else can only be meant as a name.
+    is_name = re.fullmatch(r"[\w-]+", text) and value is not None and not Path(text).exists()
+    if known and is_name and text not in known:
+        close = did_you_mean(text, known)
+        hint = f"did you mean `{close}`?" if close else ""
+        if not close and main_key and not values:
+            form = f"{section}.{main_key}={text}" if where == COMMAND_LINE else f"{section}: {{{main_key}: {text}}}"
+            hint = f"for something else write {form}"
+        raise Refused(Problem(section, "is not known", where, text, ", ".join(known), hint))
+    if main_key is None or value is None:
+        allowed = ", ".join(f"{section}.{field}" for field in sections()[section].model_fields)
+        hint = f"~{section} puts all of it back to its defaults" if value is None else ""
+        raise Refused(Problem(section, "is a section", where, text, allowed, hint))
+    return {main_key: [value] if main_key == "sources" and not isinstance(value, list) else value}
+
+
+def replaced(stated: Mapping[str, Any]) -> list[str]:
+    """Dotted keys that mean the same as stated ones in another way, and so give way to them."""
+    return [
+        other
+        for key, others in _INSTEAD.items()
+        if stated.get(key) is not None
+        for other in others
+        if other not in stated
+    ]
+
+
+def left_behind(word: Mapping[str, Any]) -> tuple[str, ...]:
+    """Dotted keys that a main key given as a word does not inherit: other data have a form and columns of their own."""
+    return _ABOUT_SOURCES if "sources" in word else ()
+
+
+class Refused(Exception):
+    """An argument or a word that means nothing; carries the problem."""
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
@@ -112,40 +161,40 @@ def _full_key(key: str) -> str:
     if re.search(r"\.\d", key):
         whole = re.split(r"\.\d", key)[0]
         hint = f"write all of it: {whole}=[…]"
-        raise _Refused(Problem(key, "one entry of a list cannot be set", COMMAND_LINE, hint=hint))
+        raise Refused(Problem(key, "one entry of a list cannot be set", COMMAND_LINE, hint=hint))
     if head == "hydra":
-        raise _Refused(Problem(key, "unknown key: Hydra's own settings are no part of a recipe", COMMAND_LINE))
+        raise Refused(Problem(key, "unknown key: Hydra's own settings are no part of a recipe", COMMAND_LINE))
     if head in Recipe.model_fields:
         return key
     places = leaf_paths().get(head, [])
     if len(places) > 1:
         allowed = ", ".join(place + dot + rest for place in places)
         what = "stands in several sections"
-        raise _Refused(Problem(key, what, COMMAND_LINE, allowed=allowed, hint="write the section too"))
+        raise Refused(Problem(key, what, COMMAND_LINE, allowed=allowed, hint="write the section too"))
     return (places[0] if places else head) + dot + rest
 
 
-def _value(key: str, text: str) -> tuple[str, Any]:
-    """The value as Hydra writes it, and as it reads it. What its grammar cannot read is plain text."""
+def _value(key: str, text: str) -> Any:
+    """The value as Hydra's grammar reads it. What it cannot read is plain text."""
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException as error:
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
             why = str(error).splitlines()[0]
             hint = f"close every bracket and quote; text with commas or brackets is written {key}='\"a, [b]\"'"
-            raise _Refused(Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)) from None
-        return QuotedString(text, Quote.single).with_quotes(), text
+            raise Refused(Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)) from None
+        return text
     if parsed.is_sweep_override():
         hint = f"for a list: {key}=[{text}], for text: {key}='\"{text}\"'"
-        raise _Refused(Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint))
-    return text, parsed.value()
+        raise Refused(Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint))
+    return parsed.value()
 
 
-def _set(key: str, text: str, result: Overrides) -> None:
+def _set(key: str, value: Any, result: Overrides) -> None:
     result.removed = [removed for removed in result.removed if removed != key]
     # Set again, it moves to the end: a later `data={…}` must not be undone by an earlier `data.packing=…`.
     result.values.pop(key, None)
-    result.values[key] = text
+    result.values[key] = value
 
 
 def _remove(key: str, result: Overrides) -> None:
@@ -154,41 +203,29 @@ def _remove(key: str, result: Overrides) -> None:
     if section not in Recipe.model_fields or (leaf and known is not None and leaf.split(".")[0] not in known):
         close = did_you_mean(leaf or section, known or Recipe.model_fields)
         hint = f"did you mean `~{section + '.' if leaf else ''}{close}`?" if close else ""
-        raise _Refused(Problem(key, "unknown key", COMMAND_LINE, hint=hint))
+        raise Refused(Problem(key, "unknown key", COMMAND_LINE, hint=hint))
     result.groups.pop(key, None)
     kept = [one for one in result.values if one != key and not one.startswith(f"{key}.")]
     result.values = {one: result.values[one] for one in kept}
     result.removed.append(key)
 
 
+def _choose(section: str, option: str, result: Overrides) -> None:
+    result.values.pop(f"{section}.{sections()[section].main_key}", None)
+    result.removed = [removed for removed in result.removed if removed != section]
+    result.groups[section] = option
+
+
 def _set_section(section: str, text: str, search: list[Path], result: Overrides) -> None:
     """`section=…`: an option of the group, a mapping, or a value for the section's main key."""
-    main_key = sections()[section].main_key
-    if NAME.fullmatch(text) and locate(f"{section}/{text}", search):
-        if main_key:
-            result.values.pop(f"{section}.{main_key}", None)
-        result.removed = [removed for removed in result.removed if removed != section]
-        result.groups[section] = text
-        return
-    written, value = _value(section, text)
+    value = None if NAME.fullmatch(text) and locate(f"{section}/{text}", search) else _value(section, text)
     if isinstance(value, dict):
-        return _set(section, written, result)
-    if main_key is None or value is None:
-        allowed = ", ".join(f"{section}.{field}" for field in sections()[section].model_fields)
-        hint = f"~{section} puts all of it back to its defaults" if value is None else ""
-        raise _Refused(Problem(section, "is a section", COMMAND_LINE, text, allowed, hint))
-    known = [*options(section, search), *literals(section, main_key)]
-    if known and _is_word(text) and text not in known and not Path(text).exists():
-        close = did_you_mean(text, known)
-        hint = f"did you mean `{close}`?" if close else f"for something else write {section}.{main_key}={text}"
-        problem = Problem(section, "is not known", COMMAND_LINE, text, ", ".join(dict.fromkeys(known)), hint)
-        raise _Refused(problem)
-    if main_key == "sources":
-        written = written if isinstance(value, list) else f"[{written}]"
-        result.removed += [key for key in _ABOUT_SOURCES if key not in result.values]
-    _set(f"{section}.{main_key}", written, result)
-
-
-def _is_word(text: str) -> bool:
-    """Whether a value can only be meant as a name: paths and hub ids have a slash, files a suffix."""
-    return bool(re.fullmatch(r"[\w-]+", text))
+        if "option" in value:
+            _choose(section, str(value.pop("option")), result)
+        return _set(section, value, result)
+    word = section_word(section, text, value, COMMAND_LINE, search)
+    if isinstance(word, str):
+        return _choose(section, word, result)
+    result.removed += [key for key in left_behind(word) if key not in result.values]
+    for key, main in word.items():
+        _set(f"{section}.{key}", main, result)

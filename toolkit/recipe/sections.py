@@ -19,7 +19,7 @@ class Section(BaseModel):
     )
 
     main_key: ClassVar[str | None] = None
-    """The key that `section=value` on the command line means (`optimizer=sgd` is `optimizer.name=sgd`)."""
+    """The key that a section given as a word sets: `optimizer: sgd`, or `optimizer=sgd`, is `optimizer.name`."""
 
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")

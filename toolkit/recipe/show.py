@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from toolkit.common import UserError
 from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.errors import DEFAULT, as_text, origin_of
-from toolkit.recipe.files import NAME, recipe_folders, search_order
+from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import parse
 from toolkit.recipe.schema import Recipe, Source, sections
@@ -68,6 +68,7 @@ def _inline(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
+_ANNOTATIONS = ("title", "description", "default")
 _KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
 _BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "at least"), (Lt, "lt", "below"), (Le, "le", "at most"))
 
@@ -79,17 +80,30 @@ def json_schema() -> dict[str, Any]:
     for definition in schema["$defs"].values():
         if definition.get("title") != "Source":
             definition.pop("required", None)
-    schema["properties"]["defaults"] = {
-        "type": "array",
-        "description": "What this recipe extends: another recipe's name, or `group: option`; `_self_` comes last.",
-        "items": {"anyOf": [{"type": "string"}, {"type": "object"}]},
-    }
+    extends = "The recipe that this one extends, by name; a list for several, the later ones winning."
+    names = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}}
+    schema["properties"]["defaults"] = {"description": extends, "anyOf": [{"type": "string"}, names]}
     source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Source"}]}
     for key in ("sources", "eval_sources"):
         schema["$defs"]["Data"]["properties"][key]["items"] = source
+    for name, section in sections().items():
+        schema["properties"][name] = _with_words(name, section, schema)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Recipe"
     return schema
+
+
+def _with_words(name: str, section: type[Section], schema: dict[str, Any]) -> dict[str, Any]:
+    """A section as keys, or as a word: one of its options, or a value of its main key."""
+    keys: dict[str, Any] = schema["$defs"][section.__name__]["properties"]
+    main = {key: value for key, value in keys.get(section.main_key or "", {}).items() if key not in _ANNOTATIONS}
+    shipped = options(name, [shipped_recipes()])
+    what = f"A ready-made option, by the name of its file in recipes/{name}/; the other keys of this section change it."
+    keys["option"] = {"description": what, "type": "string", "examples": shipped}
+    words = [*shipped, *(word for word in main.get("enum", []) if word not in shipped)]
+    forms = [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "string", "examples": words}]
+    forms += [main] if main and main.get("type") != "string" else []
+    return {"description": Recipe.model_fields[name].description, "anyOf": forms}
 
 
 def markdown() -> str:
@@ -97,8 +111,11 @@ def markdown() -> str:
     lines = ["## Keys of the recipe itself", "", *_table(Recipe, skip=tuple(sections()))]
     for name, section in sections().items():
         lines += ["", f"## {name}", "", _plain(section.__doc__ or "")]
+        if shipped := options(name, [shipped_recipes()]):
+            lines += ["", f"Shipped options: {', '.join(f'`{option}`' for option in shipped)}."]
         if section.main_key:
-            lines += ["", f"`{name}=VALUE` on the command line sets `{name}.{section.main_key}`."]
+            word = "A word that is no option" if shipped else "A word"
+            lines += ["", f"{word}, `{name}: WORD`, sets `{name}.{section.main_key}`."]
         lines += ["", *_table(section)]
         if name == "data":
             lines += ["", "### A source", "", _plain(Source.__doc__ or ""), "", *_table(Source)]
@@ -173,13 +190,10 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
     # An interpolation shown here must not be filled in, least of all when cut in two.
     change = " ".join(overrides).replace("${", "{") or "no change yet"
     values.setdefault("description", f"{wanted.name} with {change}"[:100])
-    entries = [{f"override /{key}" if key in wanted.choices else key: option} for key, option in chosen.items()]
-    content = {
-        "description": values.pop("description"),
-        # Hydra wants overrides after all else.
-        "defaults": [wanted.file.stem, *sorted(entries, key=lambda entry: "override" in next(iter(entry))), "_self_"],
-        **values,
-    }
+    content: dict[str, Any] = {"description": values.pop("description"), "defaults": wanted.file.stem}
+    for group, option in chosen.items():
+        content[group] = {"option": option, **values.pop(group)} if group in values else option
+    content |= values
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
     again = load(name, folder=own).recipe
