@@ -234,7 +234,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fast_commands_import_no_framework() -> None:
     program = (
-        "import sys; from toolkit.cli import main\n"
+        "import sys; from toolkit.cli.main import main\n"
         f"codes = [main(line.split()) for line in {FAST}]\n"
         "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)\n"
         "print(codes, sorted(heavy), file=sys.stderr)"

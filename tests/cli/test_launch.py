@@ -162,7 +162,7 @@ def test_what_is_printed_is_what_is_started(
 
 def test_printing_needs_no_torch(folder: Path) -> None:
     code = (
-        "import sys; from toolkit.cli import main; main(['launch', 'recipe=small', '--gpus', '2', '--print']); "
+        "import sys; from toolkit.cli.main import main; main(['launch', 'recipe=small', '--gpus', '2', '--print']); "
         "print(sorted({'torch', 'accelerate', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)

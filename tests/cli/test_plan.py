@@ -189,7 +189,7 @@ def test_a_price_is_an_amount(price: str, capsys: pytest.CaptureFixture[str]) ->
 def test_a_known_trace_needs_no_framework_and_little_time(capsys: pytest.CaptureFixture[str]) -> None:
     planned(*SMALL, capsys=capsys)
     program = (
-        "import resource, sys; from toolkit.cli import main\n"
+        "import resource, sys; from toolkit.cli.main import main\n"
         f"code = main({['plan', *SMALL]!r})\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "heavy = {'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)\n"

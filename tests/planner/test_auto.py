@@ -192,7 +192,7 @@ def test_launch_refuses_what_could_not_be_chosen(place: Path, capsys: pytest.Cap
 
 
 def test_launching_imports_no_framework(place: Path) -> None:
-    code = "import sys; from toolkit.cli import main; main(sys.argv[1:]); print(*sys.modules, sep='\\n')"
+    code = "import sys; from toolkit.cli.main import main; main(sys.argv[1:]); print(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code, "launch", "recipe=small", *ON_THE_LINE, "--print"],
         env={**os.environ, **environment()},

@@ -9,7 +9,7 @@ import pytest
 from arithmetic import recipe
 
 from toolkit.data.statistics import Counted
-from toolkit.planner.build import fit, make_plan
+from toolkit.planner.build import estimate, fit
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Range
 from toolkit.planner.trace import store
@@ -24,9 +24,15 @@ CONFIG = {
 }  # fmt: skip
 
 
-def trace(setting: Setting) -> Trace:
+def trace(setting: Setting, tracing: str = "worker") -> Trace:
     """The usual transformer, as if it had been traced."""
     return dataclasses.replace(estimated(setting, ""), origin="traced")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any model's code is the usual transformer."""
+    monkeypatch.setattr(store, "obtain", trace)
 
 
 def device_memory(low: float, value: float, high: float) -> list[Memory]:
@@ -66,13 +72,13 @@ def test_the_place_that_may_run_out_decides(
     assert found.margin == found.available - found.needed
 
 
-def test_rows_that_were_counted_bound_the_largest_micro_batch() -> None:
+def test_rows_that_were_counted_bound_the_largest_micro_batch(traced: None) -> None:
     """A recipe may allow far longer sequences than its data has."""
     short = Counted(1000, 100_000, 100_000, 1000, 12_000_000, (50.0, 100.0, 200.0))
     asked = recipe(batch={"seq_len": 8192, "micro_batch_size": 4, "global_batch_size": 8})
     stated = recipe(batch={"seq_len": 200, "micro_batch_size": 4, "global_batch_size": 8})
     plans = [
-        make_plan(each, "short", find("h200"), config=CONFIG, rows=rows, tracer=trace, advice=False)
+        estimate(each, "short", find("h200"), config=CONFIG, rows=rows, advice=False)
         for each, rows in ((asked, None), (asked, short), (stated, None))
     ]
     full, counted, same = (plan.memory[0].phases["backward"]["activations"] for plan in plans)
@@ -84,26 +90,27 @@ def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkey
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     asked = recipe(method={"name": "lora"}, activation_checkpointing={"mode": "none"}, batch={"seq_len": 8192})
 
-    def obtain(setting: Setting) -> Trace:
+    def obtain(setting: Setting, tracing: str) -> Trace:
         store.keep(setting, trace(setting))
         return trace(setting)
 
-    plan = make_plan(asked, "long", find("t4"), config=CONFIG, tracer=obtain)
+    monkeypatch.setattr(store, "obtain", obtain)
+    plan = estimate(asked, "long", find("t4"), config=CONFIG)
     assert plan.fit.answer == "no"
     first = plan.advice[0]
     assert first.kind == "as asked" and first.fits == "yes" and "activation_checkpointing.mode" in first.changes
 
 
 @pytest.mark.parametrize(("name", "kept"), [("t4", 2 * 8.125 * 2**20), ("a100", 2 * 8.125 * 2**20), ("h200", 2**26)])
-def test_a_gpu_keeps_workspaces_of_its_generation(name: str, kept: float) -> None:
-    answered = make_plan(recipe(precision="fp16"), "any", find(name), config=CONFIG, tracer=trace, advice=False)
+def test_a_gpu_keeps_workspaces_of_its_generation(traced: None, name: str, kept: float) -> None:
+    answered = estimate(recipe(precision="fp16"), "any", find(name), config=CONFIG, advice=False)
     assert answered.memory[0].phases["backward"]["workspace"] == kept
 
 
 @pytest.mark.parametrize("length", [128, 4096])
-def test_a_cpu_keeps_what_comes_and_goes_up_to_a_gib(length: int) -> None:
+def test_a_cpu_keeps_what_comes_and_goes_up_to_a_gib(traced: None, length: int) -> None:
     asked = recipe(batch={"seq_len": length, "micro_batch_size": 1}, precision="fp32", method={"name": "lora"})
-    answered = make_plan(asked, "any", find("cpu"), config=CONFIG, tracer=trace, advice=False)
+    answered = estimate(asked, "any", find("cpu"), config=CONFIG, advice=False)
     (rank,) = answered.memory
     goes = rank.allocated - sum(rank.phases["resume"].values())
     assert (goes < GIB) == (length == 128)
@@ -111,14 +118,14 @@ def test_a_cpu_keeps_what_comes_and_goes_up_to_a_gib(length: int) -> None:
     assert answered.host.peak == pytest.approx(rank.total.value, abs=4)
 
 
-def test_why_there_is_no_trace_is_said_in_a_few_lines() -> None:
+def test_why_there_is_no_trace_is_said_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     error = "ValueError: unknown model type, should be one of " + ", ".join(f"model_{each}" for each in range(300))
-    plan = make_plan(
-        recipe(), "new", find("h200"), config=CONFIG, tracer=lambda setting: estimated(setting, error), advice=False
-    )
+    monkeypatch.setattr(store, "obtain", lambda setting, tracing: estimated(setting, error))
+    plan = estimate(recipe(), "new", find("h200"), config=CONFIG, advice=False)
     (note,) = (each for each in plan.notes if "could not be traced" in each)
     assert "unknown model type" in note and len(note) < 320
     # Estimates are less sure than traces.
-    traced = make_plan(recipe(), "known", find("h200"), config=CONFIG, tracer=trace, advice=False)
+    monkeypatch.setattr(store, "obtain", trace)
+    traced = estimate(recipe(), "known", find("h200"), config=CONFIG, advice=False)
     assert plan.memory[0].total.high > traced.memory[0].total.high
     assert plan.work.step_seconds.high > traced.work.step_seconds.high

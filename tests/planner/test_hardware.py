@@ -373,7 +373,7 @@ def test_a_broken_file_of_figures_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_no_framework_is_imported() -> None:
-    code = "import sys; from toolkit.hardware import find, this_machine; find('h200'); this_machine(); "
+    code = "import sys; from toolkit.planner.hardware import find, this_machine; find('h200'); this_machine(); "
     check = code + "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 

@@ -118,11 +118,11 @@ def test_a_checkpoint_has_the_planned_size(strategy, folder, ranks, monkeypatch)
 
 
 def _plan_of(arguments, processes):
-    from toolkit.planner.build import make_plan
+    from toolkit.planner.build import estimate
     from toolkit.recipe.rules import load_checked
 
     loaded = load_checked("full_rows", arguments[1:])
-    return make_plan(loaded.recipe, "full_rows", find(f"cpux{processes}" if processes > 1 else "cpu"), advice=False)
+    return estimate(loaded.recipe, "full_rows", find(f"cpux{processes}" if processes > 1 else "cpu"), advice=False)
 
 
 def _trace():

@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from toolkit.distributed import BatchLayout, dtypes
 from toolkit.models.adapters import add_method
 from toolkit.models.load import load_model
+from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
 from toolkit.planner.trace.__main__ import _resolves as resolves
-from toolkit.planner.trace.analytic import UnknownSize, estimated
+from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.shallow import Shallow, _layers
 from toolkit.planner.trace.tracker import Ledger

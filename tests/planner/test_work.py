@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.data.statistics import Counted
 from toolkit.distributed import batch_layout
-from toolkit.planner.build import make_plan
+from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Work
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, transfers
@@ -91,7 +91,7 @@ def test_rules_of_thumb() -> None:
 
 
 def test_of_a_mixture_the_rule_of_thumb_counts_the_experts_that_a_token_meets() -> None:
-    answered = make_plan(
+    answered = estimate(
         load("qwen3_30b_a3b_lora", (), shipped_recipes()).recipe, "moe", find("h200"), advice=False
     ).work
     assert answered.rule_flops_per_step / (4 * answered.tokens_per_step) == pytest.approx(3.35e9, rel=0.01)

@@ -199,14 +199,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def planned(*arguments: str, processes: int = 1) -> Any:
     """The plan's `Memory` of the fullest rank, for a training in the current folder on processes on a CPU."""
-    from toolkit.planner.build import make_plan
+    from toolkit.planner.build import estimate
     from toolkit.planner.hardware import find
     from toolkit.recipe import split_arguments
     from toolkit.recipe.rules import load_checked
 
     loaded = load_checked(*split_arguments(list(arguments)))
     hardware = find("cpu" if processes == 1 else f"cpux{processes}")
-    return make_plan(loaded.recipe, loaded.name, hardware, advice=False).memory[0]
+    return estimate(loaded.recipe, loaded.name, hardware, advice=False).memory[0]
 
 
 def measured(folder: Path, processes: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         options.arguments += rest
     quiet_libraries()
+    # What takes long says so beside the output: rooms log to `toolkit.ROOM`.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("toolkit").setLevel(logging.INFO)
     try:
         status = options.command(options)
         sys.stdout.flush()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.common import UserError
 from toolkit.distributed import World, check_launch
-from toolkit.planner.build import make_plan
+from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.plan import Plan, Refused
-from toolkit.planner.trace import store
-from toolkit.planner.trace.types import Setting, Trace
-from toolkit.recipe import Loaded, Recipe, load, model_configs, split_arguments
+from toolkit.recipe import Recipe, load, split_arguments
 from toolkit.recipe.rules import check, load_checked
 
 
@@ -67,7 +64,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None) ->
     name, overrides, hardware = _parts(arguments, folder)
     loaded = load_checked(name, overrides, folder)
     _check_launch(loaded.recipe, hardware)
-    return _plan(loaded, hardware, overrides, price, advice=True)
+    return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price)
 
 
 def answers(rows: Sequence[Sequence[str]], folder: str | None, price: float | None) -> list[Plan | Refused]:
@@ -89,19 +86,10 @@ def _row(arguments: Sequence[str], folder: str | None, price: float | None) -> P
     if not reason:
         try:
             _check_launch(loaded.recipe, hardware)
-            return _plan(loaded, hardware, overrides, price, advice=False)
+            return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, advice=False)
         except UserError as error:
             reason = f"{error.what}; {error.change}" if error.change else error.what
     return Refused(recipe=loaded.name, overrides=overrides, hardware=hardware.name, reason=reason)
-
-
-def _plan(loaded: Loaded, hardware: Hardware, overrides: list[str], price: float | None, *, advice: bool) -> Plan:
-    recipe = loaded.recipe
-    plan = make_plan(recipe, loaded.name, hardware, overrides=overrides, price=price, advice=advice, tracer=_traced)
-    if plan.origin == "formulas" and not model_configs.facts_of(recipe.model):
-        # They take any config; what Transformers can make no model of will not train.
-        store.config_of(recipe)
-    return plan
 
 
 def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str], Hardware]:
@@ -111,14 +99,6 @@ def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str]
     own = Path(folder) if folder else None
     found = find(named[-1], own) if named else this_machine(own)
     return name, overrides, found
-
-
-def _traced(setting: Setting) -> Trace:
-    """The trace of a setting; says so where that takes some seconds."""
-    if store.find(setting) is None:
-        ways = f"method {setting.method['name']}, checkpointing {setting.checkpointing}, attention {setting.attention}"
-        print(f"tracing this model for the first time: {ways}", file=sys.stderr, flush=True)
-    return store.obtain(setting)
 
 
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:

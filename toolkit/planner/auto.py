@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 from toolkit.common import UserError
 from toolkit.planner.advice import remedies
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.plan import Plan
-from toolkit.planner.search import TIE, Candidate, Changes, as_arguments, explore, fastest, least
+from toolkit.planner.search import TIE, Candidate, Changes, Estimate, as_arguments, explore, fastest, least
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
-
-
-class Estimator(Protocol):
-    """See `search.Estimate`; with `may_trace` a plan is made for every setting, which takes seconds for a new one."""
-
-    def __call__(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None: ...
-
 
 _SECTIONS = {
     "strategy": "no other goes with these devices and the rest of the recipe",
@@ -29,7 +20,7 @@ _SECTIONS = {
 """Sections in the order in which they are decided, with the reason of a choice that had no rival."""
 
 
-def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimator) -> tuple[Recipe, dict[str, str]]:
+def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Recipe, dict[str, str]]:
     """Decides what a recipe leaves to the plan. The same recipe on the same hardware always gets the same answer.
 
     Settings whose plans are not known yet are traced, or the answer would depend on what was planned before.
@@ -97,7 +88,7 @@ def _rivals(section: str, best: Candidate, found: Sequence[Candidate]) -> list[s
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])][:3]
 
 
-def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimator, found: Sequence[Candidate]) -> UserError:
+def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, found: Sequence[Candidate]) -> UserError:
     if not found:
         return UserError(
             f"{' and '.join(recipe.undecided)} cannot be decided: no setting goes with the rest of the recipe on "

@@ -1,4 +1,10 @@
-"""Puts a plan together."""
+"""The door to the planner: what a recipe costs on some hardware, and what stands for its `auto`.
+
+A plan is arithmetic on a recipe, a machine and a trace of what one micro-batch does to memory and compute units.
+Everybody outside the planner calls this module, shows the classes of `plan` and names machines by `hardware`. It takes
+milliseconds where the trace is known, and seconds where the model's code must be traced first. The alternative, to try
+the recipe on the devices, needs the devices.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import functools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +21,7 @@ from toolkit.data.statistics import Counted, counted
 from toolkit.distributed import BatchLayout, World, batch_layout, dtypes
 from toolkit.models import attention
 from toolkit.planner.advice import advise
-from toolkit.planner.auto import Estimator, resolve
+from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host
@@ -23,16 +29,86 @@ from toolkit.planner.plan import Disk, Fit, Host, Memory, Plan, Range, Work
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
 from toolkit.planner.trace import store
-from toolkit.planner.trace.types import Setting, Trace, setting_of
+from toolkit.planner.trace.store import Tracing
+from toolkit.planner.trace.types import Trace, setting_of
 from toolkit.recipe import Loaded, Recipe, model_configs
 
 _FORMULAS_OFF = 0.35
 """By what share the formulas that stand in for a trace were off, for current decoders."""
 
-Tracer = Callable[[Setting], Trace | None]
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What the plans of one question share; the setting and the hardware vary while better ones are looked for.
+
+    Args:
+        name: The recipe's name.
+        overrides: What was set on the command line.
+        price: Of a GPU-hour.
+        config: The model's config.
+        rows: Figures of the prepared data; None where it is not prepared.
+        tracing: Where a trace is made that is not known.
+    """
+
+    name: str
+    overrides: Sequence[str]
+    price: float | None
+    config: Mapping[str, Any]
+    rows: Counted | None
+    tracing: Tracing
+
+    def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
+        """See `search.Estimate`."""
+        layout = batch_layout(recipe, hardware.devices)
+        compute = dtypes(recipe).compute
+        backend = attention.planned(recipe.model.attention, self.config, compute, hardware.device.capability)
+        longest = _longest(recipe, layout, self.rows)
+        setting = setting_of(recipe, self.config, hardware.device.kind, backend, longest)
+        trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
+        if trace is None:
+            return None
+        ranks = memory(recipe, longest, hardware, trace)
+        ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
+        labour = work(
+            recipe,
+            layout,
+            hardware,
+            trace,
+            self.rows,
+            self.price,
+            attention=backend,
+            experts=model_configs.experts(self.config),
+            checkpoint_bytes=drives.checkpoint,
+        )
+        if trace.origin == "formulas":
+            ranks, labour = [_less_sure(each) for each in ranks], _slower_or_faster(labour)
+        return Plan(
+            recipe=self.name,
+            overrides=list(self.overrides),
+            hardware=hardware.name,
+            devices=hardware.devices,
+            nodes=hardware.nodes,
+            device_memory=hardware.device.memory,
+            strategy=_strategy(recipe),
+            attention=backend,
+            micro_batch_size=layout.micro_batch_size,
+            gradient_accumulation_steps=layout.gradient_accumulation_steps,
+            global_batch_size=layout.global_batch_size,
+            seq_len=layout.seq_len,
+            chosen={},
+            memory=ranks,
+            host=ram,
+            host_memory=hardware.node.ram,
+            disk=drives,
+            fit=fit(hardware, ranks, ram, drives),
+            work=labour,
+            advice=[],
+            origin=trace.origin,
+            notes=_notes(recipe, hardware, trace),
+        )
 
 
-def make_plan(
+def estimate(
     recipe: Recipe,
     name: str,
     hardware: Hardware,
@@ -42,9 +118,12 @@ def make_plan(
     advice: bool = True,
     config: Mapping[str, Any] | None = None,
     rows: Counted | None = None,
-    tracer: Tracer = store.obtain,
+    tracing: Tracing = "worker",
 ) -> Plan:
-    """The plan of a recipe on some hardware, one process per device.
+    """What a recipe costs on some hardware, with one process per device.
+
+    Example:
+        `estimate(loaded.recipe, loaded.name, find("h200x8")).fit.answer`
 
     Args:
         name: The recipe's name.
@@ -53,113 +132,84 @@ def make_plan(
         advice: Whether to look for better settings.
         config: The model's config, where it has been loaded.
         rows: Figures of the prepared data, where they are at hand.
-        tracer: Where traces come from.
+        tracing: Where the model's code is traced if it has not been before, which takes seconds: in a `worker`, a
+            process of its own, or `in_process`, for a caller that has imported torch and transformers already.
 
     Raises:
-        UserError: If the model's config cannot be found, or the batch does not divide over the devices.
+        UserError: If nothing fits that `auto` may stand for, the model's config cannot be found, or the batch does not
+            divide over the devices.
+        UnknownSize: If the model can be neither traced nor estimated.
     """
-    config = config or model_configs.config_of(recipe.model) or store.config_of(recipe)
-    rows = rows or counted(recipe)
-    recipe, chosen = decide(recipe, hardware, config=config, tracer=tracer)
-    estimate = _estimator(name, overrides, price, config, rows, tracer)
-    plan = _plan(recipe, name, hardware, overrides, price, config, rows, tracer)
+    question = _Question(
+        name, overrides, price, config or _config_of(recipe), rows or counted(recipe), tracing
+    )  # fmt: skip
+    recipe, chosen = decide(recipe, hardware, config=question.config, tracing=tracing)
+    plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
-    suggestions = advise(recipe, hardware, plan, estimate) if advice else []
+    if plan.origin == "formulas" and config is None and not model_configs.facts_of(recipe.model):
+        # Formulas take any config; what Transformers can make no model of will not train.
+        store.config_of(recipe)
+    suggestions = advise(recipe, hardware, plan, question.plan) if advice else []
     if advice and plan.fit.answer == "no" and all(each.kind == "option" for each in suggestions):
         # Advice knows what has been traced, which may be too little. These settings take the least memory.
         least = recipe.with_values({"batch.micro_batch_size": 1, "activation_checkpointing.mode": "full"})
-        explore(least, hardware, functools.partial(estimate, may_trace=True), ("strategy.name",))
-        suggestions = advise(recipe, hardware, plan, estimate)
+        explore(least, hardware, functools.partial(question.plan, may_trace=True), ("strategy.name",))
+        suggestions = advise(recipe, hardware, plan, question.plan)
     return plan.model_copy(update={"chosen": chosen, "advice": suggestions})
 
 
 def decide(
-    recipe: Recipe, hardware: Hardware, *, config: Mapping[str, Any] | None = None, tracer: Tracer = store.obtain
+    recipe: Recipe, hardware: Hardware, *, config: Mapping[str, Any] | None = None, tracing: Tracing = "worker"
 ) -> tuple[Recipe, dict[str, str]]:
     """The recipe with all that it leaves to the plan decided, and the reasons; see `auto.resolve`.
 
     Whether the data is prepared plays no part: a run that is continued must find what it began with.
 
     Raises:
-        UserError: If nothing fits, or as in `make_plan`.
+        UserError: If nothing fits, or as in `estimate`.
     """
     if not recipe.undecided:
         return recipe, {}
-    config = config or model_configs.config_of(recipe.model) or store.config_of(recipe)
-    return resolve(recipe, hardware, _estimator("", (), None, config, None, tracer))
+    question = _Question("", (), None, config or _config_of(recipe), None, tracing)
+    return resolve(recipe, hardware, question.plan)
 
 
-def _estimator(
-    name: str,
-    overrides: Sequence[str],
-    price: float | None,
-    config: Mapping[str, Any],
-    rows: Counted | None,
-    tracer: Tracer,
-) -> Estimator:
-    def estimate(recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
-        """The plan of another setting, without advice; None where its trace is not known."""
-        obtain = tracer if may_trace else store.find
-        return _plan(recipe, name, hardware, overrides, price, config, rows, obtain)
+def decide_for_launch(loaded: Loaded, world: World, folder: str | Path | None = None) -> Loaded:
+    """The recipe with what it leaves to the plan decided for a launch. All processes come to the same answer.
 
-    return estimate
+    Raises:
+        UserError: If nothing fits, or these processes cannot take the recipe.
+    """
+    if not loaded.recipe.undecided:
+        return loaded
+    return loaded.decided(*decide(loaded.recipe, launched_on(world, folder)))
 
 
-def _plan(
-    recipe: Recipe,
-    name: str,
-    hardware: Hardware,
-    overrides: Sequence[str],
-    price: float | None,
-    config: Mapping[str, Any],
-    rows: Counted | None,
-    tracer: Tracer,
-) -> Plan | None:
-    layout = batch_layout(recipe, hardware.devices)
-    backend = attention.planned(recipe.model.attention, config, dtypes(recipe).compute, hardware.device.capability)
-    longest = _longest(recipe, layout, rows)
-    trace = tracer(setting_of(recipe, config, hardware.device.kind, backend, longest))
-    if trace is None:
-        return None
-    ranks = memory(recipe, longest, hardware, trace)
-    ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
-    labour = work(
-        recipe,
-        layout,
-        hardware,
-        trace,
-        rows,
-        price,
-        attention=backend,
-        experts=model_configs.experts(config),
-        checkpoint_bytes=drives.checkpoint,
-    )
-    if trace.origin == "formulas":
-        ranks, labour = [_less_sure(each) for each in ranks], _slower_or_faster(labour)
-    return Plan(
-        recipe=name,
-        overrides=list(overrides),
-        hardware=hardware.name,
-        devices=hardware.devices,
-        nodes=hardware.nodes,
-        device_memory=hardware.device.memory,
-        strategy=_strategy(recipe),
-        attention=backend,
-        micro_batch_size=layout.micro_batch_size,
-        gradient_accumulation_steps=layout.gradient_accumulation_steps,
-        global_batch_size=layout.global_batch_size,
-        seq_len=layout.seq_len,
-        chosen={},
-        memory=ranks,
-        host=ram,
-        host_memory=hardware.node.ram,
-        disk=drives,
-        fit=fit(hardware, ranks, ram, drives),
-        work=labour,
-        advice=[],
-        origin=trace.origin,
-        notes=_notes(recipe, layout, hardware, trace, backend),
-    )
+def launched_on(
+    world: World, folder: str | Path | None = None, environment: Mapping[str, str] = os.environ
+) -> Hardware:
+    """The hardware of a launch: a device of this machine for each of its processes, and other nodes like this one.
+
+    Args:
+        folder: The user's recipes folder, see `hardware.find`.
+
+    Raises:
+        UserError: If the GPUs of this machine differ.
+    """
+    # `accelerate launch --cpu` means the CPU, also where there are GPUs.
+    own = Path(folder) if folder else None
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    machine = find("cpu", own) if on_cpu else this_machine(own)
+    if machine.device.kind == "cpu":
+        # The processes share its cores.
+        machine = find(f"cpux{world.local_world_size}", own)
+    count, nodes = world.local_world_size, world.num_nodes
+    sizes = f"x{count}" * (world.world_size > 1) + f"x{nodes}" * (nodes > 1)
+    return dataclasses.replace(machine, name=f"{machine.device.name}{sizes}", devices_per_node=count, nodes=nodes)
+
+
+def _config_of(recipe: Recipe) -> Mapping[str, Any]:
+    return model_configs.config_of(recipe.model) or store.config_of(recipe)
 
 
 def _less_sure(memory: Memory) -> Memory:
@@ -234,7 +284,7 @@ def _strategy(recipe: Recipe) -> str:
     return ", ".join([strategy.name, *offloads])
 
 
-def _notes(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, backend: str) -> list[str]:
+def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:
     notes = []
     if trace.origin == "formulas":
         # Libraries name all that they know instead: hundreds of models.
@@ -247,37 +297,3 @@ def _notes(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
     return notes
-
-
-def launched_on(
-    world: World, folder: str | Path | None = None, environment: Mapping[str, str] = os.environ
-) -> Hardware:
-    """The hardware of a launch: a device of this machine for each of its processes, and other nodes like this one.
-
-    Args:
-        folder: The user's recipes folder, see `hardware.find`.
-
-    Raises:
-        UserError: If the GPUs of this machine differ.
-    """
-    # `accelerate launch --cpu` means the CPU, also where there are GPUs.
-    own = Path(folder) if folder else None
-    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    here = find("cpu", own) if on_cpu else this_machine(own)
-    if here.device.kind == "cpu":
-        # The processes share its cores.
-        here = find(f"cpux{world.local_world_size}", own)
-    count, nodes = world.local_world_size, world.num_nodes
-    sizes = f"x{count}" * (world.world_size > 1) + f"x{nodes}" * (nodes > 1)
-    return dataclasses.replace(here, name=f"{here.device.name}{sizes}", devices_per_node=count, nodes=nodes)
-
-
-def decided(loaded: Loaded, world: World, folder: str | Path | None = None) -> Loaded:
-    """The recipe with what it leaves to the plan decided for a launch. All processes come to the same answer.
-
-    Raises:
-        UserError: If nothing fits, or these processes cannot take the recipe.
-    """
-    if not loaded.recipe.undecided:
-        return loaded
-    return loaded.decided(*decide(loaded.recipe, launched_on(world, folder)))

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from toolkit.common import UserError
+
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 PARTS = {
     "parameters": "weights of the model as the engine holds them between steps",
@@ -21,6 +23,10 @@ PARTS = {
     "workspace": "cuBLAS and kernels",
 }
 """What the allocator holds, by part."""
+
+
+class UnknownSize(UserError):
+    """A model whose code cannot be traced, and whose config does not say how large it is in words that are known."""
 
 
 class Figures(BaseModel):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.common import UserError
 from toolkit.distributed import World, batch_layout, check_launch
@@ -22,8 +22,6 @@ from toolkit.recipe.errors import as_text
 from toolkit.recipe.rules import check
 from toolkit.recipe.rules.strategy import foreign_keys
 
-Estimate = Callable[[Recipe, Hardware], Plan | None]
-"""The plan of a recipe on some hardware, without advice; None where it is not known at once."""
 Changes = dict[str, Any]
 """Dotted key to value."""
 
@@ -44,6 +42,15 @@ _OFFLOADED: tuple[Changes, ...] = (
     {"strategy.name": "zero3", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "none"},
     {"strategy.name": "zero3", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "cpu"},
 )
+
+
+class Estimate(Protocol):
+    """The plan of a recipe on some hardware, without advice.
+
+    None where its trace is not known, unless a new one may be made, which takes seconds.
+    """
+
+    def __call__(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None: ...
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = parser.parse_known_args(arguments)
         loaded = load_checked(*split_arguments(rest), options.recipes)
         if loaded.recipe.undecided:
-            from toolkit.planner.build import decided
+            from toolkit.planner.build import decide_for_launch
 
-            loaded = decided(loaded, world, options.recipes)
+            loaded = decide_for_launch(loaded, world, options.recipes)
         launch = check_launch(loaded.recipe, world)
         loaded = dataclasses.replace(loaded, taken_over=launch.taken_over)
         if world.rank == 0:

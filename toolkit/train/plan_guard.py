@@ -12,13 +12,9 @@ from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.data.statistics import Counted
 from toolkit.distributed import World
 from toolkit.models.load import load_config
-from toolkit.planner.build import launched_on, make_plan
+from toolkit.planner.build import estimate, launched_on
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Plan
-from toolkit.planner.trace import store
-from toolkit.planner.trace.analytic import estimated
-from toolkit.planner.trace.fit import trace
-from toolkit.planner.trace.types import Setting, Trace
 from toolkit.recipe import Loaded, model_configs
 from toolkit.report.load import Measured
 from toolkit.report.plan_text import brief_text
@@ -119,20 +115,8 @@ def ran_out(error: BaseException) -> bool:
 def _plan(loaded: Loaded, hardware: Hardware, rows: Counted | None, advice: bool) -> Plan:
     recipe = loaded.recipe
     config = model_configs.config_of(recipe.model) or load_config(recipe).to_dict()
-    plan = make_plan(recipe, loaded.name, hardware, advice=advice, config=config, rows=rows, tracer=_trace)
+    plan = estimate(recipe, loaded.name, hardware, advice=advice, config=config, rows=rows, tracing="in_process")
     return plan.model_copy(update={"chosen": dict(loaded.chosen)})
-
-
-def _trace(setting: Setting) -> Trace:
-    """Traces in this process, where all that is needed has been imported already."""
-    known = store.find(setting)
-    if known is None:
-        try:
-            known = trace(setting)
-        except Exception as error:  # A model's own code may raise anything, and a run must not end for its plan.
-            return estimated(setting, in_a_line(error))
-        store.keep(setting, known)
-    return known
 
 
 def _held() -> str:

@@ -33,7 +33,7 @@ from toolkit.distributed.rendezvous import Meeting
 from toolkit.models import attention, kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
 from toolkit.models.load import load_config, load_model, load_tokenizer, stop_tokens, weight_files
-from toolkit.planner.trace.analytic import UnknownSize
+from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress
 from toolkit.train import checkpoint, optimizer, preflight

@@ -13,7 +13,7 @@ from toolkit.distributed import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Meeting, meet
 from toolkit.models.load import count_parameters, restore_config
-from toolkit.planner.trace.analytic import UnknownSize
+from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card

@@ -6,16 +6,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.common import UserError
+from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace.types import Amount, Moment, Pass, Setting, Tensors, Trace
 from toolkit.recipe import model_configs
 
 _NOTHING = Amount()
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class UnknownSize(UserError):
-    """A model whose code cannot be traced, and whose config does not say how large it is in words that are known."""
 
 
 def estimated(setting: Setting, note: str) -> Trace:

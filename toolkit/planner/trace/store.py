@@ -1,4 +1,10 @@
-"""Where traces are kept: shipped with the package, or in the cache; and how new ones are made without torch."""
+"""Where traces are kept, and how a new one is made.
+
+A trace is read from those shipped with the package, or from the cache. One that is not known is made, which takes
+seconds: in this process where torch is imported already, else in a worker, because this module must not import torch
+(`toolkit plan` answers at once where the trace is known). The worker stays for further questions, as its imports take
+longer than a trace. A lock keeps processes that ask for the same trace from making it twice.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +12,31 @@ import dataclasses
 import functools
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock
 
-from toolkit.common import UserError, cache_dir
+from toolkit.common import UserError, cache_dir, in_a_line
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.types import Setting, Trace
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
-"""Traces of the shelf's models: one file for each architecture, made by `python scripts/ship_traces.py`."""
+"""Traces of the shipped recipes' models: one file for each architecture, made by `python scripts/ship_traces.py`."""
 
+Tracing = Literal["worker", "in_process"]
+"""Where a trace that is not known is made: in a process of its own, or in this one, which then imports torch."""
 
+_log = logging.getLogger("toolkit.planner")
 _LAUNCH = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
 """Beginnings of the variables by which launchers speak to the processes they start."""
-_found: dict[str, Trace] = {}
-"""Traces by key that have been read: advice asks for the same one again and again."""
+_read_before: dict[str, Trace] = {}
+"""Traces by key: advice asks for the same one again and again."""
 _too_long: dict[str, str] = {}
 """Why an architecture's code is not traced in time: in another setting it takes as long."""
 
@@ -34,20 +44,39 @@ _too_long: dict[str, str] = {}
 def find(setting: Setting) -> Trace | None:
     """The trace of a setting, if it is known."""
     key = setting.key()
-    if key not in _found:
+    if key not in _read_before:
         shipped = _shipped(setting.architecture()).get(key)
-        found = _read(_cached(setting)) if shipped is None else Trace.from_json(shipped)
-        if found is None:
+        trace = _read(_cached(setting)) if shipped is None else Trace.from_json(shipped)
+        if trace is None:
             return None
-        _found[key] = found
-    return _found[key]
+        _read_before[key] = trace
+    return _read_before[key]
 
 
-def obtain(setting: Setting) -> Trace:
-    """The trace of a setting; made in another process if it is not known, or estimated if that cannot be done."""
+def obtain(setting: Setting, tracing: Tracing = "worker") -> Trace:
+    """The trace of a setting; made if it is not known, or estimated from the config if that cannot be done.
+
+    Raises:
+        UnknownSize: If it can be neither traced nor estimated.
+    """
     known = find(setting)
     if known is not None:
         return known
+    return _trace_here(setting) if tracing == "in_process" else _trace_in_worker(setting)
+
+
+def _trace_here(setting: Setting) -> Trace:
+    from toolkit.planner.trace.fit import trace
+
+    try:
+        made = trace(setting)
+    except Exception as error:  # A model's own code may raise anything, and a run must not end for its plan.
+        return estimated(setting, in_a_line(error))
+    keep(setting, made)
+    return made
+
+
+def _trace_in_worker(setting: Setting) -> Trace:
     file = _cached(setting)
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
@@ -57,6 +86,8 @@ def obtain(setting: Setting) -> Trace:
             architecture = setting.architecture()
             if architecture in _too_long:
                 return estimated(setting, _too_long[architecture])
+            ways = f"{setting.method['name']}, checkpointing {setting.checkpointing}, attention {setting.attention}"
+            _log.info("tracing this model for the first time: method %s", ways)
             answer = ask({"trace": dataclasses.asdict(setting)})
             if answer.get("error", "").startswith(TimeoutError.__name__):
                 _too_long[architecture] = answer["error"]
