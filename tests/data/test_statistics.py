@@ -13,7 +13,7 @@ import pytest
 from data_fixtures import chatml_tokenizer, write_jsonl
 
 from toolkit.data.prepare import prepare
-from toolkit.data.statistics import Counted, counted
+from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.recipe import Recipe
 
 STOP = frozenset({2})
@@ -32,10 +32,10 @@ def documents(path: Path, count: int) -> Path:
 @pytest.mark.parametrize("packing", [False, True])
 def test_figures_are_those_of_the_rows(tmp_path: Path, packing: bool) -> None:
     wanted = recipe(documents(tmp_path / "a.jsonl", 40), packing=packing, eval_split=0.25)
-    assert counted(wanted, tmp_path / "cache") is None
+    assert statistics_of(wanted, tmp_path / "cache") is None
     prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
-    found = counted(wanted, tmp_path / "cache")
-    assert found is not None and found == prepared.counted
+    found = statistics_of(wanted, tmp_path / "cache")
+    assert found is not None and found == prepared.statistics
     assert prepared.eval is not None
     rows, held_out = list(prepared.train), list(prepared.eval)
     lengths = [len(row["input_ids"]) for row in rows]
@@ -50,13 +50,13 @@ def test_figures_are_those_of_the_rows(tmp_path: Path, packing: bool) -> None:
 def test_changed_data_and_settings_are_not_counted(tmp_path: Path) -> None:
     path, cache = documents(tmp_path / "a.jsonl", 40), tmp_path / "cache"
     prepare(recipe(path), chatml_tokenizer(), STOP, cache)
-    assert counted(recipe(path, num_proc=2), cache) is not None  # how it is made does not matter
+    assert statistics_of(recipe(path, num_proc=2), cache) is not None  # how it is made does not matter
     for other in (recipe(path, seq_len=65), recipe(path, packing=True), recipe(path, max_samples=30)):
-        assert counted(other, cache) is None
+        assert statistics_of(other, cache) is None
     os.utime(path, ns=(1, 1))
-    assert counted(recipe(path), cache) is None
+    assert statistics_of(recipe(path), cache) is None
     prepare(recipe(path), chatml_tokenizer(), STOP, cache)  # the same content: loaded, and counted again
-    assert counted(recipe(path), cache) is not None
+    assert statistics_of(recipe(path), cache) is not None
 
 
 def test_a_file_that_joins_a_folder_is_seen(tmp_path: Path) -> None:
@@ -64,19 +64,19 @@ def test_a_file_that_joins_a_folder_is_seen(tmp_path: Path) -> None:
     folder.mkdir()
     documents(folder / "a.jsonl", 20)
     prepare(recipe(folder), chatml_tokenizer(), STOP, tmp_path / "cache")
-    assert counted(recipe(folder), tmp_path / "cache") is not None
+    assert statistics_of(recipe(folder), tmp_path / "cache") is not None
     documents(folder / "b.jsonl", 20)
-    assert counted(recipe(folder), tmp_path / "cache") is None
+    assert statistics_of(recipe(folder), tmp_path / "cache") is None
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_longest_of_a_batch(size: int) -> None:
     lengths = np.random.default_rng(0).lognormal(5, 0.8, 20_000)
-    figures = Counted(1, 1, 1, 1, 1, tuple(np.percentile(lengths, np.linspace(0, 100, 1001)).tolist()))
+    figures = DataStatistics(1, 1, 1, 1, 1, tuple(np.percentile(lengths, np.linspace(0, 100, 1001)).tolist()))
     drawn = np.random.default_rng(1).choice(lengths, (20_000, size)).max(axis=1).mean()
     assert figures.longest_of(size) == pytest.approx(drawn, rel=0.06)
 
 
 def test_counting_imports_no_framework() -> None:
-    code = "import sys, toolkit.plan.counted; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    code = "import sys, toolkit.data.statistics; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

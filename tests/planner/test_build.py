@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from arithmetic import recipe
 
-from toolkit.data.statistics import Counted
+from toolkit.data.statistics import DataStatistics
 from toolkit.planner.build import estimate, fit
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Range
@@ -74,12 +74,12 @@ def test_the_place_that_may_run_out_decides(
 
 def test_rows_that_were_counted_bound_the_largest_micro_batch(traced: None) -> None:
     """A recipe may allow far longer sequences than its data has."""
-    short = Counted(1000, 100_000, 100_000, 1000, 12_000_000, (50.0, 100.0, 200.0))
+    short = DataStatistics(1000, 100_000, 100_000, 1000, 12_000_000, (50.0, 100.0, 200.0))
     asked = recipe(batch={"seq_len": 8192, "micro_batch_size": 4, "global_batch_size": 8})
     stated = recipe(batch={"seq_len": 200, "micro_batch_size": 4, "global_batch_size": 8})
     plans = [
-        estimate(each, "short", find("h200"), config=CONFIG, rows=rows, advice=False)
-        for each, rows in ((asked, None), (asked, short), (stated, None))
+        estimate(each, "short", find("h200"), config=CONFIG, statistics=statistics, advice=False)
+        for each, statistics in ((asked, None), (asked, short), (stated, None))
     ]
     full, counted, same = (plan.memory[0].phases["backward"]["activations"] for plan in plans)
     assert counted == same < full / 20

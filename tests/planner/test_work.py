@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.statistics import Counted
+from toolkit.data.statistics import DataStatistics
 from toolkit.distributed import batch_layout
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
@@ -59,7 +59,9 @@ def trace_of(wanted: Recipe) -> Trace:
     return Trace(layers, tuple(tensors), (), {**passes, "evaluation": passing(1)}, between, 0, (elements,) * layers)
 
 
-def plan(wanted: Recipe, hardware: Hardware | str = "h200", counted: Counted | None = None, **kwargs: Any) -> Work:
+def plan(
+    wanted: Recipe, hardware: Hardware | str = "h200", counted: DataStatistics | None = None, **kwargs: Any
+) -> Work:
     on = find(hardware) if isinstance(hardware, str) else hardware
     return work(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted), counted, **kwargs)
 
@@ -69,11 +71,11 @@ def sent(wanted: Recipe, hardware: str) -> dict[str, float]:
     return {link.name: link.bytes for link in plan(wanted, hardware).links}
 
 
-def figures(lengths: list[int], eval_rows: int = 0) -> Counted:
+def figures(lengths: list[int], eval_rows: int = 0) -> DataStatistics:
     """Unpacked sequences of these lengths."""
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     spread = tuple(float(length) for length in sorted(lengths))
-    return Counted(len(lengths), tokens, tokens, len(lengths), squares, spread, eval_rows, eval_rows * 100)
+    return DataStatistics(len(lengths), tokens, tokens, len(lengths), squares, spread, eval_rows, eval_rows * 100)
 
 
 def test_rules_of_thumb() -> None:
@@ -306,6 +308,6 @@ def test_measured_steps_on_an_h200(row: str, tmp_path: Any, monkeypatch: pytest.
     assert found.origin == "traced"
     rows, documents = 1000, 1000 * 4096 // 700
     squares = int(documents * 700**2 * math.exp(0.8**2))
-    counted = Counted(rows, rows * 4096, rows * 4096, documents, squares, (4096.0, 4096.0))
+    counted = DataStatistics(rows, rows * 4096, rows * 4096, documents, squares, (4096.0, 4096.0))
     planned = work(wanted, batch_layout(wanted, 1), find("h200"), found, counted)
     assert 0.95 * measured < planned.tokens_per_second < 1.25 * measured

@@ -85,7 +85,7 @@ def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path) -> None:
     """A limit on the process stands for a device that others use too: the plan cannot know of it."""
     script = """
 import re, resource, sys
-import toolkit.train
+import toolkit.train.train
 from toolkit.run import main
 
 used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

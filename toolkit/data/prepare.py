@@ -23,7 +23,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.mixture import Indices, mix
 from toolkit.data.rows import Chat, Completion, Pair, Row, Sample, Text, from_json
 from toolkit.data.sources import Reader, open_source
-from toolkit.data.statistics import Counted, record
+from toolkit.data.statistics import DataStatistics, record
 from toolkit.data.streaming import AUDITED_ROWS, stream
 from toolkit.data.tokenization import Cutter, Use, collect, pack, tokenise
 from toolkit.recipe import Recipe
@@ -47,7 +47,7 @@ class Prepared:
         samples: Rows to generate for, held out ones if there are any.
         fingerprint: Changes whenever any of the above changes.
         path: Folder that holds it all.
-        counted: Figures of the above that a plan is made of; None for a stream.
+        statistics: Figures of the above that a plan is made of; None for a stream.
     """
 
     train: Dataset | IterableDataset
@@ -56,7 +56,7 @@ class Prepared:
     samples: list[Sample]
     fingerprint: str
     path: Path
-    counted: Counted | None = None
+    statistics: DataStatistics | None = None
 
 
 def prepare(
@@ -106,11 +106,11 @@ def prepare(
         samples=[Sample(**sample) for sample in json.loads((path / "samples.json").read_text(encoding="utf-8"))],
         fingerprint=fingerprint,
         path=path,
-        counted=figures,
+        statistics=figures,
     )
 
 
-def _count(path: Path) -> Counted:
+def _count(path: Path) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from Arrow's offsets; no row is decoded."""
     audit = _read_audit(path)
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
@@ -118,7 +118,7 @@ def _count(path: Path) -> Counted:
     documents = lengths
     if "seq_lengths" in table.column_names:
         documents = pc.list_flatten(table["seq_lengths"]).to_numpy()
-    return Counted(
+    return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
         trained_tokens=audit.train.trained_tokens,

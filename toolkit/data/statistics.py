@@ -1,7 +1,7 @@
 """What prepared data holds, kept so that a plan can count steps and tokens without a tokenizer.
 
 When data is prepared, its figures are written beside it under a name that follows from the recipe and from the sizes
-and times of the local files it names. Changed data therefore has another name, and is not taken for counted.
+and times of the local files it names. Changed data therefore has another name, and nothing is known of it yet.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from toolkit.common import cache_dir
 from toolkit.recipe import Recipe
 
 FORMAT = 1
-"""Raise when the same recipe and files would be counted differently."""
+"""Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
-class Counted:
+class DataStatistics:
     """Figures of prepared data. A sequence is a row as it is trained; packed ones hold several documents.
 
     Args:
@@ -70,10 +70,10 @@ class Counted:
         return ends[-1] - below
 
 
-def counted(recipe: Recipe, cache: Path | None = None) -> Counted | None:
+def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics | None:
     """The figures of a recipe's data, if it was prepared before and has not changed since.
 
-    Hub data sets are taken as unchanged. Streams are never counted.
+    Hub data sets are taken as unchanged. Streams have none.
 
     Args:
         recipe: Resolved.
@@ -86,11 +86,11 @@ def counted(recipe: Recipe, cache: Path | None = None) -> Counted | None:
     except OSError:
         return None
     found = json.loads(text)
-    return Counted(**{**found, "quantiles": tuple(found["quantiles"])})
+    return DataStatistics(**{**found, "quantiles": tuple(found["quantiles"])})
 
 
-def record(recipe: Recipe, figures: Counted, cache: Path | None = None) -> None:
-    """Keeps figures for `counted`. Several processes may do so at once."""
+def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -> None:
+    """Keeps figures for `statistics_of`. Several processes may do so at once."""
     file = _file(recipe, cache)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
@@ -116,7 +116,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "files": list(_stamps(files)),
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-    return (cache or cache_dir() / "data") / f"{key}.counted.json"
+    return (cache or cache_dir() / "data") / f"{key}.statistics.json"
 
 
 def _data_files(path: str) -> list[Path]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.data.statistics import Counted, counted
+from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed import BatchLayout, World, batch_layout, dtypes
 from toolkit.models import attention
 from toolkit.planner.advice import advise
@@ -46,7 +46,7 @@ class _Question:
         overrides: What was set on the command line.
         price: Of a GPU-hour.
         config: The model's config.
-        rows: Figures of the prepared data; None where it is not prepared.
+        statistics: Figures of the prepared data; None where it is not prepared.
         tracing: Where a trace is made that is not known.
     """
 
@@ -54,7 +54,7 @@ class _Question:
     overrides: Sequence[str]
     price: float | None
     config: Mapping[str, Any]
-    rows: Counted | None
+    statistics: DataStatistics | None
     tracing: Tracing
 
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
@@ -62,7 +62,7 @@ class _Question:
         layout = batch_layout(recipe, hardware.devices)
         compute = dtypes(recipe).compute
         backend = attention.planned(recipe.model.attention, self.config, compute, hardware.device.capability)
-        longest = _longest(recipe, layout, self.rows)
+        longest = _longest(recipe, layout, self.statistics)
         setting = setting_of(recipe, self.config, hardware.device.kind, backend, longest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
         if trace is None:
@@ -74,7 +74,7 @@ class _Question:
             layout,
             hardware,
             trace,
-            self.rows,
+            self.statistics,
             self.price,
             attention=backend,
             experts=model_configs.experts(self.config),
@@ -117,7 +117,7 @@ def estimate(
     price: float | None = None,
     advice: bool = True,
     config: Mapping[str, Any] | None = None,
-    rows: Counted | None = None,
+    statistics: DataStatistics | None = None,
     tracing: Tracing = "worker",
 ) -> Plan:
     """What a recipe costs on some hardware, with one process per device.
@@ -131,7 +131,7 @@ def estimate(
         price: Of a GPU-hour.
         advice: Whether to look for better settings.
         config: The model's config, where it has been loaded.
-        rows: Figures of the prepared data, where they are at hand.
+        statistics: Figures of the prepared data, where they are at hand.
         tracing: Where the model's code is traced if it has not been before, which takes seconds: in a `worker`, a
             process of its own, or `in_process`, for a caller that has imported torch and transformers already.
 
@@ -141,7 +141,7 @@ def estimate(
         UnknownSize: If the model can be neither traced nor estimated.
     """
     question = _Question(
-        name, overrides, price, config or _config_of(recipe), rows or counted(recipe), tracing
+        name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing
     )  # fmt: skip
     recipe, chosen = decide(recipe, hardware, config=question.config, tracing=tracing)
     plan = question.plan(recipe, hardware, may_trace=True)
@@ -234,11 +234,11 @@ def _slower_or_faster(work: Work) -> Work:
     return work.model_copy(update=wider)
 
 
-def _longest(recipe: Recipe, layout: BatchLayout, rows: Counted | None) -> BatchLayout:
+def _longest(recipe: Recipe, layout: BatchLayout, statistics: DataStatistics | None) -> BatchLayout:
     """The layout of the largest micro-batch: of rows as long as the longest there is, where they have been counted."""
-    if rows is None or recipe.objective == "seq2seq":  # Of pairs only the sources are counted.
+    if statistics is None or recipe.objective == "seq2seq":  # Of pairs only the sources are counted.
         return layout
-    return dataclasses.replace(layout, seq_len=min(layout.seq_len, math.ceil(rows.quantiles[-1])))
+    return dataclasses.replace(layout, seq_len=min(layout.seq_len, math.ceil(statistics.quantiles[-1])))
 
 
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:

@@ -9,7 +9,7 @@ import torch
 from rich.text import Text
 
 from toolkit.common import UserError, bytes_text, in_a_line
-from toolkit.data.statistics import Counted
+from toolkit.data.statistics import DataStatistics
 from toolkit.distributed import World
 from toolkit.models.load import load_config
 from toolkit.planner.build import estimate, launched_on
@@ -33,13 +33,13 @@ class Forecast:
         loaded: The recipe.
         hardware: What it runs on.
         plan: Without advice.
-        rows: Figures of the prepared data, if it is not a stream.
+        statistics: Figures of the prepared data, if it is not a stream.
     """
 
     loaded: Loaded
     hardware: Hardware
     plan: Plan
-    rows: Counted | None
+    statistics: DataStatistics | None
 
     @property
     def text(self) -> Text:
@@ -76,22 +76,22 @@ class Forecast:
         for mode in ("none", "full"):
             values = {"batch.micro_batch_size": 1, "activation_checkpointing.mode": mode}
             least = dataclasses.replace(self.loaded, recipe=self.loaded.recipe.with_values(values))
-            _plan(least, hardware, self.rows, advice=False)
-        plan = _plan(self.loaded, hardware, self.rows, advice=True)
+            _plan(least, hardware, self.statistics, advice=False)
+        plan = _plan(self.loaded, hardware, self.statistics, advice=True)
         fitting = [each for each in plan.advice if each.changes and each.fits != "no"]
         if not fitting:
             return "nothing known here fits: lower batch.seq_len, or take a smaller model or larger devices"
         return f"set {change_text(fitting[0].changes)} ({bytes_text(fitting[0].total)} by the plan)"
 
 
-def forecast(loaded: Loaded, world: World, rows: Counted | None) -> Forecast:
+def forecast(loaded: Loaded, world: World, statistics: DataStatistics | None) -> Forecast:
     """Plans a run on the processes that were launched. Must come before TrainingArguments, which prepare engines.
 
     Args:
-        rows: Figures of the prepared data; None for a stream.
+        statistics: Figures of the prepared data; None for a stream.
     """
     hardware = launched_on(world)
-    return Forecast(loaded, hardware, _plan(loaded, hardware, rows, advice=False), rows)
+    return Forecast(loaded, hardware, _plan(loaded, hardware, statistics, advice=False), statistics)
 
 
 def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> Measured:
@@ -112,10 +112,12 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _plan(loaded: Loaded, hardware: Hardware, rows: Counted | None, advice: bool) -> Plan:
+def _plan(loaded: Loaded, hardware: Hardware, statistics: DataStatistics | None, advice: bool) -> Plan:
     recipe = loaded.recipe
     config = model_configs.config_of(recipe.model) or load_config(recipe).to_dict()
-    plan = estimate(recipe, loaded.name, hardware, advice=advice, config=config, rows=rows, tracing="in_process")
+    plan = estimate(
+        recipe, loaded.name, hardware, advice=advice, config=config, statistics=statistics, tracing="in_process"
+    )
     return plan.model_copy(update={"chosen": dict(loaded.chosen)})
 
 

@@ -117,7 +117,7 @@ def _outlook(
     No run ends for want of a plan.
     """
     try:
-        outlook = forecast(loaded, world, prepared.counted)
+        outlook = forecast(loaded, world, prepared.statistics)
     except UnknownSize as error:
         progress.message(error.what)
         return None

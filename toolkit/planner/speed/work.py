@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from toolkit.data.statistics import Counted
+from toolkit.data.statistics import DataStatistics
 from toolkit.distributed import BatchLayout, run_length
 from toolkit.models.attention import VARLEN
 from toolkit.planner.hardware import Hardware
@@ -25,7 +25,7 @@ def work(
     layout: BatchLayout,
     hardware: Hardware,
     trace: Trace,
-    counted: Counted | None = None,
+    counted: DataStatistics | None = None,
     price: float | None = None,
     *,
     attention: str | None = None,
@@ -114,7 +114,7 @@ def rule_flops(parameters: float, trained: float, tokens: float) -> float:
     return (4 * parameters + 2 * trained) * tokens
 
 
-def micro_load(recipe: Recipe, layout: BatchLayout, counted: Counted | None, backend: str) -> Load:
+def micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | None, backend: str) -> Load:
     """What a micro-batch holds on average; full sequences where the data has not been counted."""
     size, length = layout.micro_batch_size, float(layout.seq_len)
     if counted is None:
@@ -176,7 +176,7 @@ def _total(
     steps: int,
     recipe: Recipe,
     layout: BatchLayout,
-    counted: Counted | None,
+    counted: DataStatistics | None,
     backend: str,
     checkpoint_bytes: int,
 ) -> Range:
