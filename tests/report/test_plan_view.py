@@ -162,7 +162,7 @@ def test_the_page_needs_nothing_from_outside_and_shows_no_markup_of_others(rows:
 
 def test_the_pages_bars_and_line_stand_at_the_same_scale() -> None:
     html = plan_page([FITS, TIGHT, TOO_LARGE])
-    tracks = re.findall(r'<div class="track".*?</div>', html)
+    tracks = re.findall(r'<div class="track".*?</div>', html, flags=re.DOTALL)
     assert len(tracks) == 3
     for plan, track in zip((FITS, TIGHT, TOO_LARGE), tracks, strict=True):
         line = float(re.search(r'<b style="left:([\d.]+)%', track)[1])  # type: ignore[index]

@@ -16,6 +16,7 @@ from pages import Page, eval_line, step_line, write_metrics
 from toolkit.common import UserError
 from toolkit.report.charts import MAX_POINTS, Series, chart, downsample, nice_ticks, smooth
 from toolkit.report.load import read_manifest, read_metrics, read_run
+from toolkit.report.page import render
 from toolkit.report.run_page import write_report
 
 
@@ -156,6 +157,10 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert max(path.count("L") for path in re.findall(r' d="([^"]*)"', page.read_text(encoding="utf-8"))) < MAX_POINTS
 
 
+def drawn(title: str, series: list[Series], **options: Any) -> str:
+    return render("chart.html.j2", chart=chart(title, series, **options))
+
+
 def test_downsampling_keeps_ends_and_extremes() -> None:
     y = [math.sin(index / 500) for index in range(100_000)]
     y[31_337], y[77_777], y[50_000] = 99.0, -99.0, math.nan
@@ -207,7 +212,7 @@ def test_ticks_are_round_numbers_around_the_data(low: float, high: float, ticks:
 )
 @pytest.mark.parametrize("options", [{}, {"from_zero": True}, {"may_log": True}])
 def test_any_values_make_a_chart(values: list[float], options: dict[str, bool]) -> None:
-    html = chart("Anything", [Series("line", [1.0, 2.0], values)], **options)
+    html = drawn("Anything", [Series("line", [1.0, 2.0], values)], **options)
     Page(html)
     for y in re.findall(r'(?:cy|y1)="(-?[\d.]+|nan|inf)"', html):
         assert -1 <= float(y) <= 185
@@ -216,6 +221,6 @@ def test_any_values_make_a_chart(values: list[float], options: dict[str, bool]) 
 def test_few_large_values_get_a_logarithmic_axis() -> None:
     x = [float(step) for step in range(1, 101)]
     y = [1.0 + step % 3 for step in range(99)] + [8000.0]
-    html = chart("Gradient norm", [Series("norm", x, y)], may_log=True)
+    html = drawn("Gradient norm", [Series("norm", x, y)], may_log=True)
     assert "logarithmic" in html
     assert "10000</text>" in html

@@ -105,7 +105,11 @@ def test_wheel_carries_the_package_the_recipes_and_the_model_facts(python, tmp_p
     )
     installed = set(json.loads(_run(python, "-c", program, cwd=tmp_path)))
     package, shelf = ROOT / "toolkit", ROOT / "recipes"
-    expected = {str(path.relative_to(package)) for kind in ("py", "json") for path in package.rglob(f"*.{kind}")}
+    expected = {
+        str(path.relative_to(package))
+        for kind in ("py", "json", "j2", "css", "js")
+        for path in package.rglob(f"*.{kind}")
+    }
     expected |= {f"_recipes/{path.relative_to(shelf)}" for path in shelf.rglob("*.yaml")}
     assert expected <= installed
 

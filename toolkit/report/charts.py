@@ -1,7 +1,8 @@
-"""Line charts as inline SVG that stay sharp and readable at any width.
+"""Line charts over training steps: axes, ticks, thinned and smoothed lines, as figures that a template draws as SVG.
 
 The lines live in a nested SVG that stretches with the page, while text and markers are placed in percent, so that they
-keep their size on a phone and on paper.
+keep their size on a phone and on paper. A plotting library would draw an image of one width, or bring a script a
+hundred times as large as the page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 MAX_POINTS = 1000
@@ -54,6 +54,42 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
+@dataclass(frozen=True)
+class Line:
+    """A series as it is drawn: an SVG path, and markers at percent of the width and pixels from the top."""
+
+    style: str
+    path: str
+    dots: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What `chart.html.j2` draws. Columns and marks stand at percent of the width, rows at pixels from the top.
+
+    Attributes:
+        title: What is shown, with its unit.
+        height: Height of the plot in pixels.
+        rows: Ticks of the value axis.
+        columns: Ticks of the steps.
+        lines: None where nothing was measured.
+        broken: Where a value was not finite.
+        legend: Style and text of each entry.
+        pointer: JSON of what the read-out under the pointer needs.
+        spoken: The chart in words, for who cannot see it.
+    """
+
+    title: str
+    height: int
+    rows: Sequence[tuple[float, str]] = ()
+    columns: Sequence[tuple[float, str]] = ()
+    lines: Sequence[Line] = ()
+    broken: Sequence[float] = ()
+    legend: Sequence[tuple[str, str]] = ()
+    pointer: str = ""
+    spoken: str = ""
+
+
 def chart(
     title: str,
     series: Sequence[Series],
@@ -62,7 +98,7 @@ def chart(
     from_zero: bool = False,
     may_log: bool = False,
     form: Callable[[float], str] = lambda value: f"{value:.5g}",
-) -> str:
+) -> Chart:
     """A figure with title, legend, axes and lines over training steps.
 
     Args:
@@ -72,60 +108,40 @@ def chart(
         from_zero: Whether the value axis starts at zero.
         may_log: Whether a logarithmic axis is used when a few values tower over the rest.
         form: Text of a tick and of a value under the pointer.
-
-    Returns:
-        HTML of one `<figure>`.
     """
     series = [line for line in series if len(line.x)]
-    values = sorted(value for line in series for value in line.y if _drawable(value))
-    heading = f'<span class="title">{escape(title)}</span>'
     if not series:
-        caption = f"<figcaption>{heading}</figcaption>"
-        return f'<figure class="chart">{caption}<p class="empty">Nothing was measured.</p></figure>'
+        return Chart(title, height)
     xs = [x for line in series for x in (line.x[0], line.x[-1])]
     x_axis = _step_axis(min(xs), max(xs))
-    y_axis = _value_axis(values, from_zero, may_log)
-    grid, lines, dots = [], [], []
-    for tick, text in zip(y_axis.ticks, _tick_texts(y_axis.ticks, form), strict=True):
-        y = (1 - y_axis.position(tick)) * height
-        grid.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-        grid.append(f'<text class="y" x="-8" y="{y + 4:.1f}">{escape(text)}</text>')
-    for tick in x_axis.ticks:
-        x = x_axis.position(tick) * 100
-        grid.append(f'<line class="tick" x1="{x:.2f}%" x2="{x:.2f}%" y1="{height}" y2="{height + 4}"/>')
-        grid.append(f'<text class="x" x="{x:.2f}%" y="{height + 18}">{tick:,.0f}</text>')
-    broken: set[float] = set()
-    for line in series:
-        broken.update(x for x, y in zip(line.x, line.y, strict=True) if not _drawable(y))
-        points = [
-            (x_axis.position(x) * 100, (1 - y_axis.position(y)) * height if _drawable(y) else math.nan)
-            for x, y in downsample(line.x, line.y)
-        ]
-        lines.append(f'<path class="{line.style}" d="{_path(points)}"/>')
-        if line.style == "points" or len(points) <= FEW_POINTS:
-            dots += [
-                f'<circle class="{line.style}" cx="{x:.2f}%" cy="{y:.1f}" r="{4 if line.style == "points" else 3}"/>'
-                for x, y in points[:: max(len(points) // MAX_MARKS, 1)]
-                if _drawable(y)
-            ]
-    for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken}):
-        dots.append(f'<text class="broken" x="{mark / MAX_MARKS:.0%}" y="10">&times;</text>')
-    named = series if len(series) > 1 else []
-    legend = "".join(f'<span class="key {line.style}">{escape(line.label)}</span>' for line in named)
+    y_axis = _value_axis(sorted(value for line in series for value in line.y if _drawable(value)), from_zero, may_log)
+    broken = {x for line in series for x, y in zip(line.x, line.y, strict=True) if not _drawable(y)}
+    legend: list[tuple[str, str]] = [(line.style, line.label) for line in series] if len(series) > 1 else []
     if broken:
-        legend += f'<span class="key broken">{_steps_text(broken)} without a finite value</span>'
+        legend.append(("broken", f"{_steps_text(broken)} without a finite value"))
     if y_axis.log:
-        legend += '<span class="key">logarithmic</span>'
-    return (
-        f'<figure class="chart" data-chart="{escape(_pointer_data(series, x_axis, form))}">'
-        f'<figcaption>{heading}<span class="legend">{legend}</span><output></output></figcaption>'
-        f'<svg height="{height + 40}" role="img" aria-label="{escape(_spoken(title, series, form))}">'
-        f"{''.join(grid)}"
-        f'<text class="x name" x="50%" y="{height + 36}">step</text>'
-        f'<svg width="100%" height="{height}" viewBox="0 0 100 {height}" preserveAspectRatio="none">'
-        f"{''.join(lines)}</svg>{''.join(dots)}"
-        f'<line class="cursor" y1="0" y2="{height}"/></svg></figure>'
+        legend.append(("", "logarithmic"))
+    ticks = zip(y_axis.ticks, _tick_texts(y_axis.ticks, form), strict=True)
+    return Chart(
+        title,
+        height,
+        rows=[((1 - y_axis.position(tick)) * height, text) for tick, text in ticks],
+        columns=[(x_axis.position(tick) * 100, f"{tick:,.0f}") for tick in x_axis.ticks],
+        lines=[_line(line, x_axis, y_axis, height) for line in series],
+        broken=[mark / MAX_MARKS * 100 for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken})],
+        legend=legend,
+        pointer=_pointer_data(series, x_axis, form),
+        spoken=_spoken(title, series, form),
     )
+
+
+def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> Line:
+    points = [
+        (x_axis.position(x) * 100, (1 - y_axis.position(y)) * height if _drawable(y) else math.nan)
+        for x, y in downsample(line.x, line.y)
+    ]
+    dots = points[:: max(len(points) // MAX_MARKS, 1)] if line.style == "points" or len(points) <= FEW_POINTS else []
+    return Line(line.style, _path(points), [point for point in dots if _drawable(point[1])])
 
 
 def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
