@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, environment, losses, write_recipe
+from harness import ON_CPU, ROOT, environment, losses, write_recipe
 from tiny import chat_rows, tiny_tokenizer
 
 from toolkit.common import UserError
@@ -102,7 +102,13 @@ def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place
     )  # fmt: skip
     assert plain.returncode == 0, plain.stderr[-2000:]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "tests" / "cpu_engines.py")]
+    command += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        str(ON_CPU),
+    ]
     command += ["recipe=small", "output.name=nvme", "strategy.nvme_path=drive", *NVME]
     largest: dict[str, int] = {}
     done = threading.Event()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ROOT, RUN, launch, losses
+from harness import ON_CPU, ROOT, RUN, launch, losses
 from nodes import Node, two_nodes
 from small import populate
 from transformers import AutoModelForCausalLM
@@ -75,9 +75,8 @@ def test_two_nodes_train_as_one_process_does(
 ) -> None:
     name = strategy[-1].replace("strategy.sharding=", "")
     arguments = [*OVERRIDES, f"output.name={name}", f"strategy.name={strategy[0]}", *strategy[1:]]
-    script = ROOT / "tests" / "cpu_engines.py"
     started = [
-        node.start(place, accelerate(index, nodes, processes, script) + arguments) for index, node in enumerate(nodes)
+        node.start(place, accelerate(index, nodes, processes, ON_CPU) + arguments) for index, node in enumerate(nodes)
     ]
     printed = wait(started)
     assert [process.returncode for process in started] == [0, 0], "\n".join(each[-3000:] for each in printed)
@@ -117,15 +116,15 @@ def test_a_node_with_another_recipe_and_other_packages_stops_both(
 
 MEET = """
 import sys
-from toolkit import meeting
-from toolkit.policy import World
-meeting.TIMEOUT_SECONDS = 6.0
+from toolkit.distributed import rendezvous
+from toolkit.distributed import World
+rendezvous.TIMEOUT_SECONDS = 6.0
 try:
-    with meeting.meet(World.from_environment()) as met:
+    with rendezvous.meet(World.from_environment()) as met:
         print("met", flush=True)
         sys.stdin.readline()
         met.exchange("later", None, lambda said: {})
-except meeting.UserError as error:
+except rendezvous.UserError as error:
     sys.exit(f"error: {error}")
 """
 

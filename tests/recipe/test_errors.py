@@ -268,7 +268,7 @@ def test_wrong_name(name: str, words: list[str]) -> None:
 def test_wrong_recipe_ends_fast_without_torch_or_a_stack_trace() -> None:
     Path("recipes/mine.yaml").write_text(BASE + "sed: 1\nbatch: {seq_len: '5'}\n")
     program = (
-        "import sys, time; start = time.perf_counter(); from toolkit.run import main;"
+        "import sys, time; start = time.perf_counter(); from toolkit.train.main import main;"
         "code = main(['recipe=mine', 'precison=bf16']); seconds = time.perf_counter() - start;"
         "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules);"
         "print(code, sorted(heavy), seconds < 7.5)"

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.distributed import Length
 from toolkit.report.terminal import Progress
-from toolkit.train import process
+from toolkit.train import callbacks
 from toolkit.train.callbacks import Meter, StepTokens
 from toolkit.train.run_folder import RunFolder
 from toolkit.train.trainer import FixedOrder
@@ -44,7 +44,7 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
 
 def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
     meter = Meter(
         RunFolder(tmp_path), Length(20, None, 0, 5), Progress(), lambda first, last: 100 * (last - first), 1.0, 4
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import environment, losses, metrics, write_recipe
+from harness import ON_CPU, environment, losses, metrics, write_recipe
 from matrix import ENGINES, METHODS, Difference, Result
 from ranks import Ranks
 from tiny import chat_rows, tiny_model
@@ -34,7 +34,6 @@ batch: {seq_len: 128, global_batch_size: 8, micro_batch_size: 2}
 evaluation: {num_prompts: 1, max_new_tokens: 4}
 checkpoint: {save_steps: 3}
 """
-ON_CPU = str(Path(__file__).parents[1] / "support" / "cpu_engines.py")
 ALL = {**ENGINES, "fsdp_full": ["strategy.name=fsdp", "strategy.state_dict_type=full"]}
 LORA = [*METHODS["lora"], "method.lora_dropout=0.1", "precision=bf16"]
 
@@ -268,7 +267,7 @@ def start(home: Path, *arguments: str) -> list[subprocess.Popen[str]]:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     return [
         subprocess.Popen(
-            [sys.executable, ON_CPU, "recipe=small", *arguments],
+            [sys.executable, str(ON_CPU), "recipe=small", *arguments],
             cwd=home,
             env=environment() | where | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,

@@ -86,7 +86,7 @@ def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path) -> None:
     script = """
 import re, resource, sys
 import toolkit.train.train
-from toolkit.run import main
+from toolkit.train.main import main
 
 used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)

@@ -28,8 +28,8 @@ import cpu_engines
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 cpu_engines.use_cpu_processes()
-import toolkit.policy.arguments as arguments
-honest = arguments.deepspeed_config
+import toolkit.distributed.engines as engines
+honest = engines.deepspeed_config
 
 def silently(recipe):
     config = honest(recipe)
@@ -38,8 +38,8 @@ def silently(recipe):
     config["zero_optimization"]["stage"] = 1
     return config
 
-arguments.deepspeed_config = silently
-from toolkit.run import main
+engines.deepspeed_config = silently
+from toolkit.train.main import main
 sys.exit(main())
 """
 
@@ -146,7 +146,7 @@ def test_batches_of_another_size_stop_the_run(
 @pytest.mark.slow
 def test_an_engine_that_was_given_something_else_stops_the_run(place: Path) -> None:
     script = place / "sabotaged.py"
-    script.write_text(SABOTAGED.format(tests=str(ROOT / "tests")), encoding="utf-8")
+    script.write_text(SABOTAGED.format(tests=str(ROOT / "tests" / "support")), encoding="utf-8")
     arguments = ["recipe=small", "strategy=zero2", "optimizer.max_grad_norm=0.5", "max_steps=2"]
     done = subprocess.run(
         [sys.executable, str(script), *arguments], cwd=place, env=environment(), capture_output=True, text=True

@@ -41,6 +41,10 @@ def test_error_shown_is_what_is_printed() -> None:
     assert sorted(str(caught.value).split("\n")) == sorted(shown.split("\n"))
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README) + re.findall(r"`(tests/\S+?\.py)`", README):
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+    for target in re.findall(r"`(tests/\S+?\.py)`", text):
         assert (ROOT / target).exists(), target

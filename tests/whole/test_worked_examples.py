@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, environment, metrics
+from harness import ON_CPU, environment, metrics
 from tiny import pair_rows, text_rows, tiny_model, write_splits
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -20,7 +20,7 @@ def train(folder: Path, processes: int, *arguments: str) -> Path:
     """Trains on CPU processes with the real engine; returns the run folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(ROOT / "tests" / "cpu_engines.py"), *arguments, "output.name=run"]
+    command += [str(ON_CPU), *arguments, "output.name=run"]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return folder / "runs" / "run"

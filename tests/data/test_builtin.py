@@ -1,0 +1,71 @@
+"""The data set made of the standard library's own documentation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import environment
+
+from toolkit.common import UserError
+from toolkit.data import builtin
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return builtin.docstring_rows()
+
+
+def test_rows_are_plentiful_chats_without_duplicates(rows):
+    assert len(rows) >= 2_000
+    answers = []
+    for row in rows:
+        user, assistant = row["messages"]
+        assert (user["role"], assistant["role"]) == ("user", "assistant")
+        assert "`" in user["content"]
+        assert builtin.MIN_ANSWER_CHARS <= len(assistant["content"]) <= builtin.MAX_ANSWER_CHARS
+        answers.append(assistant["content"].lower())
+    assert len(set(answers)) == len(rows)
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+
+
+def test_answers_are_the_documentation_of_what_is_asked(rows):
+    answers = {row["messages"][0]["content"].split("`")[1].strip("()"): row["messages"][1]["content"] for row in rows}
+    assert answers["textwrap.dedent"].startswith("Remove any common leading whitespace from every line in `text`.")
+    assert answers["len"] == "Return the number of items in a container."
+    assert answers["str.join"].startswith("Concatenate any number of strings.")
+    assert answers["math.isclose"] == "Determine whether two floating point numbers are close in value."
+
+
+@pytest.mark.parametrize(
+    ("doc", "answer"),
+    [
+        ("range(stop) -> range object\n\nReturn a sequence of\nnumbers.", "Return a sequence of numbers."),
+        ("S.count(sub) -> int\nHow often `sub` occurs.", "How often `sub` occurs."),
+        ("Adds numbers.\n\n    >>> add(1, 2)\n    3\n", "Adds numbers."),
+        ("Adds numbers.\n\nArguments:\n  a: one\n  b: two", "Adds numbers."),
+        ("First.\n\nSecond.\n\nThird.", "First.\nSecond."),
+    ],
+)
+def test_answer_is_leading_prose_without_signature_or_example(doc, answer):
+    assert builtin._answer(doc) == answer
+
+
+def test_rows_are_the_same_in_every_process_and_import_no_framework(tmp_path, rows):
+    program = (
+        "import sys, json; from toolkit.data import builtin; rows = builtin.docstring_rows();"
+        "print(json.dumps(['torch' in sys.modules, 'antigravity' in sys.modules, rows]))"
+    )
+    own = environment() | {"TOOLKIT_CACHE": str(tmp_path), "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [False, False, rows]
+
+
+def test_standard_library_without_sources_is_an_error_with_a_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match=r"needs the sources of the standard library(?s:.*)data\.sources"):
+        builtin.docstring_rows()
+    assert not list((tmp_path / "data").glob("stdlib-docstrings-*[!.lock]/"))
