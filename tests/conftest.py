@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from figures import pytest_terminal_summary  # noqa: F401
+from ranks import Ranks
 
 # Kept between sessions and shared by parallel workers: the built-in model is converted once.
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
@@ -24,3 +27,11 @@ os.environ.update(
 for name in list(os.environ):
     if name in ("HF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("ACCELERATE_", "FSDP_")):
         del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts trainings on forked processes; one of these servers for each of pytest-xdist's workers."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch, losses, write_recipe
+from harness import losses, write_recipe
+from ranks import Ranks
 from tiny import tiny_model
 
 from toolkit.train.main import main
@@ -25,7 +26,7 @@ evaluation: {num_prompts: 0}
 
 @pytest.mark.slow
 def test_two_processes_train_on_the_rows_of_one_past_the_end_of_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
 ) -> None:
     for name, rows in (("a", 50), ("b", 7)):
         lines = (json.dumps({"text": f"{name} {n} " + "word " * (n % 9)}) + "\n" for n in range(rows))
@@ -34,7 +35,7 @@ def test_two_processes_train_on_the_rows_of_one_past_the_end_of_the_stream(
     write_recipe(tmp_path, "stream", RECIPE.replace("MODEL", str(model)))
     monkeypatch.chdir(tmp_path)
     assert main(["recipe=stream", "output.name=one"]) == 0
-    done = launch(tmp_path, "recipe=stream", "output.name=two", processes=2)
+    done = ranks.run(tmp_path, "recipe=stream", "output.name=two", processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
     one = losses(tmp_path / "runs" / "one")
     assert len(one) == 12

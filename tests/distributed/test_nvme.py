@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ON_CPU, ROOT, environment, losses, write_recipe
+from harness import losses, write_recipe
+from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_tokenizer
 
 from toolkit.common import UserError
@@ -91,25 +90,13 @@ def test_parameters_are_counted_without_weights(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place: Path) -> None:
+def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place: Path, ranks: Ranks) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         pytest.skip("DeepSpeed's async_io does not compile here: libaio's headers or a C++ compiler are missing")
-    plain = subprocess.run(
-        [sys.executable, str(ROOT / "toolkit" / "run.py"), "recipe=small", "output.name=plain"],
-        cwd=place, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+    plain = ranks.run(place, "recipe=small", "output.name=plain")
     assert plain.returncode == 0, plain.stderr[-2000:]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        str(ON_CPU),
-    ]
-    command += ["recipe=small", "output.name=nvme", "strategy.nvme_path=drive", *NVME]
     largest: dict[str, int] = {}
     done = threading.Event()
 
@@ -123,7 +110,8 @@ def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    run = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True)
+    arguments = ["recipe=small", "output.name=nvme", "strategy.nvme_path=drive", *NVME]
+    run = ranks.run(place, *arguments, processes=2, entry=ON_CPU)
     done.set()
     watcher.join()
     assert run.returncode == 0, run.stderr[-3000:]

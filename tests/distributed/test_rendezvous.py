@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ON_CPU, ROOT, RUN, launch, losses
+from harness import ROOT, RUN, losses
 from nodes import Node, two_nodes
+from ranks import Ranks
 from small import populate
 from transformers import AutoModelForCausalLM
 
 OVERRIDES = ["recipe=small", "schedule.max_steps=3", "batch.micro_batch_size=1", "checkpoint.save_steps=2"]
 PORT = "29500"
+CPU_ENGINES = ROOT / "tests" / "support" / "cpu_engines.py"
 
 
 @pytest.fixture
@@ -25,11 +27,11 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     """A user's folder, as both nodes see it, and the same training by one process."""
     folder = tmp_path_factory.mktemp("place")
     populate(folder, "llama")
-    alone = launch(folder, *OVERRIDES, "output.name=alone")
+    alone = ranks.run(folder, *OVERRIDES, "output.name=alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     return folder
 
@@ -76,7 +78,8 @@ def test_two_nodes_train_as_one_process_does(
     name = strategy[-1].replace("strategy.sharding=", "")
     arguments = [*OVERRIDES, f"output.name={name}", f"strategy.name={strategy[0]}", *strategy[1:]]
     started = [
-        node.start(place, accelerate(index, nodes, processes, ON_CPU) + arguments) for index, node in enumerate(nodes)
+        node.start(place, [*accelerate(index, nodes, processes, CPU_ENGINES), *arguments])
+        for index, node in enumerate(nodes)
     ]
     printed = wait(started)
     assert [process.returncode for process in started] == [0, 0], "\n".join(each[-3000:] for each in printed)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from arithmetic import Arithmetic, recipe
-from harness import RUN, environment, losses, write_recipe
+from harness import environment, losses, write_recipe
+from ranks import Ranks
 from small import RECIPE, populate
 
 from toolkit.cli.main import main as toolkit
@@ -172,10 +173,8 @@ def test_the_value_may_come_from_the_environment(place: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_all_processes_agree(place: Path) -> None:
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(RUN), "recipe=small", *ON_THE_LINE]
-    done = subprocess.run(line, cwd=place, env=environment(), capture_output=True, text=True, timeout=300)
+def test_all_processes_agree(place: Path, ranks: Ranks) -> None:
+    done = ranks.run(place, "recipe=small", *ON_THE_LINE, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(losses(place / "runs" / "small")) == 2
 

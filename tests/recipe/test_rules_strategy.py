@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 from engine_failures import OPTIMIZERS
 from filelock import FileLock
-from harness import environment as shell
+from ranks import Ranks
 from strategies_doc import strategies_markdown
 from tiny import tiny_model
 
@@ -23,7 +21,6 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.rules.strategy import FSDP_OPTIMIZERS, KEYS, STRATEGY_RULES, ZERO_OPTIMIZERS
 from toolkit.recipe.sections import STRATEGIES, Strategy
 
-HERE = Path(__file__).resolve().parents[1] / "support"
 OTHER: dict[str, Any] = {
     "offload_optimizer": "cpu",
     "offload_param": "cpu",
@@ -125,11 +122,15 @@ def test_embeddings_tied_by_peft_cannot_leave_for_the_meta_device(tmp_path: Path
 class Ran:
     """What every case of `engine_failures.py` came to on two ranks of an engine."""
 
-    def __init__(self, engine: str, folder: Path) -> None:
+    def __init__(self, engine: str, folder: Path, ranks: Ranks) -> None:
         file = folder / f"{engine}_failures.json"
         with FileLock(folder / f"{engine}_failures.lock"):
             if not file.is_file():
-                _run(engine, folder, file)
+                llama = tiny_model("meta-llama/Llama-3.2-1B", folder / f"{engine}_llama")
+                own = {"TINY_LLAMA": str(llama), "entry": "engine_failures"}
+                # DeepSpeed compiles its operations when they are used first.
+                done = ranks.run(folder, engine, str(file), processes=2, timeout=1500, **own)
+                assert file.is_file(), done.stderr[-3000:]
         self._results = json.loads(file.read_text(encoding="utf-8"))
 
     def __getitem__(self, case: str) -> Any:
@@ -139,28 +140,14 @@ class Ran:
         return found
 
 
-def _run(engine: str, folder: Path, file: Path) -> None:
-    llama = tiny_model("meta-llama/Llama-3.2-1B", folder / f"{engine}_llama")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    done = subprocess.run(
-        [*command, str(HERE / "engine_failures.py"), engine, str(file)],
-        env=shell() | {"TINY_LLAMA": str(llama), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1500,  # DeepSpeed compiles its operations when they are used first.
-    )
-    assert file.is_file(), done.stderr[-3000:]
+@pytest.fixture(scope="session")
+def zero(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ranks: Ranks) -> Ran:
+    return Ran("zero", shared(tmp_path_factory, worker_id), ranks)
 
 
-@pytest.fixture(scope="module")
-def zero(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ran:
-    return Ran("zero", shared(tmp_path_factory, worker_id))
-
-
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ran:
-    return Ran("fsdp", shared(tmp_path_factory, worker_id))
+@pytest.fixture(scope="session")
+def fsdp(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ranks: Ranks) -> Ran:
+    return Ran("fsdp", shared(tmp_path_factory, worker_id), ranks)
 
 
 def shared(factory: pytest.TempPathFactory, worker_id: str) -> Path:

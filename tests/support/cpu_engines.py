@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,16 @@ def use_cpu_processes() -> None:
     CPU_Accelerator.supported_dtypes = lambda self: [torch.float32, torch.float16, torch.bfloat16]
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains, as `toolkit.run` does."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     use_cpu_processes()
-    from toolkit.train.main import main
+    from toolkit.train.main import main as train
+
+    return train(arguments)
+
+
+if __name__ == "__main__":
     from toolkit.train.process import leave
 
     leave(main())

@@ -1,7 +1,7 @@
 """What DeepSpeed and FSDP2 do with combinations that the rules refuse, and with those beside them that are allowed.
 
-`torchrun --nproc-per-node 2 tests/support/engine_failures.py zero|fsdp FILE` runs every case of `zero_failures.py` or
-`fsdp_failures.py` on two gloo ranks and writes what came of it: name to a value, or to the error's text.
+Given `zero|fsdp FILE`, `main` runs every case of `zero_failures.py` or `fsdp_failures.py` on two gloo ranks and writes
+what came of it: name to a value, or to the error's text.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch
 from torch import distributed, nn
@@ -122,7 +119,9 @@ def adapters_alone(adapted: Any) -> list[float]:
     return adapter_losses(adapted, step)
 
 
-def main(engine: str, file: str) -> None:
+def main(arguments: Sequence[str]) -> int:
+    """Writes the results of an engine's cases to a file."""
+    engine, file = arguments
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     if engine == "zero":
@@ -140,7 +139,4 @@ def main(engine: str, file: str) -> None:
     if distributed.get_rank() == 0:
         Path(file).write_text(json.dumps(results, indent=1), encoding="utf-8")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return 0

@@ -11,8 +11,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "toolkit" / "run.py"
-ON_CPU = ROOT / "tests" / "support" / "cpu_engines.py"
-"""`toolkit/run.py` with engines that accelerate offers on GPUs only."""
 
 
 def write_recipe(folder: Path, name: str, text: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from harness import RUN, environment, metrics
-from ranks import Ranks
+from ranks import ON_CPU, Ranks
 from safetensors.torch import load_file
 
 PROCESSES = torch.cuda.device_count() or 2
@@ -140,36 +140,32 @@ def _distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:
 class Launcher:
     """Runs the recipe `matrix` of a folder: on the GPUs of this machine, or on forked CPU processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
         self.folder = folder
         self._results: dict[str, Result] = {}
-        self._ranks = None if torch.cuda.is_available() else Ranks(folder / "log.txt")
+        self._ranks = ranks
 
     def result(self, name: str, engine: str, *overrides: str) -> Result:
         """What the run of this name left behind; it is started when it is asked for the first time."""
         if name not in self._results:
             arguments = ["recipe=matrix", *ENGINES[engine], *overrides, f"output.name={name}"]
-            codes, said = self._run(engine, arguments)
-            assert not any(codes), f"{name}: exit codes {codes}\n{said[-3000:]}"
+            code, said = self._run(engine, arguments)
+            assert code == 0, f"{name}: exit code {code}\n{said[-3000:]}"
             self._results[name] = Result.read(self.folder / "runs" / name)
         return self._results[name]
 
-    def close(self) -> None:
-        """Ends what was started."""
-        if self._ranks:
-            self._ranks.close()
-
-    def _run(self, engine: str, arguments: list[str]) -> tuple[list[int], str]:
+    def _run(self, engine: str, arguments: list[str]) -> tuple[int, str]:
         processes = 1 if engine == "single" else PROCESSES
-        if not self._ranks:
+        if torch.cuda.is_available():
             return _torchrun(self.folder, processes, arguments)
         nodes = 1
         if engine == "fsdp_hybrid":
             processes, nodes = 4, 2
-        return self._ranks.run(self.folder, *arguments, processes=processes, nodes=nodes), self._ranks.said()
+        done = self._ranks.run(self.folder, *arguments, processes=processes, nodes=nodes, entry=ON_CPU)
+        return done.returncode, done.stderr
 
 
-def _torchrun(folder: Path, processes: int, arguments: list[str]) -> tuple[list[int], str]:
+def _torchrun(folder: Path, processes: int, arguments: list[str]) -> tuple[int, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     launcher = [sys.executable]
     if processes > 1:
@@ -183,4 +179,4 @@ def _torchrun(folder: Path, processes: int, arguments: list[str]) -> tuple[list[
         text=True,
         timeout=600,
     )
-    return [done.returncode], done.stdout
+    return done.returncode, done.stdout

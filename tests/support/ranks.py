@@ -1,9 +1,9 @@
-"""Starts the toolkit on several CPU processes in milliseconds: they are forked from one that has imported everything.
+"""Starts the toolkit on one or several processes in milliseconds, forked from one that has imported everything.
 
 Importing torch, Transformers, TRL and DeepSpeed takes about ten seconds on every process, a tiny training two. A forked
 process begins with all imports made and with no other state: no process group, no engine, the environment it is given.
 Run as a script, this is the process that forks: one request per line on standard input, one answer per line on standard
-output.
+output. What a launcher itself does is tested with the real one, see `train/test_main.py` and `cli/test_launch.py`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,64 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness import environment
 
+ON_CPU = "cpu_engines"
+"""Entry of trainings with DeepSpeed or FSDP2 on CPU processes."""
 _GRACE_SECONDS = 5
 
 
-class Ranks:
-    """Runs `toolkit/run.py` on forked processes, with gloo under every engine (see `cpu_engines`)."""
+@dataclass(frozen=True)
+class Finished:
+    """What a launch came to."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    codes: list[int]
+    """Exit code of each process; -6 for those that were ended because time was up or because another failed."""
+    stdout: str
+    stderr: str
+
+    @property
+    def returncode(self) -> int:
+        """The first exit code that is not 0."""
+        return next((code for code in self.codes if code), 0)
+
+
+class Launch:
+    """Running processes of one launch."""
+
+    def __init__(self, ranks: Ranks, number: int, pids: list[int]) -> None:
+        self._ranks, self._number = ranks, number
+        self.pids = pids
+
+    def send(self, sent: signal.Signals) -> None:
+        """Sends a signal to all of its processes, as a terminal does."""
+        for pid in self.pids:
+            os.kill(pid, sent)
+
+    def running(self) -> bool:
+        """Whether none of its processes has ended."""
+        return not any(isinstance(code, int) for code in self._ranks.ask(poll=self._number))
+
+    def wait(self, timeout: float = 240) -> Finished:
+        """Waits for all processes; when one has failed, or time is up, the others are ended."""
+        codes = self._ranks.ask(wait=self._number, timeout=timeout)
+        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in self._ranks.files(self._number))
+        return Finished(codes, out, err)
+
+
+class Ranks:
+    """Runs `toolkit/run.py`, or another module's `main`, on forked processes.
+
+    Args:
+        folder: Where the output of the processes goes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             env=environment() | {"DS_ACCELERATOR": "cpu"},
@@ -42,42 +87,45 @@ class Ranks:
             bufsize=1,
         )
 
-    def run(
-        self,
-        folder: Path,
-        *arguments: str,
-        processes: int = 1,
-        nodes: int = 1,
-        timeout: float = 240,
-        entry: str = "toolkit.run",
-    ) -> list[int]:
-        """Runs one training in a folder. Its output is in the log.
+    def start(
+        self, folder: Path, *arguments: str, processes: int = 1, nodes: int = 1, entry: str = "toolkit.run", **own: str
+    ) -> Launch:
+        """Starts processes in a folder.
 
         Args:
+            folder: Current folder of the processes; modules in it can be an `entry`.
+            arguments: What follows the command.
             processes: Processes in all; one is started as plain `python toolkit/run.py` is.
             nodes: Over how many machines they seem to be spread.
             entry: Module whose `main` each process calls.
-
-        Returns:
-            Exit code of each process; -6 for those that were ended because time was up or because another failed.
+            own: Variables beside those of the environment.
         """
+        self._number += 1
+        pids = self.ask(
+            start=self._number, folder=str(folder.resolve()), arguments=arguments,
+            processes=processes, nodes=nodes, entry=entry,
+            environment=environment() | own, files=[str(file) for file in self.files(self._number)],
+        )  # fmt: skip
+        return Launch(self, self._number, pids)
+
+    def run(self, folder: Path, *arguments: str, timeout: float = 240, **settings: Any) -> Finished:
+        """Starts processes as `start` does, and waits for them."""
+        return self.start(folder, *arguments, **settings).wait(timeout)
+
+    def files(self, number: int) -> list[Path]:
+        """Files with the standard output and the standard error of a launch."""
+        return [self._folder / f"{number}.{name}" for name in ("out", "err")]
+
+    def ask(self, **request: Any) -> Any:
+        """The answer of the process that forks."""
         assert self._server.stdin and self._server.stdout
-        request = {
-            "folder": str(folder), "arguments": arguments, "processes": processes, "nodes": nodes, "timeout": timeout,
-            "log": str(self._log), "entry": entry,
-        }  # fmt: skip
         print(json.dumps(request), file=self._server.stdin, flush=True)
         answer = self._server.stdout.readline()
         assert answer, "the process that forks has ended"
-        codes: list[int] = json.loads(answer)
-        return codes
-
-    def said(self) -> str:
-        """What the last training printed, on all its processes."""
-        return self._log.read_text(encoding="utf-8", errors="replace")
+        return json.loads(answer)
 
     def close(self) -> None:
-        """Ends the process that forks."""
+        """Ends the process that forks, and what it has started."""
         assert self._server.stdin
         self._server.stdin.close()
         self._server.wait(timeout=30)
@@ -88,70 +136,93 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _import()
+    launches: dict[int, dict[int, int | None]] = {}
     for line in sys.stdin:
-        print(json.dumps(_fork(json.loads(line))), file=answers, flush=True)
+        request = json.loads(line)
+        if "start" in request:
+            launches[request["start"]] = _fork(request)
+            answer: list[int | None] = list(launches[request["start"]])
+        elif "poll" in request:
+            answer = _poll(launches[request["poll"]])
+        else:
+            answer = _wait(launches.pop(request["wait"]), request["timeout"])
+        print(json.dumps(answer), file=answers, flush=True)
+    for codes in launches.values():
+        _end(codes, signal.SIGKILL)
 
 
 def _import() -> None:
-    from cpu_engines import use_cpu_processes
-
-    import toolkit.train.train  # noqa: F401
-
-    use_cpu_processes()
     import deepspeed  # noqa: F401
     import peft  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
 
+    import toolkit.cli.main
+    import toolkit.train.train  # noqa: F401
+
     # Trainers collect garbage several times, each time half a second over the objects of all these modules.
     gc.freeze()
 
 
-def _fork(request: dict[str, Any]) -> list[int]:
-    Path(request["log"]).write_bytes(b"")
+def _fork(request: dict[str, Any]) -> dict[int, int | None]:
+    """Process ids to exit codes, which are not known yet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    running: dict[int, int] = {}
+    codes: dict[int, int | None] = {}
     for rank in range(request["processes"]):
         child = os.fork()
         if child == 0:
             _become(rank, port, request)
-        running[child] = rank
-    codes = [0] * request["processes"]
-    end = time.monotonic() + request["timeout"]
-    while running:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            code = codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
-            if code:
-                # The others may wait for this one for ever.
-                end = min(end, time.monotonic() + _GRACE_SECONDS)
-        elif time.monotonic() > end:
-            for each in running:
-                os.kill(each, signal.SIGABRT)
-            end = float("inf")
-        else:
-            time.sleep(0.01)
+        codes[child] = None
     return codes
+
+
+def _poll(codes: dict[int, int | None]) -> list[int | None]:
+    for child, code in codes.items():
+        if code is None:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            codes[child] = os.waitstatus_to_exitcode(status) if ended else None
+    return list(codes.values())
+
+
+def _wait(codes: dict[int, int | None], timeout: float) -> list[int | None]:
+    end = time.monotonic() + timeout
+    while None in _poll(codes):
+        if any(codes.values()):
+            # The others may wait for this one for ever.
+            end = min(end, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > end:
+            _end(codes, signal.SIGABRT)
+            end = float("inf")
+        time.sleep(0.01)
+    return list(codes.values())
+
+
+def _end(codes: dict[int, int | None], sent: signal.Signals) -> None:
+    for child, code in codes.items():
+        if code is None:
+            os.kill(child, sent)
 
 
 def _become(rank: int, port: int, request: dict[str, Any]) -> None:
     """Turns a forked process into one of a launch. Never returns."""
     code = 1
     try:
-        os.dup2(os.open(request["log"], os.O_WRONLY | os.O_APPEND), 1)
-        os.dup2(1, 2)
+        for number, file in enumerate(request["files"], 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         # SIGABRT prints where each thread stands.
         faulthandler.enable()
         os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
         world, local = request["processes"], request["processes"] // request["nodes"]
         if world > 1:
             numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
             os.environ.update({name: str(number) for name, number in numbers.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        sys.path.append(str(Path(__file__).resolve().parent))
+        sys.path.append(request["folder"])
         code = importlib.import_module(request["entry"]).main(request["arguments"])
     except BaseException:
         traceback.print_exc()

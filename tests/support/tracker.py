@@ -184,8 +184,11 @@ def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes."""
+    from cpu_engines import use_cpu_processes
+
     from toolkit.train.main import main as train
 
+    use_cpu_processes()
     explain = bool(os.environ.get("TRACKER_EXPLAIN"))
     code, tracker = tracked(lambda: train(arguments), explain)
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}

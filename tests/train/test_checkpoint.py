@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ON_CPU, environment, losses, metrics, write_recipe
+from harness import losses, metrics, write_recipe
 from matrix import ENGINES, METHODS, Difference, Result
-from ranks import Ranks
+from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_model
 
 from toolkit.common import UserError
@@ -116,14 +112,6 @@ def test_checkpoint_that_cannot_be_read_is_refused_with_both_sides(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts runs on forked processes in the folder of `home`."""
-    started = Ranks(tmp_path_factory.mktemp("ranks") / "log.txt")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a tiny model, rows, and the recipe `small`; runs stay for the other tests."""
     folder = tmp_path_factory.mktemp("home")
@@ -137,8 +125,10 @@ def run(ranks: Ranks, home: Path, name: str, engine: str, *overrides: str, proce
     """A finished run of this name; continues what is there."""
     folder = home / "runs" / name
     if not (folder / "final").is_dir():
-        codes = ranks.run(home, "recipe=small", *ALL[engine], *overrides, f"output.name={name}", processes=processes)
-        assert not any(codes), ranks.said()[-6000:]
+        arguments = ["recipe=small", *ALL[engine], *overrides, f"output.name={name}"]
+        done = ranks.run(home, *arguments, processes=processes, entry=ON_CPU)
+        assert done.returncode == 0, done.stderr[-6000:]
+        (folder / "said.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     return folder
 
 
@@ -153,11 +143,11 @@ def cut_off(run: Path, name: str) -> Path:
     return copy
 
 
-def assert_continued(ranks: Ranks, continued: Path, straight: Path) -> None:
+def assert_continued(continued: Path, straight: Path) -> None:
     manifest = json.loads((continued / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["status"] == "finished"
     assert manifest["resumed_from"].endswith("checkpoint-3")
-    assert "checkpoint-6 was cut off" in ranks.said()
+    assert "checkpoint-6 was cut off" in (continued / "said.txt").read_text(encoding="utf-8")
     difference = Difference.between(Result.read(continued), Result.read(straight))
     assert max(vars(difference).values()) <= 1e-6, difference
     assert [row["step"] for row in metrics(continued)] == [row["step"] for row in metrics(straight)]
@@ -180,7 +170,7 @@ def test_continued_run_equals_one_that_was_never_stopped(ranks: Ranks, home: Pat
     straight = run(ranks, home, f"{engine}-{method}", engine, *overrides)
     continued = cut_off(straight, f"{engine}-{method}-cut")
     run(ranks, home, continued.name, engine, *overrides)
-    assert_continued(ranks, continued, straight)
+    assert_continued(continued, straight)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +190,7 @@ def test_run_continues_on_other_processes_or_another_strategy(
     straight = run(ranks, home, f"{before}-full", before)
     continued = cut_off(straight, f"{before}-{after}-{processes}")
     run(ranks, home, continued.name, after, processes=processes)
-    assert_continued(ranks, continued, straight)
+    assert_continued(continued, straight)
     assert len(list((continued / "checkpoints").iterdir())) == 2
 
 
@@ -234,49 +224,25 @@ def test_size_is_a_close_upper_bound(
     [("zero2", signal.SIGKILL), ("zero3", signal.SIGINT), ("fsdp", signal.SIGINT)],
     ids=["zero2-killed", "zero3-ctrl-c", "fsdp-ctrl-c"],
 )
-def test_interrupted_processes_continue(home: Path, engine: str, sent: signal.Signals) -> None:
-    """Real processes, all of which get the signal, as from a terminal."""
+def test_interrupted_processes_continue(ranks: Ranks, home: Path, engine: str, sent: signal.Signals) -> None:
+    """All processes get the signal, as from a terminal."""
     folder, settings = home / "runs" / f"{engine}-interrupted", [*ALL[engine], "batch.micro_batch_size=1"]
     endless = ["schedule.max_steps=4000", "checkpoint.save_steps=4", f"output.name={folder.name}"]
-    running = start(home, *settings, *endless)
+    running = ranks.start(home, "recipe=small", *settings, *endless, processes=2, entry=ON_CPU)
     end = time.monotonic() + 200
     while not (folder / "metrics.jsonl").is_file() or len(losses(folder)) < 6:
-        assert all(process.poll() is None for process in running) and time.monotonic() < end, said(running)
+        assert running.running() and time.monotonic() < end, running.wait(0).stderr[-3000:]
         time.sleep(0.05)
-    for process in running:
-        process.send_signal(sent)
-    output = said(running)
+    running.send(sent)
+    done = running.wait()
     newest, _ = checkpoint.newest(folder / "checkpoints")
-    assert newest, output
+    assert newest, done.stderr[-3000:]
     step = checkpoint.step_of(newest)
     if sent == signal.SIGINT:
-        assert [process.returncode for process in running] == [0, 0], output
+        assert done.codes == [0, 0], done.stderr[-3000:]
         assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["status"] == "interrupted"
         assert step == len(losses(folder))
     more = [f"schedule.max_steps={step + 2}", f"checkpoint.resume={newest}", f"output.name={engine}-more"]
-    running = start(home, *settings, *more)
-    output = said(running)
-    assert [process.returncode for process in running] == [0, 0], output
+    done = ranks.run(home, "recipe=small", *settings, *more, processes=2, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert [row["step"] for row in metrics(home / "runs" / f"{engine}-more") if "loss" in row] == [step + 1, step + 2]
-
-
-def start(home: Path, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Two processes as a launcher starts them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(ON_CPU), "recipe=small", *arguments],
-            cwd=home,
-            env=environment() | where | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-
-
-def said(running: list[subprocess.Popen[str]]) -> str:
-    return "\n".join(process.communicate(timeout=200)[0][-3000:] for process in running)

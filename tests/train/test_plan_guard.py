@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import environment, launch
+from harness import RUN, environment
+from ranks import Ranks
 from small import populate
 
 from toolkit.planner.plan import Plan
@@ -47,18 +48,19 @@ def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(folder: Path, capsy
     assert "Planned and measured" in report
 
 
-def test_a_finished_run_keeps_the_plan_it_was_measured_against(folder: Path) -> None:
+def test_a_finished_run_keeps_the_plan_it_was_measured_against(folder: Path, ranks: Ranks) -> None:
     assert main(["recipe=small"]) == 0
     before = manifest(folder)
 
-    done = launch(folder, "recipe=small", processes=2)
+    done = ranks.run(folder, "recipe=small", processes=2)
 
     assert done.returncode == 0 and "This run is finished" in done.stdout, done.stderr
     assert manifest(folder) == before
 
 
 def test_the_host_memory_of_a_run_is_about_what_was_planned(folder: Path) -> None:
-    done = launch(folder, "recipe=small")
+    command = [sys.executable, str(RUN), "recipe=small"]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
     kept = manifest(folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from matrix import ENGINES, METHODS
-from ranks import Ranks
+from ranks import ON_CPU, Ranks
 from safetensors.torch import load_file
 from small import SEQ2SEQ, populate
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -30,21 +29,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts runs on forked processes."""
-    started = Ranks(tmp_path_factory.mktemp("ranks") / "log.txt")
-    yield started
-    started.close()
-
-
 def run(ranks: Ranks, home: Path, engine: str, kind: str, *overrides: str) -> Path:
     """A finished run on an engine, started when it is asked for the first time."""
     folder = home / "runs" / f"{kind}-{engine}"
     if not folder.is_dir():
         arguments = [*ENGINES[engine], *SHORT, *overrides, f"output.name={folder.name}"]
-        codes = ranks.run(home, "recipe=small", *arguments, processes=2)
-        assert not any(codes), ranks.said()[-6000:]
+        done = ranks.run(home, "recipe=small", *arguments, processes=2, entry=ON_CPU)
+        assert done.returncode == 0, done.stderr[-6000:]
     return folder
 
 

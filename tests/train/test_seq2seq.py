@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import launch, losses, metrics
+from harness import losses, metrics
+from ranks import Ranks
 from small import LORA, NF4, SEQ2SEQ, populate
 from transformers import AutoModelForSeq2SeqLM
 
@@ -68,13 +69,15 @@ def plain_loop() -> list[float]:
     return curve
 
 
-def test_loss_equals_a_plain_loop_with_any_accumulation_and_two_processes() -> None:
+def test_loss_equals_a_plain_loop_with_any_accumulation_and_two_processes(ranks: Ranks) -> None:
     expected = plain_loop()
     generate = ["evaluation.generation_metrics=true", "evaluation.batch_size=3"]
     for name, micro in (("whole", 4), ("accumulated", 1)):
         assert main(["recipe=small", *ARGUMENTS, *generate, f"micro_batch_size={micro}", f"output.name={name}"]) == 0
         assert losses(Path("runs") / name) == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    done = launch(Path(), "recipe=small", *ARGUMENTS, *generate, "micro_batch_size=1", "output.name=two", processes=2)
+    done = ranks.run(
+        Path(), "recipe=small", *ARGUMENTS, *generate, "micro_batch_size=1", "output.name=two", processes=2
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(Path("runs/two")) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     one, two = (

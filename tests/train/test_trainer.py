@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import launch, losses, metrics, write_recipe
+from harness import losses, metrics, write_recipe
+from ranks import Ranks
 from tiny import chat_rows, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -99,9 +100,9 @@ def test_loss_curve_equals_a_plain_loop(place: Path, overrides: list[str]) -> No
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])
-def test_loss_curve_of_two_processes_equals_a_plain_loop(place: Path, packing: str) -> None:
+def test_loss_curve_of_two_processes_equals_a_plain_loop(place: Path, packing: str, ranks: Ranks) -> None:
     overrides = ["batch.micro_batch_size=1", f"data.packing={packing}"]
-    done = launch(place, "recipe=small", *overrides, processes=2)
+    done = ranks.run(place, "recipe=small", *overrides, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(place / "runs" / "small") == pytest.approx(plain_loop(place, overrides), rel=1e-5, abs=1e-5)
 

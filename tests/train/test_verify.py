@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small
 import torch
-from harness import ROOT, environment
+from ranks import Ranks
 from transformers import Trainer
 
 from toolkit.common import UserError
@@ -22,13 +20,9 @@ from toolkit.train.main import main
 from toolkit.train.verify import check_effective
 
 SABOTAGED = """
-import sys
-sys.path.insert(0, {tests!r})
 import cpu_engines
-import os
-os.environ["DS_ACCELERATOR"] = "cpu"
-cpu_engines.use_cpu_processes()
 import toolkit.distributed.engines as engines
+
 honest = engines.deepspeed_config
 
 def silently(recipe):
@@ -38,9 +32,9 @@ def silently(recipe):
     config["zero_optimization"]["stage"] = 1
     return config
 
-engines.deepspeed_config = silently
-from toolkit.train.main import main
-sys.exit(main())
+def main(arguments):
+    engines.deepspeed_config = silently
+    return cpu_engines.main(arguments)
 """
 
 
@@ -144,13 +138,10 @@ def test_batches_of_another_size_stop_the_run(
 
 
 @pytest.mark.slow
-def test_an_engine_that_was_given_something_else_stops_the_run(place: Path) -> None:
-    script = place / "sabotaged.py"
-    script.write_text(SABOTAGED.format(tests=str(ROOT / "tests" / "support")), encoding="utf-8")
+def test_an_engine_that_was_given_something_else_stops_the_run(place: Path, ranks: Ranks) -> None:
+    (place / "sabotaged.py").write_text(SABOTAGED, encoding="utf-8")
     arguments = ["recipe=small", "strategy=zero2", "optimizer.max_grad_norm=0.5", "max_steps=2"]
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], cwd=place, env=environment(), capture_output=True, text=True
-    )
+    done = ranks.run(place, *arguments, entry="sabotaged")
     assert done.returncode == 1, done.stderr[-3000:]
     for line in (
         "zero_stage: the recipe asks for 2, 1 runs",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from figures import record
 from harness import write_recipe
 from matrix import ENGINES, METHODS, RECIPE, SEQUENCES, Difference, Launcher
+from ranks import Ranks
 from tiny import chat_rows, pair_rows, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -89,7 +90,7 @@ FULL = [
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher:
     """A folder with tiny models and data, and the processes to train them on."""
     folder = tmp_path_factory.mktemp("matrix")
     for name, hub_id in ARCHITECTURES.items():
@@ -100,9 +101,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     write_recipe(folder, "matrix", RECIPE)
-    launcher = Launcher(folder)
-    yield launcher
-    launcher.close()
+    return Launcher(folder, ranks)
 
 
 def cells() -> list:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ON_CPU, environment, metrics
+from harness import metrics
+from ranks import ON_CPU, Ranks
 from tiny import pair_rows, text_rows, tiny_model, write_splits
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 pytestmark = pytest.mark.slow
 
 
-def train(folder: Path, processes: int, *arguments: str) -> Path:
+def train(ranks: Ranks, folder: Path, processes: int, *arguments: str) -> Path:
     """Trains on CPU processes with the real engine; returns the run folder."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(ON_CPU), *arguments, "output.name=run"]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600)
+    done = ranks.run(folder, *arguments, "output.name=run", processes=processes, entry=ON_CPU)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return folder / "runs" / "run"
 
@@ -30,11 +26,11 @@ def effective(run: Path) -> dict[str, Any]:
     return json.loads((run / "manifest.json").read_text(encoding="utf-8"))["effective"]
 
 
-def test_blenderbot_on_two_processes_with_zero2(tmp_path: Path) -> None:
+def test_blenderbot_on_two_processes_with_zero2(tmp_path: Path, ranks: Ranks) -> None:
     model = tiny_model("facebook/blenderbot-400M-distill", tmp_path / "model")
     data = write_splits(tmp_path / "data", pair_rows(520, "context", "response"))
     run = train(
-        tmp_path, 2, "recipe=blenderbot_400m_seq2seq_zero2", f"model.path={model}", f"data.sources=[{data}]",
+        ranks, tmp_path, 2, "recipe=blenderbot_400m_seq2seq_zero2", f"model.path={model}", f"data.sources=[{data}]",
         "data.columns={source: context, target: response}", "schedule.max_steps=3", "eval_max_samples=51",
         "optimizer.learning_rate=3e-3", "max_new_tokens=4", "logging.every_steps=1",
     )  # fmt: skip
@@ -50,11 +46,11 @@ def test_blenderbot_on_two_processes_with_zero2(tmp_path: Path) -> None:
     AutoModelForSeq2SeqLM.from_pretrained(run / "final")
 
 
-def test_gpt2_xl_on_one_process_with_everything_offloaded(tmp_path: Path) -> None:
+def test_gpt2_xl_on_one_process_with_everything_offloaded(tmp_path: Path, ranks: Ranks) -> None:
     model = tiny_model("openai-community/gpt2-xl", tmp_path / "model")
     data = write_splits(tmp_path / "data", text_rows(400))
     run = train(
-        tmp_path, 1, "recipe=gpt2_xl_clm_zero3_offload", f"model.path={model}", f"data.sources=[{data}]",
+        ranks, tmp_path, 1, "recipe=gpt2_xl_clm_zero3_offload", f"model.path={model}", f"data.sources=[{data}]",
         "schedule.max_steps=4", "optimizer.learning_rate=3e-3", "schedule.warmup_ratio=0", "strategy.pin_memory=false",
     )  # fmt: skip
     state = effective(run)
