@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from figures import pytest_terminal_summary  # noqa: F401
-from ranks import Ranks
+from ranks import Ranks, untraced
 
 # Kept between sessions and shared by parallel workers: the built-in model is converted once.
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
@@ -35,3 +36,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process are planned by formulas; those of `ranks` always are."""
+    from toolkit.train import plan_guard
+
+    monkeypatch.setattr(plan_guard, "trace", untraced)
+
+
+def pytest_collection_finish() -> None:
+    """Trainers collect garbage several times, each time over the objects of all modules imported so far."""
+    gc.collect()
+    gc.freeze()

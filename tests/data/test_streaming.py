@@ -24,6 +24,7 @@ evaluation: {num_prompts: 0}
 """
 
 
+@pytest.mark.usefixtures("formulas")
 @pytest.mark.slow
 def test_two_processes_train_on_the_rows_of_one_past_the_end_of_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks

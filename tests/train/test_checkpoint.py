@@ -156,15 +156,23 @@ def assert_continued(continued: Path, straight: Path) -> None:
 
 
 FAST = [("zero2", "lora"), ("zero3", "full"), ("fsdp", "lora")]
-SLOW = [
+SLOW = [("ddp", "full"), ("zero1", "full"), ("zero2_offload", "lora"), ("zero3_offload", "full"), ("fsdp_full", "full")]
+REST = [
     (engine, method)
     for engine in ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_full")
     for method in ("full", "lora")
-    if (engine, method) not in FAST
+    if (engine, method) not in FAST + SLOW
 ]
 
 
-@pytest.mark.parametrize(("engine", "method"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [
+        *FAST,
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+        *(pytest.param(*each, marks=pytest.mark.matrix) for each in REST),
+    ],
+)
 def test_continued_run_equals_one_that_was_never_stopped(ranks: Ranks, home: Path, engine: str, method: str) -> None:
     overrides = LORA if method == "lora" else []
     straight = run(ranks, home, f"{engine}-{method}", engine, *overrides)

@@ -21,6 +21,11 @@ TOO_LARGE = ["batch.global_batch_size=65536", "batch.micro_batch_size=65536", "m
 
 
 @pytest.fixture
+def planned() -> None:
+    """From traces, as a user's runs are."""
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder, which is the current one."""
     populate(tmp_path, "llama")
