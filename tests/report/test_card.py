@@ -100,7 +100,14 @@ def test_an_encoder_decoder_loads_as_the_card_says(run: Path, monkeypatch: pytes
 def test_the_metadata_is_what_the_hub_reads(run: Path) -> None:
     sources = ["org/chats", {"path": "org/more", "weight": 2.0}, "rows/train.jsonl", "builtin:stdlib-docstrings"]
     recipe = make_recipe(sources=sources, method={"name": "lora", "quantization": "nf4"})
-    assert metadata(write_card(run / "final", run, recipe, LLAMA).read_text()) == {
+    head = metadata(write_card(run / "final", run, recipe, LLAMA).read_text())
+    (results,) = head.pop("model-index")
+    assert results["name"] == "demo"
+    assert results["results"][0]["metrics"] == [
+        {"type": "loss", "value": 2.74},
+        {"type": "perplexity", "value": 15.487},
+    ]
+    assert head == {
         "base_model": LLAMA,
         "base_model_relation": "adapter",
         "library_name": "peft",
@@ -116,6 +123,10 @@ def test_the_hub_library_accepts_the_card(run: Path) -> None:
     path = write_card(run / "final", run, make_recipe(), LLAMA)
     data = ModelCard.load(path).data
     assert (data.base_model, data.library_name) == (LLAMA, "transformers")
+    assert [(result.metric_type, result.dataset_type) for result in data.eval_results] == [
+        ("loss", "org/chats"),
+        ("perplexity", "org/chats"),
+    ]
 
 
 def test_results_and_settings_are_those_of_the_run(run: Path) -> None:

@@ -1,19 +1,22 @@
 """The model card beside the trained weights: what they are, how they were made, how to load them.
 
 A card is made to be published, so it holds figures that were measured and settings that were used, and nothing of the
-machine: local paths appear by their last name only, samples of the data not at all.
+machine: local paths appear by their last name only, samples of the data not at all. The Trainer's own card knows
+neither the recipe nor the held-out loss, and its snippet does not run for an adapter on a local model. The metadata is
+written by `huggingface_hub`, so that it is what the Hub reads.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, duration, perplexity_of, perplexity_text
 from toolkit.recipe import Recipe
+from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.run_page import percent_change
 
@@ -25,6 +28,14 @@ _OBJECTIVES = {
     "seq2seq": "encoder-decoder training",
 }
 _TAGS = {"sft": "sft", "language_modelling": "continued-pretraining", "seq2seq": "seq2seq"}
+_METRICS = (
+    ("eval_loss", "loss", "loss"),
+    ("eval_perplexity", "perplexity", "perplexity"),
+    ("eval_bleu", "bleu", "BLEU"),
+    ("eval_chrf", "chrf", "chrF"),
+    ("eval_exact_match", "exact_match", "exact match"),
+)
+"""Key of an evaluation, the Hub's name of the metric, and ours."""
 
 
 def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path:
@@ -39,36 +50,58 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
     Returns:
         Path of the card.
     """
-    record = read_run(run)
-    parts = [
-        f"---\n{yaml.safe_dump(_metadata(recipe, base_model), sort_keys=False, allow_unicode=True)}---",
-        f"# {record.name}",
-        _description(recipe, base_model),
-        _results(record),
-        "## Use\n\n" + _usage(folder, record, recipe, base_model),
-        "## Training\n\n" + _table([("setting", "value"), *_settings(record, recipe)]),
-        _versions(record),
-    ]
+    record, adapter = read_run(run), recipe.method.name == "lora"
+    gguf = recipe.model.gguf_file or (Path(recipe.model.path).name if recipe.model.path.endswith(".gguf") else "")
+    content = page.render(
+        "card.md.j2",
+        card_data=_metadata(record, recipe, base_model).to_yaml(),
+        name=record.name,
+        description=_description(recipe, base_model),
+        results=_results_table(record),
+        held_out_rows=record.audit.eval.rows if record.audit and record.audit.eval else 0,
+        adapter=adapter,
+        base_on_hub=_is_hub_id(base_model),
+        auto_class="AutoModelForSeq2SeqLM" if recipe.objective == "seq2seq" else "AutoModelForCausalLM",
+        encoder_decoder=recipe.objective == "seq2seq",
+        gguf=f", gguf_file={gguf!r}" if gguf else "",
+        trust=", trust_remote_code=True" if recipe.model.trust_remote_code else "",
+        chat=_is_chat(folder, record, recipe),
+        settings=_settings(record, recipe),
+        versions=record.manifest.versions,
+    )
     path = folder / "README.md"
-    path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    ModelCard(content).save(path)
     return path
 
 
-def _metadata(recipe: Recipe, base_model: str) -> dict[str, Any]:
-    """The YAML head that the Hub reads. No license: that of the base model and the data is not known here."""
-    adapter = recipe.method.name == "lora"
-    metadata: dict[str, Any] = {}
-    if _is_hub_id(base_model):
-        metadata["base_model"] = base_model
-        metadata["base_model_relation"] = "adapter" if adapter else "finetune"
-    metadata["library_name"] = "peft" if adapter else "transformers"
-    if recipe.objective != "seq2seq":
-        metadata["pipeline_tag"] = "text-generation"
-    metadata["tags"] = [_method(recipe).lower().replace(" ", "-"), _TAGS[recipe.objective]]
-    datasets = list(dict.fromkeys(path for path in _source_paths(recipe) if _is_hub_id(path)))
-    if datasets:
-        metadata["datasets"] = datasets
-    return metadata
+def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
+    """What the Hub reads. No license: that of the base model and the data is not known here."""
+    adapter, sources = recipe.method.name == "lora", list(dict.fromkeys(_source_paths(recipe)))
+    datasets = [path for path in sources if _is_hub_id(path)]
+    task = "text2text-generation" if recipe.objective == "seq2seq" else "text-generation"
+    results = [
+        EvalResult(
+            task_type=task,
+            # Of several sources together there is no id.
+            dataset_type=datasets[0] if datasets == sources[:1] == sources else "custom",
+            dataset_name="held-out rows",
+            metric_type=metric,
+            metric_value=round(value, 4),
+        )
+        for metric, _, _, value in _results(record)
+        if value is not None and math.isfinite(value)
+    ]
+    on_hub = _is_hub_id(base_model)
+    return ModelCardData(
+        base_model=base_model if on_hub else None,
+        base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=None if recipe.objective == "seq2seq" else task,
+        tags=[_method(recipe).lower().replace(" ", "-"), _TAGS[recipe.objective]],
+        datasets=datasets or None,
+        eval_results=results or None,
+        model_name=record.name if results else None,
+    )
 
 
 def _description(recipe: Recipe, base_model: str) -> str:
@@ -77,64 +110,32 @@ def _description(recipe: Recipe, base_model: str) -> str:
     return f"{what} {_shown(base_model)}, made by {_OBJECTIVES[recipe.objective]} on {sources}."
 
 
-def _results(record: Record) -> str:
+def _results(record: Record) -> list[tuple[str, str, float | None, float | None]]:
+    """Metric as the Hub calls it, its title, its value in the first and in the last evaluation; the loss first."""
     if not record.evaluations:
-        return ""
-    first, last = record.evaluations[0], record.evaluations[-1]
-    several = first is not last
-    head = (
-        ["", f"step {first['step']:,}", f"step {last['step']:,}", "change"]
-        if several
-        else ["", f"step {last['step']:,}"]
+        return []
+    first, last = (
+        {key: number(value) for key, value in row.items()}
+        | {"eval_perplexity": None if (loss := number(row["eval_loss"])) is None else perplexity_of(loss)}
+        for row in (record.evaluations[0], record.evaluations[-1])
     )
-    rows = [tuple(head)]
-    measures = (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "exact match"))
-    before, after = number(first.get("eval_loss")), number(last.get("eval_loss"))
-    if before is not None and after is not None:
-        losses = ("loss", f"{before:.4f}", f"{after:.4f}", percent_change(before, after))
-        perplexities = ("perplexity", perplexity_text(perplexity_of(before)), perplexity_text(perplexity_of(after)), "")
-        rows += [line if several else (line[0], line[2]) for line in (losses, perplexities)]
-    for key, title in measures:
-        before, after = number(first.get(key)), number(last.get(key))
-        if after is not None:
-            start = "" if before is None else f"{before:.4g}"
-            rows.append((title, start, f"{after:.4g}", "") if several else (title, f"{after:.4g}"))
-    held_out = record.audit.eval if record.audit else None
-    on = f"On {held_out.rows:,} held-out rows:" if held_out and held_out.rows else "On held-out rows:"
-    return f"## Results\n\n{on}\n\n{_table(rows)}"
+    return [
+        (metric, title, first.get(key), last.get(key)) for key, metric, title in _METRICS if last.get(key) is not None
+    ]
 
 
-def _usage(folder: Path, record: Record, recipe: Recipe, base_model: str) -> str:
-    """A snippet that runs as it stands inside the folder."""
-    kind = "AutoModelForSeq2SeqLM" if recipe.objective == "seq2seq" else "AutoModelForCausalLM"
-    trust = ", trust_remote_code=True" if recipe.model.trust_remote_code else ""
-    lines = [f"from transformers import {kind}, AutoTokenizer"]
-    place = 'folder = "."  # this folder, or its id on the Hub'
-    note = ""
-    if recipe.method.name == "lora":
-        gguf = recipe.model.gguf_file or (Path(recipe.model.path).name if recipe.model.path.endswith(".gguf") else "")
-        extra = (f", gguf_file={gguf!r}" if gguf else "") + trust
-        lines = ["from peft import PeftConfig, PeftModel", *lines, "", place]
-        lines.append("base = PeftConfig.from_pretrained(folder).base_model_name_or_path")
-        lines.append(f"model = PeftModel.from_pretrained({kind}.from_pretrained(base{extra}), folder)")
-        if not _is_hub_id(base_model):
-            note = "The base model was a local one: set `base` to where you keep it.\n\n"
-    else:
-        lines += ["", place, f"model = {kind}.from_pretrained(folder{trust})"]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})", ""]
-    if _is_chat(folder, record, recipe):
-        lines += [
-            'messages = [{"role": "user", "content": "Hello!"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-            ")",
-        ]
-    else:
-        lines.append('inputs = tokenizer("Once upon a time", return_tensors="pt")')
-    lines.append("output = model.generate(**inputs, max_new_tokens=64)[0]")
-    answer = "output" if recipe.objective == "seq2seq" else 'output[inputs["input_ids"].shape[1] :]'
-    lines.append(f"print(tokenizer.decode({answer}, skip_special_tokens=True))")
-    return f"{note}```python\n" + "\n".join(lines) + "\n```"
+def _results_table(record: Record) -> list[tuple[str, ...]]:
+    """The table of results with its head; empty where nothing was evaluated."""
+    if not record.evaluations:
+        return []
+    first, last = record.evaluations[0], record.evaluations[-1]
+    rows: list[tuple[str, ...]] = [("", f"step {first['step']:,}", f"step {last['step']:,}", "change")]
+    forms = {"loss": "{:.4f}".format, "perplexity": perplexity_text}
+    for metric, title, before, after in _results(record):
+        texts = ["" if value is None else forms.get(metric, "{:.4g}".format)(value) for value in (before, after)]
+        change = percent_change(before, after) if metric == "loss" and before is not None and after is not None else ""
+        rows.append((title, *texts, change))
+    return rows if first is not last else [(row[0], row[2]) for row in rows]
 
 
 def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
@@ -172,13 +173,6 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     return [*rows, ("seed", str(recipe.seed))]
 
 
-def _versions(record: Record) -> str:
-    versions = record.manifest.versions
-    if not versions:
-        return ""
-    return "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
 def _method(recipe: Recipe) -> str:
     method = recipe.method
     if method.name == "full":
@@ -204,10 +198,3 @@ def _shown(path: str) -> str:
         if _is_hub_id(path)
         else f"`{Path(path.removeprefix('builtin:')).name}`"
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table; the first row is its head."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    cells.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
