@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pynvml
 import pytest
 import yaml
 
 from toolkit.common import UserError
-from toolkit.planner.hardware import Hardware, find, names, nvidia, this_machine
+from toolkit.planner.hardware import Hardware, driver_version, find, names, this_machine, visible_gpus
 from toolkit.planner.hardware.calibration import path_of
 from toolkit.planner.hardware.catalogue import shipped
 from toolkit.planner.hardware.detect import amd, detect, ram
@@ -204,7 +206,7 @@ def test_a_users_file_of_another_form_is_refused(tmp_path: Path, text: str) -> N
 # --- this machine
 
 
-@pytest.mark.skipif(bool(nvidia.visible({})), reason="this machine has a GPU")
+@pytest.mark.skipif(bool(visible_gpus({})), reason="this machine has a GPU")
 def test_this_machine_is_its_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     here = this_machine()
@@ -229,11 +231,15 @@ def test_a_containers_limit_counts(tmp_path: Path, file: str) -> None:
     assert ram(tmp_path) == 3 * GIB
 
 
+WHOLE = """int nvmlDeviceGetMemoryInfo_v2(void *h, Memory *m) {
+    if (m->version != (sizeof(Memory) | 2u << 24)) return 25;
+    m->total = 143771ull << 20; m->reserved = 616ull << 20; return 0; }"""
+OLD = """int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { m[0] = 24564ull << 20; return 0; }"""
 NVML = r"""
 #include <string.h>
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory;
 static const char *names[] = {NAMES};
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned flags) { return STATUS; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = sizeof names / sizeof *names; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(names + index); return 0; }
@@ -241,9 +247,7 @@ int nvmlDeviceGetName(void *h, char *out, unsigned n) { strncpy(out, *(const cha
 int nvmlDeviceGetUUID(void *h, char *out, unsigned n) { strncpy(out, "GPU-00", n);
     out[5] = '0' + ((const char **)h - names); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
-int nvmlDeviceGetMemoryInfo_v2(void *h, Memory *m) {
-    if (m->version != (sizeof(Memory) | 2u << 24)) return 25;
-    m->total = 143771ull << 20; m->reserved = 616ull << 20; return 0; }
+MEMORY
 """
 
 
@@ -256,12 +260,14 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def build(*gpus: str) -> None:
+    def build(*gpus: str, memory: str = WHOLE, status: int = 0) -> None:
         # The loader knows libraries by their path: each is another one.
         source, library = tmp_path / "nvml.c", tmp_path / f"libnvml{len(list(tmp_path.glob('*.so')))}.so"
-        source.write_text(NVML.replace("NAMES", ", ".join(f'"{gpu}"' for gpu in gpus)))
+        listed = ", ".join(f'"{gpu}"' for gpu in gpus)
+        source.write_text(NVML.replace("NAMES", listed).replace("MEMORY", memory).replace("STATUS", str(status)))
         subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
-        monkeypatch.setattr(nvidia, "_LIBRARY", str(library))
+        monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(library)))
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
 
     return build
 
@@ -294,20 +300,17 @@ def test_unknown_gpus_are_guessed_widely_and_different_ones_refused(driver, monk
     assert this_machine().name == "l4"
 
 
-def test_the_drivers_command_answers_where_its_library_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvidia, "_LIBRARY", "libno-such-library.so")
-    command = tmp_path / "nvidia-smi"
-    # An old driver, which does not tell what it reserves.
-    line = "NVIDIA GeForce RTX 4090, 24564, [N/A], GPU-7, 8.9"
-    command.write_text(f"#!/bin/sh\necho '{line}'\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    here = detect()
-    assert here.name == "rtx4090"
-    assert here.device.memory == find("rtx4090").device.memory
+def test_an_old_driver_does_not_tell_what_it_reserves(driver) -> None:
+    driver("NVIDIA GeForce RTX 4090", memory=OLD)
+    machine = detect()
+    assert machine.name == "rtx4090"
+    assert machine.device.memory == find("rtx4090").device.memory
+
+
+def test_a_broken_driver_is_none(driver) -> None:
+    driver("NVIDIA H200", status=9)
+    assert visible_gpus() == [] and driver_version() == "unknown"
+    assert detect().device.kind == "cpu"
 
 
 def test_amds_gpus_are_found_in_sysfs(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from toolkit.common import cache_dir
+from toolkit.planner.hardware import driver_version
 
 DISTRIBUTION = "accelerate-toolkit"
 OPTIONAL = ("flash-attn", "liger-kernel", "torchao", "kernels", "tensorboard", "wandb", "mlflow", "trackio")
@@ -108,21 +108,12 @@ def _devices() -> dict[str, str]:
     if not torch.cuda.is_available():
         devices["accelerator"] = "mps" if torch.backends.mps.is_available() else "none, training runs on the CPU"
         return devices
-    devices["driver"] = _driver()
+    devices["driver"] = driver_version()
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}, capability {capability}"
     return devices
-
-
-def _driver() -> str:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        versions = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return ", ".join(sorted(set(versions)))
-    except (OSError, subprocess.SubprocessError):
-        return "unknown (nvidia-smi does not answer)"
 
 
 def _attention() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from string import Template
 
 from toolkit.common import UserError
 from toolkit.distributed import World, check_launch
+from toolkit.planner.hardware import visible_gpus
 from toolkit.recipe import Recipe
 
 _CONFIG = Path(__file__).with_name("launch.yaml")
@@ -70,9 +70,9 @@ def cluster(
     if rank is not None and rank >= nodes:
         raise UserError(f"--rank {rank} is not one of {nodes} machines", _ranks(nodes))
     if gpus is None:
-        gpus = 1 if recipe.strategy.name == "single" and visible_gpus() else len(visible_gpus())
+        gpus = 1 if recipe.strategy.name == "single" and gpu_names() else len(gpu_names())
     # Without --print this machine is one of them; what is printed may be meant for others.
-    unlike = 0 < gpus > len(visible_gpus())
+    unlike = 0 < gpus > len(gpu_names())
     return Cluster(gpus, nodes, head, port, elsewhere=slurm or unlike)
 
 
@@ -97,22 +97,19 @@ def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
     check_launch(recipe.with_values({key: plainest[key] for key in recipe.undecided}), world, {})
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs of this machine that a process may use, as CUDA_VISIBLE_DEVICES names them. Needs no torch."""
+def gpu_names() -> list[str]:
+    """The GPUs of this machine that a process may use, as CUDA_VISIBLE_DEVICES names them, parts of one (MIG) too."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name and name != "-1"]
-    if not (query := shutil.which("nvidia-smi")):
-        return []
-    done = subprocess.run([query, "--list-gpus"], capture_output=True, text=True)
-    return [str(index) for index, line in enumerate(done.stdout.splitlines()) if line.startswith("GPU ")]
+    return [str(index) for index in range(len(visible_gpus()))]
 
 
 def variables(cluster: Cluster) -> dict[str, str]:
     """What the launcher itself has to find in its environment."""
     # After Ctrl-C or SIGTERM torch's launcher kills the processes, by default after 30 s: too soon for a checkpoint.
     found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")}
-    gpus = visible_gpus()
+    gpus = gpu_names()
     # A single process that sees several GPUs would be taken for a forgotten launcher.
     if len(gpus) > cluster.gpus and cluster.gpus < 2:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: cluster.gpus])
@@ -155,7 +152,7 @@ def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
     if cluster.nodes > 1 and rank is None:
         raise UserError("--rank is not given", _ranks(cluster.nodes))
     # Without any GPU the processes train on the CPU.
-    if 0 < (found := len(visible_gpus())) < cluster.gpus:
+    if 0 < (found := len(gpu_names())) < cluster.gpus:
         raise UserError(f"--gpus {cluster.gpus}: {found} can be seen here", f"set --gpus {found}, or leave it out")
     line = command(cluster, rank or 0, arguments)
     sys.stdout.flush()

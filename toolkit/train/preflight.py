@@ -20,6 +20,7 @@ from toolkit.common import UserError, cache_dir
 from toolkit.distributed import World
 from toolkit.distributed.rendezvous import Agreed, Meeting, Said
 from toolkit.models.load import weight_files
+from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.train import optimizer
 from toolkit.train.run_folder import hash_files, versions
@@ -174,11 +175,10 @@ def _hardware(world: World) -> dict[str, str]:
     """What may differ between devices that train together: the slowest decides the speed."""
     if not torch.cuda.is_available():
         return {}
-    driver = Path("/sys/module/nvidia/version")
     return {
         "GPU": torch.cuda.get_device_name(world.local_rank % torch.cuda.device_count()),
         "number of GPUs": str(torch.cuda.device_count()),
-        "driver": driver.read_text().strip() if driver.is_file() else "unknown",
+        "driver": driver_version(),
     }
 
 

@@ -1,6 +1,18 @@
 """Hardware: what GPUs can do, what this machine has, and what was measured."""
 
+from toolkit.planner.hardware.detect import driver_version, visible_gpus
 from toolkit.planner.hardware.lookup import find, names, this_machine
 from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Node, Rate
 
-__all__ = ["Device", "Efficiency", "Hardware", "Node", "Rate", "find", "names", "this_machine"]
+__all__ = [
+    "Device",
+    "Efficiency",
+    "Hardware",
+    "Node",
+    "Rate",
+    "driver_version",
+    "find",
+    "names",
+    "this_machine",
+    "visible_gpus",
+]

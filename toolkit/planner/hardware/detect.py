@@ -1,4 +1,9 @@
-"""What this machine has, asked without torch: NVIDIA's NVML or nvidia-smi, AMD's sysfs, else the CPU."""
+"""What this machine has, asked without torch: the one place that discovers GPUs.
+
+NVIDIA's are asked of the driver's library (NVML, through `nvidia-ml-py`), AMD's of sysfs; a machine without either is
+its CPU, whose speed follows from cores, clock and vector units. It takes milliseconds. To ask torch would take seconds
+and start CUDA in a process that may not want it.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,110 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 
 from toolkit.common import UserError
-from toolkit.planner.hardware import nvidia
 from toolkit.planner.hardware.catalogue import DeviceEntry, Rates, estimated, known
-from toolkit.planner.hardware.nvidia import Found
 from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
 
 # Operations per cycle of one core: two fused multiply-adds per vector.
 _PER_CYCLE = {"avx512f": 64, "avx2": 32, "asimd": 16}
 _CORE_BANDWIDTH, _HOST_BANDWIDTH = 20e9, 100e9
-_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver describes it.
+
+    Args:
+        name: Of the product; of AMD's the PCI vendor and device, as no product name is sure to be there.
+        memory: Bytes.
+        uuid: For `CUDA_VISIBLE_DEVICES`.
+        capability: CUDA's, or None.
+        exact: Whether `memory` leaves out what the driver reserves, as torch's `total_memory` does.
+    """
+
+    name: str
+    memory: int
+    uuid: str = ""
+    capability: str | None = None
+    exact: bool = True
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """The GPUs that a process with these variables would see, NVIDIA's or else AMD's; empty without a driver."""
+    return nvidia(environment) or amd(environment)
+
+
+def nvidia(environment: Mapping[str, str]) -> list[Gpu]:
+    """NVIDIA's GPUs in the order of the PCI bus; empty where the driver is missing or broken."""
+    try:
+        pynvml.nvmlInit()
+        try:
+            gpus = [_from_driver(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []
+    return _selected(gpus, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver; `unknown` where it does not answer."""
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return "unknown"
+
+
+def amd(environment: Mapping[str, str], root: Path = Path("/sys")) -> list[Gpu]:
+    """AMD's GPUs from sysfs."""
+    gpus = []
+    for folder in sorted((root / "class" / "drm").glob("card[0-9]*"), key=lambda each: (len(each.name), each.name)):
+        memory, vendor, identity = (
+            _text(folder / "device" / key) for key in ("mem_info_vram_total", "vendor", "device")
+        )
+        if vendor == "0x1002" and memory:
+            gpus.append(Gpu(f"1002:{identity.removeprefix('0x')}", int(memory)))
+    keys = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    return _selected(gpus, next((environment[key] for key in keys if key in environment), None))
+
+
+def _from_driver(handle: Any) -> Gpu:
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        size, exact = memory.total - memory.reserved, True
+    except pynvml.NVMLError:  # An old driver does not tell what it reserves.
+        size, exact = pynvml.nvmlDeviceGetMemoryInfo(handle).total, False
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+    return Gpu(name, size, uuid, f"{major}.{minor}", exact)
+
+
+def _selected(gpus: Sequence[Gpu], selection: str | None) -> list[Gpu]:
+    """What a list of numbers or identifiers leaves; as CUDA does, the first one that does not exist ends the list."""
+    if selection is None:
+        return list(gpus)
+    kept = []
+    for entry in (text.strip() for text in selection.split(",")):
+        if entry.isdigit():
+            match = gpus[int(entry)] if int(entry) < len(gpus) else None
+        else:
+            match = next((gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)), None)
+        if match is None:
+            break
+        kept.append(match)
+    return kept
 
 
 def detect(folder: Path | None = None) -> Hardware:
@@ -33,25 +126,22 @@ def detect(folder: Path | None = None) -> Hardware:
     Raises:
         UserError: If the GPUs differ.
     """
-    kind: Kind = "cuda"
-    found = nvidia.visible(os.environ)
-    if not found:
-        kind, found = "rocm", amd(os.environ)
-    if not found:
+    gpus = visible_gpus()
+    if not gpus:
         return cpu(1)
-    kinds = sorted({gpu.name for gpu in found})
-    if len(kinds) > 1:
+    products = sorted({gpu.name for gpu in gpus})
+    if len(products) > 1:
         raise UserError(
-            f"this machine has different GPUs: {', '.join(kinds)}",
+            f"this machine has different GPUs: {', '.join(products)}",
             "choose alike ones with CUDA_VISIBLE_DEVICES=0,1,…, or name the hardware: hardware=NAMExCOUNT",
         )
-    smallest = min(found, key=lambda gpu: gpu.memory)
-    device = _known(smallest, known(folder)) or _unknown(smallest, kind)
-    name = device.name + (f"x{len(found)}" if len(found) > 1 else "")
-    return Hardware(name, device, host(), len(found))
+    smallest = min(gpus, key=lambda gpu: gpu.memory)
+    device = _known(smallest, known(folder)) or _unknown(smallest)
+    name = device.name + (f"x{len(gpus)}" if len(gpus) > 1 else "")
+    return Hardware(name, device, host(), len(gpus))
 
 
-def _known(gpu: Found, entries: Mapping[str, DeviceEntry]) -> Device | None:
+def _known(gpu: Gpu, entries: Mapping[str, DeviceEntry]) -> Device | None:
     names = {reported: name for name, entry in entries.items() for reported in entry.reported}
     if gpu.name not in names:
         return None
@@ -62,8 +152,9 @@ def _known(gpu: Found, entries: Mapping[str, DeviceEntry]) -> Device | None:
     return dataclasses.replace(device, memory=min(gpu.memory, device.memory) if nearly else gpu.memory)
 
 
-def _unknown(gpu: Found, kind: Kind) -> Device:
+def _unknown(gpu: Gpu) -> Device:
     """A GPU that the catalogue lacks: guesses by its generation, with a wide range."""
+    kind: Kind = "cuda" if gpu.capability else "rocm"
     rates, _ = estimated()
     major = int((gpu.capability or "8.0").split(".")[0])
     tflops = {"fp16": 60.0, "fp32": 15.0}
@@ -91,19 +182,6 @@ def _guessed(rates: Rates) -> Efficiency:
     values: dict[str, Any] = {key: getattr(rates, key) for key in keys}
     wide: dict[str, Any] = {key: Rate(value, low / width, high * width) for key, (value, low, high) in values.items()}
     return Efficiency(**wide)
-
-
-def amd(environment: Mapping[str, str], root: Path = Path("/sys")) -> list[Found]:
-    """AMD's GPUs from sysfs; named by PCI vendor and device, as no product name is sure to be there."""
-    found = []
-    for folder in sorted((root / "class" / "drm").glob("card[0-9]*"), key=lambda each: (len(each.name), each.name)):
-        memory, vendor, identity = (
-            _text(folder / "device" / key) for key in ("mem_info_vram_total", "vendor", "device")
-        )
-        if vendor == "0x1002" and memory:
-            found.append(Found(f"1002:{identity.removeprefix('0x')}", int(memory), "", None, exact=True))
-    keys = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    return nvidia.chosen(found, next((environment[key] for key in keys if key in environment), None))
 
 
 def cpu(processes: int) -> Hardware:
