@@ -87,9 +87,9 @@ def _recipes() -> Iterator[tuple[Recipe, list[Recipe]]]:
     recipes = [load(name, (), folder).recipe for name in list_recipes([folder])]
     yield from ((recipe, list(_variants(recipe))) for recipe in recipes)
     kinds = {
-        known.config["model_type"]: recipe for recipe in recipes if (known := model_configs.facts_of(recipe.model))
+        known.config["model_type"]: recipe for recipe in recipes if (known := model_configs.known_model(recipe.model))
     }
-    used = {known.model for recipe in recipes if (known := model_configs.facts_of(recipe.model))}
+    used = {known.model for recipe in recipes if (known := model_configs.known_model(recipe.model))}
     for model, known in model_configs.bundled().items():
         if model not in used and known.config["model_type"] in kinds:
             recipe = kinds[known.config["model_type"]].with_values({"model.path": model})

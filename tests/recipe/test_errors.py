@@ -1,4 +1,4 @@
-"""What a wrong recipe prints: every problem at once, each with place, value, allowed values and the likely mend."""
+"""What a wrong recipe prints: every problem at once, each with place, value, allowed values and the likely fix."""
 
 from __future__ import annotations
 

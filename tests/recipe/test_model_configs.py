@@ -124,8 +124,8 @@ def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     assert model_configs.config_of(Model(path=str(tmp_path))) is None
 
 
-def test_builtin_model_has_the_facts_of_smollm2() -> None:
-    known = model_configs.facts_of(Model(path="builtin:smollm2-135m-instruct"))
+def test_builtin_model_has_the_known_model_smollm2() -> None:
+    known = model_configs.known_model(Model(path="builtin:smollm2-135m-instruct"))
     assert known is not None
     assert known.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert model_configs.config_of(Model(path="builtin:smollm2-135m-instruct")) == known.config

@@ -25,7 +25,7 @@ PURE = ["precision=pure_bf16"]
 NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 
-# Rule, what breaks it, and the mend: what its message says to change, as overrides that replace those of the same key.
+# Rule, what breaks it, and the fix: what its message says to change, as overrides that replace those of the same key.
 CASES = [
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model.gguf_file=null"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model=someone/folder"]),
@@ -232,8 +232,8 @@ def broken_by(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.parametrize(("rule", "breaks", "mend"), CASES, ids=[case[0] for case in CASES])
-def test_rule_refuses_and_its_mend_is_valid(rule: str, breaks: list[str], mend: list[str]) -> None:
+@pytest.mark.parametrize(("rule", "breaks", "fix"), CASES, ids=[case[0] for case in CASES])
+def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: list[str]) -> None:
     (found,) = [each for each in RULES if each.id == rule]
     problems = broken_by(tuple(breaks))
     # The fixed words before the first figure are enough to know the rule by.
@@ -242,9 +242,9 @@ def test_rule_refuses_and_its_mend_is_valid(rule: str, breaks: list[str], mend: 
     assert len(matching) == 1, problems
     assert len(problems) == 1, "the case should break this rule alone"
     assert not re.search(r"\{[a-z_]+\}|None", matching[0]), "an unfilled figure"
-    assert broken_by((*breaks, *mend)) == ()
-    # What mends it stands in the message: at least the last part of one of the keys.
-    keys = [override.lstrip("~").partition("=")[0].rpartition(".")[2] for override in mend]
+    assert broken_by((*breaks, *fix)) == ()
+    # The fix stands in the message: at least the last part of one of the keys.
+    keys = [override.lstrip("~").partition("=")[0].rpartition(".")[2] for override in fix]
     assert any(key in matching[0] for key in keys)
 
 

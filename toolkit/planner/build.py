@@ -146,7 +146,7 @@ def estimate(
     recipe, chosen = decide(recipe, hardware, config=question.config, tracing=tracing)
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
-    if plan.origin == "formulas" and config is None and not model_configs.facts_of(recipe.model):
+    if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):
         # Formulas take any config; what Transformers can make no model of will not train.
         store.config_of(recipe)
     suggestions = advise(recipe, hardware, plan, question.plan) if advice else []

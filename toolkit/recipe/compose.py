@@ -34,6 +34,8 @@ from toolkit.recipe.files import (
 from toolkit.recipe.overrides import Refused, left_behind, parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
 
+_ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -128,58 +130,6 @@ class Layer:
         self.origins.pop(key, None)
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(config, DictConfig) and isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _wrong_keys(layer: Layer) -> list[Problem]:
-    """Wrong keys and types of a file whose `defaults` cannot be followed; what it may inherit is not missed."""
-    for path, _ in list(interpolated(layer.values)):
-        remove(layer.values, path)
-    try:
-        Recipe.model_validate(layer.values)
-    except ValidationError as error:
-        found = from_validation_error(error, layer.values, layer.origins, {})
-        # A section that says nothing wrong but lacks what its group would have given.
-        return [problem for problem in found if problem.what != "is required"]
-    return []
-
-
-def interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path and text of every value that is still to be filled in."""
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        below = f"{path}.{key}" if path else str(key)
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            yield below, value
-        yield from interpolated(value, below)
-
-
-def value_at(data: Any, parts: Sequence[str]) -> Any:
-    """The part of nested values at a dotted path; None if there is none."""
-    for part in parts:
-        if isinstance(data, list):
-            data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
-        else:
-            data = data.get(part) if isinstance(data, dict) else None
-    return data
-
-
-def remove(data: Any, path: str) -> bool:
-    """Takes the value at a dotted path out of nested values; False if there is none."""
-    *parents, last = path.split(".")
-    data = value_at(data, parents)
-    if isinstance(data, list) and last.isdigit() and int(last) < len(data):
-        del data[int(last)]
-        return True
-    return isinstance(data, dict) and data.pop(last, data) is not data
-
-
-ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
-
-
 @dataclass(frozen=True)
 class _Choice:
     """An option and who chose it; without a file it was the command line. The option None leaves the group empty."""
@@ -200,7 +150,7 @@ class _Walk:
         search: Folders in the order in which names are looked up.
         folders: Folders in which every file must really lie.
         choices: Group to what was chosen for it; to begin with by the command line.
-        problems: All that was found.
+        problems: All that is wrong with the files.
         own: The layer of the recipe's own file.
     """
 
@@ -278,7 +228,7 @@ class _Walk:
         keyword, _, group = str(key).rpartition(" ")
         group = group.removeprefix("/")
         if key is None or more or keyword not in ("", "override") or isinstance(option, dict | list):
-            self._problem("defaults", "is not an entry", place, as_text(entry), ENTRY_FORMS)
+            self._problem("defaults", "is not an entry", place, as_text(entry), _ENTRY_FORMS)
         elif group not in sections():
             close = did_you_mean(group, sections())
             hint = f"did you mean `{close}`?" if close else ""
@@ -349,7 +299,7 @@ class _Walk:
             else:
                 sibling = (PurePosixPath(option).parent / entry).as_posix()
                 layers += self._option(group, sibling, where, [*around, file])
-        return layers if own in layers else [*layers, own]
+        return layers if any(entry == "_self_" for entry, _ in source.defaults) else [*layers, own]
 
     def _read(self, file: Path) -> Read:
         if file not in self._files:
@@ -359,3 +309,52 @@ class _Walk:
 
     def _problem(self, path: str, what: str, place: str, given: str = "", allowed: str = "", hint: str = "") -> None:
         self.problems.append(Problem(path, what, place, given, allowed, hint))
+
+
+def _wrong_keys(layer: Layer) -> list[Problem]:
+    """Wrong keys and types of a file whose `defaults` cannot be followed; what it may inherit is not missed."""
+    for path, _ in list(interpolated(layer.values)):
+        remove(layer.values, path)
+    try:
+        Recipe.model_validate(layer.values)
+    except ValidationError as error:
+        problems = from_validation_error(error, layer.values, layer.origins, {})
+        # A section that says nothing wrong but lacks what its group would have given.
+        return [problem for problem in problems if problem.what != "is required"]
+    return []
+
+
+def interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and text of every value that is still to be filled in."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        below = f"{path}.{key}" if path else str(key)
+        if isinstance(value, str) and ("${" in value or value == "???"):
+            yield below, value
+        yield from interpolated(value, below)
+
+
+def value_at(data: Any, parts: Sequence[str]) -> Any:
+    """The part of nested values at a dotted path; None if there is none."""
+    for part in parts:
+        if isinstance(data, list):
+            data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
+        else:
+            data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def remove(data: Any, path: str) -> bool:
+    """Takes the value at a dotted path out of nested values; False if there is none."""
+    *parents, last = path.split(".")
+    data = value_at(data, parents)
+    if isinstance(data, list) and last.isdigit() and int(last) < len(data):
+        del data[int(last)]
+        return True
+    return isinstance(data, dict) and data.pop(last, data) is not data
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(config, DictConfig) and isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -1,4 +1,9 @@
-"""What is wrong with a recipe, said so that it can be mended: where it stands, what is allowed, what was meant."""
+"""What is wrong with a recipe: where it stands, what was given, what is allowed, and what to change.
+
+`Problem` is one slip, `RecipeError` all of them at once, `Rule` a combination that is refused. pydantic's findings are
+turned into problems: its own messages name neither the file nor the word that was probably meant, and it reports one
+finding for each alternative of a union.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend.
+    """One thing to fix.
 
     Args:
         path: Dotted key, e.g. `method.r`, or empty when the recipe as a whole is meant.
@@ -30,7 +35,7 @@ class Problem:
         where: `file:line`, or `command line`.
         given: The offending value, as text.
         allowed: What would be accepted.
-        hint: The likely mend.
+        hint: The likely fix.
     """
 
     path: str
@@ -84,6 +89,31 @@ class RecipeError(UserError):
         super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(map(str, self.problems)))
 
 
+Config = Mapping[str, Any]
+"""The model's `config.json`; empty when it is not known without a download."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused.
+
+    Args:
+        id: Stable name, used in tests and documentation.
+        path: The key the message points at.
+        broken: Whether a recipe breaks the rule.
+        why: What would happen. May name figures in braces, see `toolkit.recipe.rules.check`.
+        change: The nearest allowed change.
+        reference: Where to read about a failure that a test cannot show without the hardware.
+    """
+
+    id: str
+    path: str
+    broken: Callable[[Recipe, Config], bool]
+    why: str
+    change: str
+    reference: str = ""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The closest known word, or an empty string."""
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
@@ -119,6 +149,13 @@ def literals(*location: str) -> list[str]:
             elif get_args(arg):
                 todo.append(arg)
     return values
+
+
+def as_text(value: Any) -> str:
+    """A value as one would write it in a recipe, shortened."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def from_validation_error(
@@ -208,13 +245,6 @@ def _section_at(location: Iterable[Any]) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def as_text(value: Any) -> str:
-    """A value as one would write it in a recipe, shortened."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-    text = text.removesuffix("\n").removesuffix("\n...").strip()
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
 def _allowed(finding: Any) -> str:
     context = finding.get("ctx", {})
     kinds = {
@@ -255,28 +285,3 @@ def _type_hint(kinds: set[str], given: Any, interpolated: bool) -> str:
     if isinstance(given, str | int | float) and kinds == {"list_type"}:
         return f"write [{as_text(given)}]"
     return ""
-
-
-Config = Mapping[str, Any]
-"""The model's `config.json`; empty when it is not known without a download."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One combination that is refused.
-
-    Args:
-        id: Stable name, used in tests and documentation.
-        path: The key the message points at.
-        broken: Whether a recipe breaks the rule.
-        why: What would happen. May name figures in braces, see `toolkit.recipe.rules.check`.
-        change: The nearest allowed change.
-        reference: Where to read about a failure that a test cannot show without the hardware.
-    """
-
-    id: str
-    path: str
-    broken: Callable[[Recipe, Config], bool]
-    why: str
-    change: str
-    reference: str = ""

@@ -49,14 +49,14 @@ def recipe_folders(folder: str | Path | None = None) -> list[Path]:
 
 def list_recipes(folders: Iterable[Path]) -> dict[str, Path]:
     """Name to file of every recipe. Folders named like a section hold groups, files that start with `_` are parts."""
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for root in folders:
         for file in sorted(root.rglob("*.yaml")):
             relative = file.relative_to(root)
             is_group = any(part in sections() for part in relative.parts[:-1])
             if not is_group and not file.name.startswith("_"):
-                found.setdefault(relative.with_suffix("").as_posix(), file)
-    return dict(sorted(found.items()))
+                recipes.setdefault(relative.with_suffix("").as_posix(), file)
+    return dict(sorted(recipes.items()))
 
 
 def find(name: str, folders: list[Path]) -> tuple[str, Path]:
@@ -112,14 +112,22 @@ def locate(path: str, search: Iterable[Path]) -> Path | None:
     return next((file for root in search if (file := root / f"{path}.yaml").is_file()), None)
 
 
+def short(file: Path) -> str:
+    """The path as a user would type it: relative to the working folder, or `shipped:…`."""
+    if file.is_relative_to(Path.cwd()):
+        return str(file.relative_to(Path.cwd()))
+    shipped = shipped_recipes().resolve()
+    return f"shipped:{file.relative_to(shipped)}" if file.is_relative_to(shipped) and file != shipped else str(file)
+
+
 def options(group: str, search: Iterable[Path]) -> list[str]:
     """The options of a group, in all folders."""
-    found = {
+    names = {
         file.relative_to(root / group).with_suffix("").as_posix()
         for root in search
         for file in (root / group).rglob("*.yaml")
     }
-    return sorted(found)
+    return sorted(names)
 
 
 def _inside(file: Path, folders: Iterable[Path]) -> bool:
@@ -275,15 +283,7 @@ def _plainly(error: yaml.YAMLError) -> str:
     if "'\\t'" in what:
         return "a tab; indent with spaces"
     if "another document" in what:
-        return "a second document starts here (`---`); a file holds one"
+        return "a second document starts at this line (`---`); a file holds one"
     if "mapping values are not allowed" in what:
         return "a `:` where none can stand; check the indentation, or put text that holds a colon in quotes"
     return what
-
-
-def short(file: Path) -> str:
-    """The path as a user would type it: relative to the working folder, or `shipped:…`."""
-    if file.is_relative_to(Path.cwd()):
-        return str(file.relative_to(Path.cwd()))
-    shipped = shipped_recipes().resolve()
-    return f"shipped:{file.relative_to(shipped)}" if file.is_relative_to(shipped) and file != shipped else str(file)

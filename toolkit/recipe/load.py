@@ -90,10 +90,10 @@ def load_resolved(file: Path) -> Recipe:
     return _checked(str(file), source.values, source.origins, [])
 
 
-def _checked(name: str, unresolved: Any, origins: Mapping[str, str], found: list[Problem]) -> Recipe:
-    """Resolves and validates; all problems are raised together, after those found before."""
+def _checked(name: str, unresolved: Any, origins: Mapping[str, str], earlier: list[Problem]) -> Recipe:
+    """Resolves and validates; all problems are raised together, after the earlier ones."""
     data, written, problems = _resolve(unresolved, origins)
-    problems = found + problems
+    problems = earlier + problems
     while True:
         try:
             recipe = Recipe.model_validate(data)

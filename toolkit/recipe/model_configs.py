@@ -1,7 +1,8 @@
-"""What is known about a model without loading it: its `config.json` and the facts bundled with this package.
+"""What is known about a model without loading it: its `config.json`, and what is bundled with this package.
 
-The bundle (`bundled/`) holds the configs of the models that shipped recipes use, so that recipes can be checked
-with no network and before any weight is downloaded.
+`bundled/` holds the configs of the models that shipped recipes use, so that recipes are checked and planned with no
+network and before any weight is downloaded. Other models are looked up in the hub's cache on disk. Transformers'
+`AutoConfig` would do both, but takes seconds to import and completes configs with defaults of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _SIZE_KEYS = (
 
 
 @dataclass(frozen=True)
-class Facts:
-    """One bundled model.
+class KnownModel:
+    """A model whose config is bundled.
 
     Args:
         model: Hub id.
@@ -57,27 +58,26 @@ class Facts:
 
 
 @functools.cache
-def bundled() -> dict[str, Facts]:
-    """Hub id to facts of every bundled model."""
-    found = {}
+def bundled() -> dict[str, KnownModel]:
+    """Every bundled model by its hub id."""
+    models = {}
     for file in sorted(_BUNDLE.glob("*.json")):
-        known = json.loads(file.read_text(encoding="utf-8"))
-        found[known["model"]] = Facts(config_json=json.dumps(known.pop("config")), **known)
-    return found
+        entry = json.loads(file.read_text(encoding="utf-8"))
+        models[entry["model"]] = KnownModel(config_json=json.dumps(entry.pop("config")), **entry)
+    return models
 
 
-def facts_of(model: Model) -> Facts | None:
-    """Bundled facts of a recipe's model, or None for a local or unknown one. Case does not matter, as on the hub."""
+def known_model(model: Model) -> KnownModel | None:
+    """The bundled entry of a recipe's model; None for a local or unknown one. Case does not matter, as on the hub."""
     model_id = BUILTIN_MODELS.get(model.path, model.path).lower()
-    return next((facts for facts in bundled().values() if facts.model.lower() == model_id), None)
+    return next((known for known in bundled().values() if known.model.lower() == model_id), None)
 
 
 def nearest(model_id: str) -> list[str]:
     """Up to three bundled hub ids that look like `model_id`, best first, for "did you mean"."""
     # Most slips are in the name, not in the organisation, so the name alone is compared too.
-    spellings = {facts.lower(): facts for facts in bundled()} | {
-        facts.partition("/")[2].lower(): facts for facts in bundled()
-    }
+    spellings = {name.lower(): name for name in bundled()}
+    spellings |= {name.partition("/")[2].lower(): name for name in bundled()}
     wanted = model_id.lower()
     close = difflib.get_close_matches(wanted, spellings, n=6, cutoff=0.6)
     close += difflib.get_close_matches(wanted.rpartition("/")[2], spellings, n=6, cutoff=0.6)
@@ -103,8 +103,8 @@ def config_of(model: Model) -> dict[str, Any] | None:
     config = _read(cached / "config.json") if cached else None
     if config is not None:
         return config
-    facts = facts_of(model)
-    return facts.config if facts else None
+    known = known_model(model)
+    return known.config if known else None
 
 
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
@@ -158,7 +158,7 @@ def _hub_snapshot(model: Model) -> Path | None:
 def _read(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
-    change = "mend the file, or set model.path to another model"
+    change = "correct the file, or set model.path to another model"
     try:
         config = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The recipe: every key a user may write, its type, its default and what it means.
+"""The recipe: every key that a user may write, its type, its default and what it means.
 
-This module and `strategy` are the only places where a default is stated. The text beneath a field is its documentation
-and goes into the JSON Schema that editors read.
+`Recipe` holds the keys at the top, the model and the data; `sections` holds how it is trained. pydantic refuses unknown
+keys, converts nothing silently and freezes what it read.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Model(Section):
     path: str
     """Hub id, local folder, GGUF file, or `builtin:smollm2-135m-instruct`."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit of the model on the hub; by default its main branch."""
     gguf_file: str | None = None
-    """Name of the GGUF file inside a hub repository or local folder."""
+    """Name of the GGUF file inside a hub repository or local folder that holds several files."""
     tokenizer: str | None = None
     """Hub id or local folder of the tokenizer, if it is not the model's own."""
     chat_template: str | None = None
-    """Jinja file or built-in name (`chatml`) that replaces the tokenizer's chat template."""
+    """Jinja file, or the built-in name `chatml`, that replaces the tokenizer's own chat template."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """How weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under `pure_bf16`); for
-    adapters the frozen base takes the compute precision."""
+    """Type in which weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under
+    `precision: pure_bf16`); for adapters the frozen base is stored in the type of `precision`."""
     attention: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """Attention backend; `auto` picks the best that really runs on this device."""
+    """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one."""
     trust_remote_code: bool = False
     """Whether Python code from the model's repository may run."""
 
@@ -73,16 +73,17 @@ class Source(Section):
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
-    """Branch, tag or commit of a hub data set."""
+    """Branch, tag or commit of a hub data set; by default its main branch."""
     split: str = "train"
-    """Split to read. A local folder has the splits its file names carry (`train.jsonl`, `validation.jsonl`)."""
+    """Split of the data set to read. A local folder has the splits that its file names carry (`train.jsonl`,
+    `validation.jsonl`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Relative share of this source in the mixture, in rows. Without any weight every row is used once; with weights
-    smaller sources repeat until every row of every source has been used."""
+    """Relative share of this source in the mixture, in rows. Without any weight every row is used once per epoch; with
+    weights smaller sources repeat until every row of every source has been used."""
     max_samples: PositiveInt | None = None
-    """Use only the first rows."""
+    """Use at most this many rows of this source, from its beginning."""
     format: Literal[ROW_FORMATS] | None = None  # type: ignore[valid-type]
-    """Shape of the rows, if it differs from `data.format`."""
+    """How the rows of this source are laid out, if it differs from `data.format`."""
     columns: dict[str, str] | None = None
     """Column names of this source, if they differ from `data.columns`."""
 
@@ -98,33 +99,38 @@ class Data(Section):
     main_key: ClassVar[str | None] = "sources"
 
     sources: Annotated[list[Source], Field(min_length=1)]
-    """Paths, or mappings with `path` and more (see Source). Several make a mixture."""
+    """What is trained on: paths or hub ids, or mappings with `path` and more for each. Several make a mixture."""
     format: Literal[ROW_FORMATS] = "auto"  # type: ignore[valid-type]
-    """Shape of the rows; `auto` recognises it from the columns."""
+    """How rows are laid out: which columns they have and what these mean. `auto` recognises it from the columns."""
     columns: dict[str, str] = {}
-    """Names: expected column to the column in the data, e.g. `{prompt: question, completion: answer}`."""
+    """Column names that differ from the expected ones, as `expected: actual`, e.g. `{prompt: question, completion:
+    answer}`."""
     eval_split: Annotated[float, Field(gt=0, lt=1)] | str | None = None
-    """Held-out rows: a fraction of the training rows, or the name of a split of the same sources."""
+    """Rows held out for evaluation: a fraction of the training rows, e.g. 0.05, or the name of a split of the same
+    sources, e.g. `validation`."""
     eval_sources: list[Source] = []
-    """Held-out rows from data sets of their own."""
+    """Data sets of their own whose rows are used for evaluation, written like `sources`."""
     eval_max_samples: PositiveInt | None = None
     """Evaluate on at most this many held-out rows."""
     max_samples: PositiveInt | None = None
     """Train on at most this many rows of the whole mixture, chosen by the seed."""
     train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] = "auto"
-    """Which tokens carry loss. `auto`: assistant turns for chat, completions for prompt/completion, all for text."""
+    """Which tokens carry loss. `auto`: every assistant turn of chats (`assistant`), the completion of prompt and
+    completion (`completion`), all tokens of text (`all`). `last_assistant`: only the last assistant turn."""
     over_long: Literal["error", "drop", "truncate", "split"] = "error"
-    """What happens to rows longer than `batch.seq_len` tokens."""
+    """What happens to rows longer than `batch.seq_len` tokens: `error` stops, `drop` leaves them out, `truncate` keeps
+    their beginning, `split` cuts text into several rows."""
     packing: bool = False
-    """Pack several rows into one sequence of `batch.seq_len` tokens, isolated from each other (best fit)."""
+    """Pack several whole rows into one sequence of `batch.seq_len` tokens. They cannot see each other, and less is
+    padded."""
     deduplicate: bool = False
-    """Drop rows whose text was seen before."""
+    """Keep only the first of rows with the same content."""
     shuffle: bool = True
-    """Shuffle training rows each epoch, by the seed."""
+    """Shuffle the training rows in each epoch, by the seed."""
     streaming: bool = False
     """Read rows while training instead of preparing them all before; needs `schedule.max_steps`."""
     num_proc: PositiveInt | None = None
-    """Processes that tokenise; by default one per CPU core for large data."""
+    """Number of processes that tokenise; by default one per CPU core for large data."""
 
     def training_sources(self) -> list[Source]:
         """The sources with `data.format` and `data.columns` filled in."""
@@ -147,38 +153,27 @@ class Recipe(Section):
     """One training: what, on what, how."""
 
     description: str = ""
-    """One line for `toolkit ls`."""
+    """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
-    """Which weights, in which form, with which attention kernels."""
     data: Data
-    """What is trained on, how rows become tokens, and which tokens are trained."""
     objective: Literal["sft", "language_modelling", "seq2seq"] = "sft"
-    """Supervised fine-tuning on chats or completions, continued pre-training on text, or encoder-decoder training."""
+    """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
+    `seq2seq` the training of encoder-decoders."""
     method: Method = Method()
-    """Which parameters are trained, and how the frozen ones are stored."""
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16"] = "bf16"
-    """Compute in this type with fp32 masters (fp16 with loss scaling); `pure_bf16` holds weights, gradients and
-    optimizer state in bf16."""
+    """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
+    `pure_bf16`, which holds weights, gradients and optimizer state in bf16."""
     tf32: bool = True
-    """Let fp32 matrix products use TF32 tensor cores (CUDA only)."""
+    """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact (CUDA only)."""
     strategy: Strategy = Strategy()
-    """How training is spread over devices."""
     optimizer: Optimizer = Optimizer()
-    """The update rule."""
     schedule: Schedule = Schedule()
-    """How long training lasts and how the learning rate moves."""
     batch: Batch = Batch()
-    """How many tokens make a step."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    """Trades compute for memory."""
     checkpoint: Checkpoint = Checkpoint()
-    """What is saved during training, and where training continues."""
     evaluation: Evaluation = Evaluation()
-    """Held-out loss and perplexity, and what the model says."""
     logging: Logging = Logging()
-    """What is reported while training."""
     output: Output = Output()
-    """Where the run folder is written."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, initialisation and dropout."""
 

@@ -1,4 +1,9 @@
-"""A recipe as a person reads it: one line, or every value with its origin."""
+"""A recipe for people and editors: one line, every value with its origin, JSON Schema, Markdown, or a diff.
+
+The schema's classes are the only source: pydantic makes the JSON Schema, to which the short forms of sections are
+added, and the tables of `docs/recipes.md` are written from the same fields. A copy is loaded and compared before it is
+kept, so that it cannot say something else than what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,10 @@ from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import parse
 from toolkit.recipe.schema import Recipe, Source, sections
 from toolkit.recipe.sections import Section
+
+_ANNOTATIONS = ("title", "description", "default")
+_KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
+_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "at least"), (Lt, "lt", "below"), (Le, "le", "at most"))
 
 
 def description(file: Path) -> str:
@@ -68,11 +77,6 @@ def _inline(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
-_ANNOTATIONS = ("title", "description", "default")
-_KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
-_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "at least"), (Lt, "lt", "below"), (Le, "le", "at most"))
-
-
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a recipe file, for editors. Keys that groups may supply are not required."""
     schema = Recipe.model_json_schema()
@@ -100,10 +104,10 @@ def _with_words(name: str, section: type[Section], schema: dict[str, Any]) -> di
     shipped = options(name, [shipped_recipes()])
     what = f"A ready-made option, by the name of its file in recipes/{name}/; the other keys of this section change it."
     keys["option"] = {"description": what, "type": "string", "examples": shipped}
-    words = [*shipped, *(word for word in main.get("enum", []) if word not in shipped)]
-    forms = [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "string", "examples": words}]
+    names = [*shipped, *(name for name in main.get("enum", []) if name not in shipped)]
+    forms = [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "string", "examples": names}]
     forms += [main] if main and main.get("type") != "string" else []
-    return {"description": Recipe.model_fields[name].description, "anyOf": forms}
+    return {"description": _plain(section.__doc__ or ""), "anyOf": forms}
 
 
 def markdown() -> str:
@@ -144,7 +148,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """The words for a type: `whole number above 0`, `list of text`, the allowed values themselves."""
+    """A type in plain words: `whole number above 0`, `list of text`, the allowed values themselves."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         yield ", ".join(f"`{value}`" for value in args)
@@ -187,7 +191,7 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
     chosen = parse(overrides, search_order(wanted.file, recipe_folders(folder))).groups
     base = compose_recipe(parent, [f"{group}={option}" for group, option in chosen.items()], folder)
     values = _changed(wanted.values, base.values, recipe)
-    # An interpolation shown here must not be filled in, least of all when cut in two.
+    # An interpolation in the description must not be filled in, least of all when cut in two.
     change = " ".join(overrides).replace("${", "{") or "no change yet"
     values.setdefault("description", f"{wanted.name} with {change}"[:100])
     content: dict[str, Any] = {"description": values.pop("description"), "defaults": wanted.file.stem}

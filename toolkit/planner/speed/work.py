@@ -42,7 +42,7 @@ def work(
         counted: Of its data; without it full sequences are assumed.
         price: Of a device-hour.
         attention: Backend as it will run; by default `model.attention`, and for `auto` the usual one of the device.
-        experts: Of the model, see `facts.experts`.
+        experts: Of the model, see `model_configs.experts`.
         checkpoint_bytes: Of one checkpoint, all ranks together.
     """
     backend = attention or _usual_attention(recipe, hardware)

@@ -177,7 +177,7 @@ class Trace:
         """Number of parameters that one token meets.
 
         Args:
-            experts: How many a layer has, and how many of them a token meets (`facts.experts`).
+            experts: How many a layer has, and how many of them a token meets (`model_configs.experts`).
         """
         count, active = experts
         shared = 1 - active / count

@@ -47,9 +47,9 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Prob
     config = model_configs.config_of(recipe.model) or {}
     broken: list[Rule] = []
     for number, decided in enumerate(_decided(recipe)):
-        found = [rule for rule in RULES if rule.broken(decided, config)]
-        if number == 0 or len(found) < len(broken):
-            broken, nearest = found, decided
+        failing = [rule for rule in RULES if rule.broken(decided, config)]
+        if number == 0 or len(failing) < len(broken):
+            broken, nearest = failing, decided
         if not broken:
             return []
     figures = _figures(nearest, config)
