@@ -1,4 +1,7 @@
-"""The one exception that means: the user can mend this, and here is how."""
+"""What every room shares: the error a user can fix, atomic files, the cache, units, and how much is said.
+
+Nothing heavy is imported, so that `toolkit show` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -147,8 +150,13 @@ class Partial(BaseModel):
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
-def write_json(file: Path, content: Any) -> None:
-    """Writes a JSON file so that readers see the old or the new content, never a part."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_atomically(file: Path, text: str) -> None:
+    """Writes a file so that readers see the old or the new text, never a part, whoever else writes it."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Writes a JSON file as `write_atomically` does."""
+    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import datasets
 import xxhash
 
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line
 from toolkit.data import readers
 from toolkit.recipe.schema import Source
 
@@ -167,10 +167,9 @@ class _hub_errors:
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         # What `datasets` raises has no common parent: OSError, ValueError, RuntimeError and errors of its own.
         if isinstance(error, Exception) and not isinstance(error, UserError):
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"data source `{self.source.path}` (split `{self.source.split}`) is no file or folder here, and "
-                f"reading it from the hub failed: {reason}",
+                f"reading it from the hub failed: {first_line(error)}",
                 "check `path`, `name`, `split` and `revision` of the source, the network, and HF_TOKEN for gated data",
             ) from error
 

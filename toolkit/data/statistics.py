@@ -11,14 +11,13 @@ import glob
 import hashlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import cache_dir
+from toolkit.common import cache_dir, write_atomically
 from toolkit.recipe import Recipe
 
 FORMAT = 1
@@ -93,9 +92,7 @@ def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -
     """Keeps figures for `statistics_of`. Several processes may do so at once."""
     file = _file(recipe, cache)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(dataclasses.asdict(figures)), encoding="utf-8")
-    partial.replace(file)
+    write_atomically(file, json.dumps(dataclasses.asdict(figures)))
 
 
 def _file(recipe: Recipe, cache: Path | None) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
@@ -110,8 +110,7 @@ def _load_op(tell: Callable[[str], None]) -> None:
         try:
             builder.load()
         except (RuntimeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise UserError(
-                f"DeepSpeed's async_io cannot be built here: {reason}",
+                f"DeepSpeed's async_io cannot be built on this machine: {first_line(error)}",
                 "install libaio's headers and a C++ compiler, or offload to cpu",
             ) from error

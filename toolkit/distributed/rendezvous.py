@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line, in_a_line
 from toolkit.distributed.layout import World
 
 TIMEOUT_SECONDS = 120.0
@@ -58,7 +58,7 @@ def meet(world: World) -> Iterator[Meeting]:
     except Exception as error:
         # Gloo has no class of errors of its own.
         if met.joining and (isinstance(error, DistError) or "gloo" in str(error).lower()):
-            met.tell(told := met.failed_to_join(_first_line(error)))
+            met.tell(told := met.failed_to_join(first_line(error)))
             raise told from error
         met.tell(error)
         raise
@@ -182,7 +182,7 @@ class Meeting:
         if store is None or self._closed.is_set() or self._silent == [0]:
             return
         self.stop()
-        what, change = f"{type(error).__name__}: {_first_line(error)}", "its own message tells more"
+        what, change = in_a_line(error), "its own message tells more"
         if isinstance(error, UserError):
             what, change = error.what, error.change
         if not isinstance(error, Agreed):
@@ -289,7 +289,7 @@ class Meeting:
                     self._exit(self.failed_to_join(f"nothing for {JOIN_SECONDS:g} s"))
         except DistError as error:
             if self._deadline is not None:
-                self._exit(Agreed(f"{self.name(0)} stopped answering: {_first_line(error)}", self.network_hint))
+                self._exit(Agreed(f"{self.name(0)} stopped answering: {first_line(error)}", self.network_hint))
 
     def _exit(self, error: UserError) -> None:
         """Ends a process whose main thread hangs where nothing can interrupt it."""
@@ -321,7 +321,7 @@ def _connect(world: World) -> tuple[PrefixStore, str]:
             )
         except DistError as error:
             raise UserError(
-                f"port {port} cannot be opened on {host}: {_first_line(error)}",
+                f"port {port} cannot be opened on {host}: {first_line(error)}",
                 "launch with another --main_process_port",
             ) from None
     address = _reach(host, int(port))
@@ -373,7 +373,3 @@ def _spans(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank])
     return ", ".join("-".join(map(str, span)) for span in spans)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

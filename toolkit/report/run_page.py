@@ -7,14 +7,22 @@ A tracker shows the same curves, but not the plan, the data and the samples besi
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.common import UserError, byte_unit, bytes_text, compact, duration, perplexity_of, perplexity_text
+from toolkit.common import (
+    UserError,
+    byte_unit,
+    bytes_text,
+    compact,
+    duration,
+    perplexity_of,
+    perplexity_text,
+    write_atomically,
+)
 from toolkit.data.audit import Audit
 from toolkit.planner.plan import Plan, Range
 from toolkit.report import page, plan_page, plan_view
@@ -40,9 +48,7 @@ def write_report(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
     path = run / "report.html"
-    partial = run / f".report.{os.getpid()}.html"
-    partial.write_text(page.render("run.html.j2", **_view(read_run(run))), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, page.render("run.html.j2", **_view(read_run(run))))
     return path
 
 

@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from toolkit.common import write_atomically
 from toolkit.distributed import Length
 from toolkit.report.terminal import Progress
 from toolkit.train.process import peak_host_bytes
@@ -291,9 +292,7 @@ def _keep_until(file: Path, step: int) -> float:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     kept = [row for row in rows if row["step"] <= step]
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    partial.replace(file)
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in kept))
     return kept[-1]["seconds"] if kept else 0.0
 
 

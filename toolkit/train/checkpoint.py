@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError
+from toolkit.common import UserError, write_json
 from toolkit.distributed import dtypes
 from toolkit.recipe import Recipe
 
@@ -28,9 +28,7 @@ def seal(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
         **writer(recipe, world_size),
         "files": {file.relative_to(checkpoint).as_posix(): size for file, size in files.items()},
     }
-    partial = checkpoint / f".{_RECORD}.partial"
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.replace(checkpoint / _RECORD)
+    write_json(checkpoint / _RECORD, record)
 
 
 def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:

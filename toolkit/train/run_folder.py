@@ -22,7 +22,7 @@ import psutil
 import yaml
 from filelock import FileLock, Timeout
 
-from toolkit.common import UserError, write_json
+from toolkit.common import UserError, write_atomically, write_json
 from toolkit.distributed import BatchLayout
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.load import Manifest, read_manifest
@@ -174,7 +174,7 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
         checkpoint.check_readable(start, loaded.recipe, world_size)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
+        write_atomically(path / "recipe.yaml", loaded.to_yaml())
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
     return RunFolder(path, resume_from=start, cut_off=[] if named else cut_off)
@@ -271,8 +271,8 @@ def _used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", "manifest.json", "audit.json", ".manifest.json.partial", ".lock"}
-    return any(file.name not in own for file in path.iterdir())
+    own = {"recipe.yaml", "manifest.json", "audit.json", ".lock"}
+    return any(file.name not in own and file.suffix != ".partial" for file in path.iterdir())
 
 
 def _differences(path: Path, loaded: Loaded) -> str:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import yaml
 
 import toolkit
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line, write_atomically
 from toolkit.planner.hardware.calibration import Calibration, describe, load, path_of
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Hardware
@@ -83,10 +83,8 @@ def calibrate(seconds: float = 60.0) -> Path:
     facts = {"device": hardware.device.name, "title": hardware.device.title, "versions": _versions()}
     found |= facts | {"date": datetime.date.today().isoformat()}
     if leads:
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         checked = Calibration.model_validate(found).model_dump(exclude_none=True)
-        partial.write_text(yaml.safe_dump(checked, sort_keys=False, default_flow_style=None), encoding="utf-8")
-        partial.replace(path)
+        write_atomically(path, yaml.safe_dump(checked, sort_keys=False, default_flow_style=None))
     return path
 
 
@@ -163,7 +161,7 @@ class _Bench:
         try:
             return work()
         except (RuntimeError, NotImplementedError, ValueError, ImportError, AttributeError) as error:
-            self.skipped[name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+            self.skipped[name] = first_line(error)[:160]
             return None
         finally:
             if self.on_gpu:

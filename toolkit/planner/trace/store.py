@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from filelock import FileLock
 
-from toolkit.common import UserError, cache_dir, in_a_line
+from toolkit.common import UserError, cache_dir, in_a_line, write_atomically
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.types import Setting, Trace
 
@@ -102,9 +102,7 @@ def keep(setting: Setting, trace: Trace) -> None:
     """Puts a trace into the cache."""
     file = _cached(setting)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(trace.to_json()), encoding="utf-8")
-    partial.replace(file)
+    write_atomically(file, json.dumps(trace.to_json()))
 
 
 def ask(question: Mapping[str, Any]) -> dict[str, Any]:
