@@ -5,6 +5,7 @@ Nothing heavy is imported, so that `toolkit show` answers at once.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
@@ -18,6 +19,8 @@ from typing import Any
 
 from filelock import FileLock
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+_log = logging.getLogger("toolkit")
 
 
 class UserError(ValueError):
@@ -64,6 +67,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
         path: The folder; its name should be a hash of everything its content depends on.
         build: Called with an empty temporary folder beside `path`.
     """
+    _log.debug("cache: %s", path)
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +152,48 @@ class Partial(BaseModel):
     @model_serializer(mode="wrap")
     def _only_what_was_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Adds `--verbose` and `--quiet`."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--verbose", action="store_true", help="also tell what is chosen, and why")
+    group.add_argument("--quiet", action="store_true", help="tell no more than results, warnings and errors")
+
+
+def start_logging(options: argparse.Namespace, first: bool = True) -> None:
+    """Shows on standard error what the rooms log, each under its own name: `toolkit.train`, `toolkit.planner`, …
+
+    Args:
+        options: What `add_verbosity` has parsed.
+        first: Whether this process talks to the user; of the others, only warnings and errors are shown.
+    """
+    logger, handler = logging.getLogger("toolkit"), _StandardError()
+    handler.setFormatter(_Formatter())
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(
+        logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
+    )
+
+
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to whatever standard error is at the time: a live line of progress takes it over."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        pass
+
+
+class _Formatter(logging.Formatter):
+    """The message alone, except that a warning says that it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
 def write_atomically(file: Path, text: str) -> None:

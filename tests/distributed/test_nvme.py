@@ -15,7 +15,7 @@ from tiny import chat_rows, tiny_tokenizer
 
 from toolkit.common import UserError
 from toolkit.distributed import World, nvme
-from toolkit.models.load import count_parameters
+from toolkit.models.load import ModelSource
 from toolkit.recipe import load
 
 RECIPE = """
@@ -52,17 +52,17 @@ def recipe(*overrides: str) -> Any:
 
 
 def test_folder_is_this_launch_s_own_and_goes_with_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "_load_op", lambda tell: None)
+    monkeypatch.setattr(nvme, "_load_op", lambda: None)
     abandoned = place / "drive" / "toolkit-elsewhere-1"
     abandoned.mkdir(parents=True)
     (abandoned / ".lock").touch()
     (abandoned / "old.swp").write_text("of a launch that was killed")
     foreign = place / "drive" / "thesis.tex"
     foreign.write_text("years of work")
-    with nvme.swap_folder(recipe(), World(0, 0, 2, 2), lambda: 1000, print) as first:
+    with nvme.swap_folder(recipe(), World(0, 0, 2, 2), lambda: 1000) as first:
         assert first is not None and (first / "rank0").is_dir() and not abandoned.exists()
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        with nvme.swap_folder(recipe(), World(0, 0, 2, 2), lambda: 1000, print) as second:
+        with nvme.swap_folder(recipe(), World(0, 0, 2, 2), lambda: 1000) as second:
             assert second != first and first.is_dir(), "another launch on the same drive is left alone"
     assert [entry.name for entry in (place / "drive").iterdir()] == ["thesis.tex"]
 
@@ -70,7 +70,7 @@ def test_folder_is_this_launch_s_own_and_goes_with_it(place: Path, monkeypatch: 
 def test_too_small_a_drive_is_refused_before_anything_is_loaded(place: Path) -> None:
     with (
         pytest.raises(UserError, match=r"takes 9000\.00 GB") as caught,
-        nvme.swap_folder(recipe(), World(0, 0, 4, 2), lambda: 900 * 10**9, print),
+        nvme.swap_folder(recipe(), World(0, 0, 4, 2), lambda: 900 * 10**9),
     ):
         pass
     assert "cpu" in caught.value.change
@@ -79,14 +79,14 @@ def test_too_small_a_drive_is_refused_before_anything_is_loaded(place: Path) -> 
 
 def test_path_that_cannot_be_written_is_refused(place: Path) -> None:
     (place / "drive").write_text("a file")
-    with pytest.raises(UserError, match=r"strategy\.nvme_path"), nvme.swap_folder(recipe(), World(), lambda: 1, print):
+    with pytest.raises(UserError, match=r"strategy\.nvme_path"), nvme.swap_folder(recipe(), World(), lambda: 1):
         pass
 
 
 def test_parameters_are_counted_without_weights(place: Path) -> None:
     layer = 4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512
     (place / "model" / "model.safetensors").unlink()
-    assert count_parameters(recipe()) == 2 * 512 * 512 + 2 * layer + 512
+    assert ModelSource.open(recipe()).num_parameters() == 2 * 512 * 512 + 2 * layer + 512
 
 
 @pytest.mark.slow

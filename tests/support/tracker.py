@@ -127,7 +127,8 @@ def phases(tracker: Tracker) -> Iterator[None]:
     from transformers import Trainer
     from trl import SFTTrainer
 
-    from toolkit.train import setup, train, trainer
+    from toolkit.models.load import ModelSource
+    from toolkit.train import train, trainer
 
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -147,7 +148,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
         replaced.append((owner, name, original))
         setattr(owner, name, wrapped)
 
-    wrap(setup, "load_model", "load")
+    wrap(ModelSource, "load", "load")
     wrap(Trainer, "_load_optimizer_and_scheduler", "resume")
     wrap(Trainer, "_run_epoch", "step", "end")
     for kind in (SFTTrainer, trainer.EncoderDecoderTrainer):

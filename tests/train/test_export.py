@@ -91,10 +91,11 @@ def test_merged_files_say_what_the_adapter_says(kind: str) -> None:
 
 
 def _tokens(recipe: Any) -> tuple[Any, frozenset[int]]:
-    from toolkit.models.load import load_tokenizer, stop_tokens
+    from toolkit.models.load import ModelSource
 
-    tokenizer = load_tokenizer(recipe)
-    return tokenizer, stop_tokens(recipe, tokenizer)
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer()
+    return tokenizer, source.stop_tokens(tokenizer)
 
 
 @pytest.mark.parametrize("weakly", [False, True])

@@ -19,14 +19,17 @@ import torch
 from small import populate
 
 from toolkit.common import UserError
-from toolkit.distributed import World, rendezvous
-from toolkit.distributed.rendezvous import Meeting, meet
+from toolkit.distributed import World
+from toolkit.distributed import rendezvous as rendezvous_module
+from toolkit.distributed.rendezvous import Rendezvous, connect
+from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
 
-Body = Callable[[Meeting, int], Any]
+Body = Callable[[Rendezvous, int], Any]
 TIMEOUT = 3.0
+FOLDER = Path("runs/small")
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,18 @@ class Outcome:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
-    """Runs a body on every rank of a meeting; those in `absent` are never started, others may give a false number."""
+    """Runs a body on every rank of a launch; those in `absent` are never started, others may give a false number."""
 
     def one(world: World, body: Body, port: int, report: Path) -> None:
         sys.stderr = report.with_suffix(".err").open("w", encoding="utf-8")
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
-        rendezvous.TIMEOUT_SECONDS = rendezvous.JOIN_SECONDS = TIMEOUT
-        rendezvous._BEAT_SECONDS = 0.2
+        rendezvous_module.TIMEOUT_SECONDS = rendezvous_module.GROUP_SECONDS = TIMEOUT
+        rendezvous_module._BEAT_SECONDS = 0.2
         result, error = None, ""
         try:
-            with meet(world) as met:
-                result = body(met, world.rank)
+            with connect(world) as rendezvous:
+                result = body(rendezvous, world.rank)
         except UserError as problem:
             error = str(problem)
         report.write_text(json.dumps([result, error]), encoding="utf-8")
@@ -102,26 +105,22 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
     return lambda *overrides: load_checked("small", overrides).recipe
 
 
-def folder(rank: int) -> Path | None:
-    return Path("runs/small") if rank == 0 else None
-
-
 def test_one_process_needs_nobody(recipe: Callable[..., Recipe]) -> None:
-    with meet(World()) as met:
-        assert preflight.check(met, recipe(), Path("runs/small")) == []
-        preflight.agree(met, recipe(), "data")
-        preflight.all_reduce(met, torch.device("cpu"))
+    with connect(World()) as rendezvous:
+        assert preflight.check(rendezvous, recipe(), FOLDER) == []
+        preflight.agree(rendezvous, ModelSource.open(recipe()), "data")
+        preflight.all_reduce(rendezvous, torch.device("cpu"))
 
 
 def test_equal_processes_pass_and_exchange_data(
     ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    def body(met: Meeting, rank: int) -> list[str]:
-        warnings = preflight.check(met, recipe(), folder(rank))
-        preflight.agree(met, recipe(), "data")
+    def body(rendezvous: Rendezvous, rank: int) -> list[str]:
+        warnings = preflight.check(rendezvous, recipe(), FOLDER)
+        preflight.agree(rendezvous, ModelSource.open(recipe()), "data")
         torch.distributed.init_process_group("gloo")
-        preflight.all_reduce(met, torch.device("cpu"))
-        assert not met.joining
+        preflight.all_reduce(rendezvous, torch.device("cpu"))
+        assert not rendezvous.starting_group
         torch.distributed.destroy_process_group()
         return warnings
 
@@ -137,10 +136,10 @@ def test_differences_are_named_by_rank_and_host_on_every_process(
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 9.9.9\n", encoding="utf-8")
 
-    def body(met: Meeting, rank: int) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 3:
             sys.path.insert(0, str(other.parent))
-        preflight.check(met, recipe(f"optimizer.learning_rate={0.02 if rank == 1 else 0.01}"), folder(rank))
+        preflight.check(rendezvous, recipe(f"optimizer.learning_rate={0.02 if rank == 1 else 0.01}"), FOLDER)
 
     errors = {each.error for each in ranks(body, processes=4, per_node=2).values()}
     assert len(errors) == 1
@@ -152,18 +151,18 @@ def test_differences_are_named_by_rank_and_host_on_every_process(
 
 def test_a_missing_process_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
     started = time.monotonic()
-    outcomes = ranks(lambda met, rank: None, processes=4, per_node=1, absent=(2, 3))
+    outcomes = ranks(lambda rendezvous, rank: None, processes=4, per_node=1, absent=(2, 3))
     assert time.monotonic() - started < 10 * TIMEOUT
     for rank in (0, 1):
         assert "ranks 2-3 (host unknown) did not answer within 3 s" in outcomes[rank].error
     # Whoever shares a node with it knows where it should have been.
-    outcomes = ranks(lambda met, rank: None, processes=4, per_node=2, absent=(3,))
+    outcomes = ranks(lambda rendezvous, rank: None, processes=4, per_node=2, absent=(3,))
     assert f"rank 3 ({socket.gethostname()} 127.0.0.1) did not answer" in outcomes[1].error
 
 
 def test_two_nodes_with_one_rank_are_told_apart_from_a_missing_one(ranks: Callable[..., dict[int, Outcome]]) -> None:
-    def body(met: Meeting, rank: int) -> None:
-        raise AssertionError("the meeting is not complete")
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        raise AssertionError("the rendezvous is not complete")
 
     outcomes = ranks(body, processes=3, call_themselves={2: 1})
     assert {each.error.splitlines()[0] for each in outcomes.values()} == {
@@ -172,30 +171,30 @@ def test_two_nodes_with_one_rank_are_told_apart_from_a_missing_one(ranks: Callab
 
 
 def test_a_missing_first_process_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
-    assert "rank 0 (127.0.0.1:" in ranks(lambda met, rank: None, absent=(0,))[1].error
+    assert "rank 0 (127.0.0.1:" in ranks(lambda rendezvous, rank: None, absent=(0,))[1].error
 
 
 def test_a_slow_process_is_not_missing_and_one_that_dies_is(ranks: Callable[..., dict[int, Outcome]]) -> None:
-    def slow(met: Meeting, rank: int) -> dict[str, Any]:
+    def slow(rendezvous: Rendezvous, rank: int) -> dict[str, Any]:
         if rank == 0:
             time.sleep(2 * TIMEOUT)
-        return met.exchange("tokenised", rank, lambda said: {"sum": sum(said.values())})
+        return rendezvous.exchange("tokenised", rank, lambda values: {"sum": sum(values.values())})
 
     assert [each.result for each in ranks(slow).values()] == [{"sum": 1}] * 2
 
-    def dies(met: Meeting, rank: int) -> None:
+    def dies(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 1:
             os._exit(9)
-        met.exchange("tokenised", rank, lambda said: {})
+        rendezvous.exchange("tokenised", rank, lambda values: {})
 
     assert "rank 1 stopped answering" in ranks(dies)[0].error
 
 
 def test_what_fails_on_one_process_is_told_to_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
-    def body(met: Meeting, rank: int) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 2:
             raise UserError("data.sources: there is no file chat.jsonl", "write it")
-        met.exchange("tokenised", rank, lambda said: {})
+        rendezvous.exchange("tokenised", rank, lambda values: {})
 
     outcomes = ranks(body, processes=3)
     assert outcomes[2].error.startswith("data.sources: there is no file")
@@ -211,10 +210,10 @@ def test_checkpoints_need_a_run_folder_that_every_node_sees(
     (elsewhere / "runs").mkdir(parents=True)
     wanted = recipe(f"checkpoint.save_steps={1 if saves else 'null'}")
 
-    def body(met: Meeting, rank: int) -> list[str]:
+    def body(rendezvous: Rendezvous, rank: int) -> list[str]:
         if rank == 1:
             os.chdir(elsewhere)
-        return preflight.check(met, wanted, folder(rank))
+        return preflight.check(rendezvous, wanted, FOLDER)
 
     for outcome in ranks(body, per_node=1).values():
         assert ("does not see the run folder of rank 0" in outcome.error) is saves
@@ -224,10 +223,10 @@ def test_checkpoints_need_a_run_folder_that_every_node_sees(
 def test_a_cache_that_cannot_be_written_names_the_node(
     ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    def body(met: Meeting, rank: int) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 1:
             os.environ["TOOLKIT_CACHE"] = str(tmp_path / "chat.jsonl" / "cache")
-        preflight.check(met, recipe(), folder(rank))
+        preflight.check(rendezvous, recipe(), FOLDER)
 
     for outcome in ranks(body, per_node=1).values():
         assert f"cannot write to {tmp_path}/chat.jsonl/cache: Not a directory" in outcome.error
@@ -237,11 +236,11 @@ def test_a_cache_that_cannot_be_written_names_the_node(
 def test_a_clock_that_is_off_is_a_warning(
     ranks: Callable[..., dict[int, Outcome]], recipe: Callable[..., Recipe]
 ) -> None:
-    def body(met: Meeting, rank: int) -> list[str]:
+    def body(rendezvous: Rendezvous, rank: int) -> list[str]:
         if rank == 1:
             right = time.time
             time.time = lambda: right() + 90
-        return preflight.check(met, recipe(), folder(rank))
+        return preflight.check(rendezvous, recipe(), FOLDER)
 
     for outcome in ranks(body).values():
         assert outcome.result == ["the clock of rank 1 is 90 s off"]
@@ -257,10 +256,10 @@ def test_other_data_or_another_model_is_named(
     content[-1] ^= 1
     weights.write_bytes(content)
 
-    def body(met: Meeting, rank: int) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
         if rank == 1:
             os.chdir(elsewhere)
-        preflight.agree(met, recipe(), f"data{rank}")
+        preflight.agree(rendezvous, ModelSource.open(recipe()), f"data{rank}")
 
     for outcome in ranks(body).values():
         assert "data (fingerprint) is data0 on rank 0 but data1 on rank 1" in outcome.error
@@ -269,8 +268,8 @@ def test_other_data_or_another_model_is_named(
 
 @pytest.mark.parametrize("how", ["late", "frozen", "alone"])
 def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, Outcome]], how: str) -> None:
-    def body(met: Meeting, rank: int) -> None:
-        met.begin_joining()
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        rendezvous.begin_group()
         if rank == 1 and how == "frozen":
             os.kill(os.getpid(), signal.SIGSTOP)
         if rank == 1 and how == "alone":
@@ -278,7 +277,7 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
         torch.distributed.init_process_group("gloo")  # Hangs for half an hour if it is the only one, beyond any Python.
         if rank == 1:
             time.sleep(60)
-        preflight.all_reduce(met, torch.device("cpu"))
+        preflight.all_reduce(rendezvous, torch.device("cpu"))
 
     outcomes = ranks(body)
     wanted = {

@@ -13,7 +13,7 @@ from small import LORA, NF4, SEQ2SEQ, populate
 from transformers import AutoModelForSeq2SeqLM
 
 from toolkit.data.prepare import prepare
-from toolkit.models.load import load_tokenizer, stop_tokens
+from toolkit.models.load import ModelSource
 from toolkit.recipe import load
 from toolkit.train.main import main
 
@@ -47,8 +47,9 @@ def _without_dropout(folder: Path) -> None:
 def plain_loop() -> list[float]:
     """Rows one by one, summed loss over all target tokens of the global batch, AdamW with clipping."""
     recipe = load("small", ARGUMENTS).recipe
-    tokenizer = load_tokenizer(recipe)
-    rows = prepare(recipe, tokenizer, stop_tokens(recipe, tokenizer)).train
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer()
+    rows = prepare(recipe, tokenizer, source.stop_tokens(tokenizer)).train
     model = AutoModelForSeq2SeqLM.from_pretrained("blenderbot", dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     order = np.concatenate([np.random.default_rng([42, epoch]).permutation(len(rows)) for epoch in range(3)])

@@ -15,7 +15,7 @@ from tiny import chat_rows, tiny_model
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.prepare import prepare
-from toolkit.models.load import load_tokenizer, stop_tokens
+from toolkit.models.load import ModelSource
 from toolkit.recipe import load
 from toolkit.train.main import main
 from toolkit.train.trainer import FixedOrder
@@ -46,8 +46,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plain_loop(place: Path, overrides: list[str]) -> list[float]:
     """The same training by hand: documents one by one, summed loss over trained tokens, AdamW, clipping, schedule."""
     recipe = load("small", overrides).recipe
-    tokenizer = load_tokenizer(recipe)
-    rows = prepare(recipe, tokenizer, stop_tokens(recipe, tokenizer)).train
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer()
+    rows = prepare(recipe, tokenizer, source.stop_tokens(tokenizer)).train
     model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32, attn_implementation="eager")
     model.train()
     decayed = [p for name, p in model.named_parameters() if p.ndim > 1]
@@ -113,8 +114,9 @@ def test_held_out_loss_is_a_mean_over_tokens_whatever_the_batch(place: Path) -> 
         assert main(["recipe=small", f"evaluation.batch_size={size}", "max_steps=1", f"output.name=e{number}"]) == 0
         results.append([row["eval_loss"] for row in metrics(place / "runs" / f"e{number}") if "eval_loss" in row])
     recipe = load("small").recipe
-    tokenizer = load_tokenizer(recipe)
-    held_out = prepare(recipe, tokenizer, stop_tokens(recipe, tokenizer)).eval
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer()
+    held_out = prepare(recipe, tokenizer, source.stop_tokens(tokenizer)).eval
     model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
     total, count = 0.0, 0
     for row in held_out:

@@ -14,10 +14,10 @@ from transformers import Trainer
 
 from toolkit.common import UserError
 from toolkit.distributed import EngineState, batch_layout, expected_state
+from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
-from toolkit.train import setup
 from toolkit.train.main import main
-from toolkit.train.verify import check_effective
+from toolkit.train.verify import verify
 
 SABOTAGED = """
 import cpu_engines
@@ -74,11 +74,11 @@ def test_what_each_strategy_spreads(strategy: dict[str, Any], spread: tuple[str,
 def test_every_difference_is_named_at_once() -> None:
     state = wanted().model_copy(update={"optimizer": "Adam", "max_grad_norm": 1.5})
     with pytest.raises(UserError) as caught:
-        check_effective(wanted(), state)
+        verify(wanted(), state)
     assert "optimizer: the recipe asks for AdamW, Adam runs" in caught.value.what
     assert "max_grad_norm: the recipe asks for 1.0, 1.5 runs" in caught.value.what
     assert caught.value.what.count(": the recipe asks for") == 2
-    check_effective(wanted(), wanted().model_copy(update={"frozen_parameters": 7}))
+    verify(wanted(), wanted().model_copy(update={"frozen_parameters": 7}))
 
 
 def test_manifest_says_what_ran(place: Path) -> None:
@@ -91,8 +91,8 @@ def test_manifest_says_what_ran(place: Path) -> None:
 def test_another_attention_kernel_stops_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = setup.load_model
-    monkeypatch.setattr(setup, "load_model", lambda recipe, types, backend: load(recipe, types, "eager"))
+    load = ModelSource.load
+    monkeypatch.setattr(ModelSource, "load", lambda source, types, backend: load(source, types, "eager"))
     assert main(["recipe=small", "max_steps=2", "model.attention=sdpa"]) == 1
     assert "attention: the recipe asks for sdpa, eager runs" in capsys.readouterr().err
     assert not (place / "runs" / "small" / "final").exists()
@@ -101,8 +101,8 @@ def test_another_attention_kernel_stops_the_run(
 def test_low_masters_stop_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = setup.load_model
-    monkeypatch.setattr(setup, "load_model", lambda *given: load(*given).to(torch.bfloat16))
+    load = ModelSource.load
+    monkeypatch.setattr(ModelSource, "load", lambda *given: load(*given).to(torch.bfloat16))
     assert main(["recipe=small", "max_steps=2", "method=full", "precision=bf16"]) == 1
     error = capsys.readouterr().err
     assert "master_dtype: the recipe asks for float32, bfloat16 runs" in error

@@ -172,8 +172,7 @@ def launch(options: argparse.Namespace) -> int:
     recipe, arguments = loaded.recipe, list(options.arguments)
     if options.recipes:
         arguments += ["--recipes", options.recipes]
-    if options.force:
-        arguments.append("--force")
+    arguments += [f"--{name}" for name in ("force", "verbose", "quiet") if getattr(options, name)]
     if not options.slurm and (unread := [key for key in SLURM_OPTIONS if getattr(options, key) is not None]):
         raise UserError(f"--{' and --'.join(unread)} would be ignored", "add --slurm, or leave them out")
     where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
@@ -213,11 +212,12 @@ def data(options: argparse.Namespace) -> int:
     from toolkit.data.audit import DataError, check_batch
     from toolkit.data.prepare import prepare
     from toolkit.data.preview import render, show
-    from toolkit.models.load import load_tokenizer, stop_tokens
+    from toolkit.models.load import ModelSource
 
-    tokenizer = load_tokenizer(loaded.recipe)
+    source = ModelSource.open(loaded.recipe)
+    tokenizer = source.tokenizer()
     try:
-        prepared = prepare(loaded.recipe, tokenizer, stop_tokens(loaded.recipe, tokenizer))
+        prepared = prepare(loaded.recipe, tokenizer, source.stop_tokens(tokenizer))
     except DataError as error:
         print(render(error.audit))
         raise

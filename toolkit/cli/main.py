@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from toolkit import __version__
 from toolkit.cli import commands
 from toolkit.cli.options import count, port, positive, price, sweep
-from toolkit.common import UserError, quiet_libraries
+from toolkit.common import UserError, add_verbosity, quiet_libraries, start_logging
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -36,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         options.arguments += rest
     quiet_libraries()
-    # What takes long says so beside the output: rooms log to `toolkit.ROOM`.
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("toolkit").setLevel(logging.INFO)
+    start_logging(options)
     try:
         status = options.command(options)
         sys.stdout.flush()
@@ -72,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Command, help: str, recipe: bool = False) -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
         sub.set_defaults(command=command)
+        add_verbosity(sub)
         if recipe:
             sub.add_argument("arguments", nargs="*", metavar="recipe=NAME key=value")
         return sub

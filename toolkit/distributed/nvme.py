@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -18,6 +19,8 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
 
+_log = logging.getLogger("toolkit.distributed")
+
 _OPTIMIZER_BYTES = 16
 """Per trained parameter: fp32 master, two moments, and the gradient while it waits (Rajbhandari et al. 2021)."""
 _STALE_SECONDS = 10 * 60
@@ -25,16 +28,13 @@ _STALE_SECONDS = 10 * 60
 
 
 @contextlib.contextmanager
-def swap_folder(
-    recipe: Recipe, world: World, parameters: Callable[[], int], tell: Callable[[str], None]
-) -> Iterator[Path | None]:
+def swap_folder(recipe: Recipe, world: World, parameters: Callable[[], int]) -> Iterator[Path | None]:
     """A new folder below `strategy.nvme_path` for this launch on this node, removed afterwards; None if not needed.
 
     DeepSpeed empties the folders it is given, so two runs must never share one; inside, it makes one per process.
 
     Args:
         parameters: Counts the model's parameters; called only if something goes to NVMe.
-        tell: Shows a line to the user.
 
     Raises:
         UserError: If the folder cannot be written, is too small, or the op cannot be compiled.
@@ -58,7 +58,7 @@ def swap_folder(
             stack.enter_context(FileLock(folder / ".lock", timeout=0))
             _remove_abandoned(root, folder)
             _check_space(recipe, world, root, parameters())
-        _load_op(tell if world.local_rank == 0 else lambda text: None)
+        _load_op()
         yield folder
 
 
@@ -86,7 +86,7 @@ def _check_space(recipe: Recipe, world: World, root: Path, parameters: int) -> N
         )
 
 
-def _load_op(tell: Callable[[str], None]) -> None:
+def _load_op() -> None:
     """Compiles DeepSpeed's `async_io` at first use, before a process group exists that could time out."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import _get_build_directory
@@ -104,9 +104,9 @@ def _load_op(tell: Callable[[str], None]) -> None:
             if time.time() - max(file.stat().st_mtime for file in build.iterdir()) > _STALE_SECONDS:
                 lock.unlink()
             else:
-                tell(f"Waiting for the process that compiles async_io; if none does, delete {lock}")
+                _log.info("Waiting for the process that compiles async_io; if none does, delete %s", lock)
         if not any(build.glob("*.so")):
-            tell("Compiling DeepSpeed's async_io: once, a minute or two")
+            _log.info("Compiling DeepSpeed's async_io: once, a minute or two")
         try:
             builder.load()
         except (RuntimeError, ImportError) as error:

@@ -1,8 +1,9 @@
-"""The processes of a run, met at the rendezvous store before any process group exists.
+"""The rendezvous of a run's processes, before and while their process group starts.
 
-A process group that hangs names nobody. The store can: it is a TCP server beside the first process (or in its
-launcher), where each process leaves what it has to say and a heartbeat. A process may be slow, as one that tokenises
-is, but it may not fall silent. What one process finds wrong is told to all.
+A process group that hangs names nobody. The rendezvous store can: it is a TCP server beside the first process (or in
+its launcher), where each process leaves values and a heartbeat. A process may be slow, as one that tokenises is, but it
+may not fall silent. What one process finds wrong is told to all. Costs a thread and a message per second and process;
+torch's own `monitored_barrier` exists for gloo only, and only once the group has started.
 """
 
 from __future__ import annotations
@@ -31,45 +32,45 @@ TIMEOUT_SECONDS = 120.0
 A constant, because a recipe knows nothing of clusters: launchers start all processes at about the same time, importing
 the libraries from a cold network disk takes less than this, and whatever takes longer sends heartbeats meanwhile.
 """
-JOIN_SECONDS = 300.0
+GROUP_SECONDS = 300.0
 """How long starting the process group may take, with DeepSpeed's compilation of an operation when it is used first."""
 _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 5.0
 
-Said = Mapping[int, Any]
-"""Rank to what it said."""
+Values = Mapping[int, Any]
+"""Rank to the value it put into the store."""
 
 
-class Agreed(UserError):
-    """An error of the run as a whole, not of the process that found it."""
+class SharedError(UserError):
+    """An error of the run as a whole, not of the process that noticed it."""
 
 
 @contextlib.contextmanager
-def meet(world: World) -> Iterator[Meeting]:
-    """Meets the other processes. A failure inside the block ends them too, and they hear why. Free for one process.
+def connect(world: World) -> Iterator[Rendezvous]:
+    """Joins the other processes. A failure inside the block ends them too, and they hear why. No-op for one process.
 
     Raises:
         UserError: If the first process is not there, or another one failed.
     """
-    met = Meeting(world)
+    rendezvous = Rendezvous(world)
     try:
-        met.introduce()
-        yield met
+        rendezvous.introduce()
+        yield rendezvous
     except Exception as error:
         # Gloo has no class of errors of its own.
-        if met.joining and (isinstance(error, DistError) or "gloo" in str(error).lower()):
-            met.tell(told := met.failed_to_join(first_line(error)))
-            raise told from error
-        met.tell(error)
+        if rendezvous.starting_group and (isinstance(error, DistError) or "gloo" in str(error).lower()):
+            rendezvous.tell(shared := rendezvous.group_error(first_line(error)))
+            raise shared from error
+        rendezvous.tell(error)
         raise
     else:
-        met.close()
+        rendezvous.close()
     finally:
-        met.stop()
+        rendezvous.stop()
 
 
-class Meeting:
-    """One process's seat in the meeting."""
+class Rendezvous:
+    """One process's connection to the others, see `connect`."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -79,7 +80,7 @@ class Meeting:
         self._closed = threading.Event()
         self._store: PrefixStore | None = None
         if world.world_size > 1:
-            self._store, address = _connect(world)
+            self._store, address = _open_store(world)
             self._labels[world.rank] = f"{platform.node()} {address}"
             self._store.add(f"beat/{world.rank}", 1)
             own = self._store.clone()  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ class Meeting:
         return self._store is None
 
     @property
-    def joining(self) -> bool:
+    def starting_group(self) -> bool:
         """Whether the process group is being started."""
         return self._deadline is not None
 
@@ -108,43 +109,45 @@ class Meeting:
         """Waits until all processes are there, and learns where they are."""
         if self._store is not None:
             rank, label = self.world.rank, self._labels[self.world.rank]
-            if self._ask(lambda store: store.add(f"seat/{rank}", 1)) > 1:
-                raise Agreed(
+            if self._ask(lambda store: store.add(f"present/{rank}", 1)) > 1:
+                raise SharedError(
                     f"two processes say that they are rank {rank}, one of them on {label}",
                     "give every node its own --machine_rank (or RANK), from 0",
                 )
-            answer = self.exchange("label", label, lambda said: {str(rank): label for rank, label in said.items()})
+            answer = self.exchange("label", label, lambda labels: {str(rank): label for rank, label in labels.items()})
             self._labels = {int(rank): label for rank, label in answer.items()}
 
-    def exchange(self, topic: str, mine: Any, judge: Callable[[Said], dict[str, Any]]) -> dict[str, Any]:
-        """Every process says something; the first one judges it all; everyone gets the answer.
+    def exchange(self, topic: str, value: Any, judge: Callable[[Values], Any]) -> Any:
+        """Every process gives a value; the first one judges them all; everyone gets its answer.
 
         Waits as long as all processes live.
 
         Args:
-            topic: Used once in a meeting, by all processes in the same order.
-            mine: What this process says, as JSON can hold it.
-            judge: Called on the first process; what it raises is raised on all.
+            topic: Used once in a run, by all processes in the same order.
+            value: This process's, as JSON can hold it.
+            judge: Called on the first process with all values; what it raises is raised on all.
 
         Raises:
             UserError: If a process has gone or failed, or as `judge` says.
         """
-        self._put(f"{topic}/{self.world.rank}", mine)
+        if self.alone:
+            return judge({0: value})
+        self._put(f"{topic}/{self.world.rank}", value)
         if self.world.rank:
             return self._wait({0: f"{topic}/answer"})[0]
         answer = judge(self._wait({rank: f"{topic}/{rank}" for rank in range(self.world.world_size)}))
         self._put(f"{topic}/answer", answer)
         return answer
 
-    def begin_joining(self) -> None:
+    def begin_group(self) -> None:
         """From here to `close` this process may hang in a library; then it reports and ends by itself."""
-        self._deadline = time.monotonic() + JOIN_SECONDS
+        self._deadline = time.monotonic() + GROUP_SECONDS
 
-    def joined(self) -> None:
+    def group_started(self) -> None:
         """This process has started its group and comes to the first collective operation."""
-        self._put(f"joined/{self.world.rank}", True)
+        self._put(f"started/{self.world.rank}", True)
 
-    def failed_to_join(self, why: str) -> UserError:
+    def group_error(self, why: str) -> UserError:
         """Who has gone; else who did not come; else that they do not reach each other."""
         others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
 
@@ -155,18 +158,18 @@ class Meeting:
             first = self._ask(beats)
             time.sleep(5 * _BEAT_SECONDS)
             second = self._ask(beats)
-            absent = self._ask(lambda store: [rank for rank in others if not store.check([f"joined/{rank}"])])
-            arrived = self._ask(lambda store: store.check([f"joined/{self.world.rank}"]))
+            absent = self._ask(lambda store: [rank for rank in others if not store.check([f"started/{rank}"])])
+            arrived = self._ask(lambda store: store.check([f"started/{self.world.rank}"]))
         except UserError as error:
             return error
         if silent := [rank for rank, old, new in zip(others, first, second, strict=True) if old == new]:
             return self._gone(silent, "stopped answering while the process group started")
         if arrived and absent:
-            return Agreed(f"{self.name(*absent)} did not come to the first all-reduce: {why}", self.network_hint)
-        return Agreed(f"the processes are all there, but cannot exchange data: {why}", self.network_hint)
+            return SharedError(f"{self.name(*absent)} did not come to the first all-reduce: {why}", self.network_hint)
+        return SharedError(f"the processes are all there, but cannot exchange data: {why}", self.network_hint)
 
     def close(self) -> None:
-        """Leaves the meeting. The first process, at whose side the store may be, leaves last."""
+        """Leaves the rendezvous. The first process, at whose side the store may be, leaves last."""
         if self._store is not None and not self._closed.is_set():
             self.stop()
             self._leave(self._store, self.world.world_size)
@@ -185,12 +188,12 @@ class Meeting:
         what, change = in_a_line(error), "its own message tells more"
         if isinstance(error, UserError):
             what, change = error.what, error.change
-        if not isinstance(error, Agreed):
+        if not isinstance(error, SharedError):
             what = f"{self.name(self.world.rank)}: {what}"
         message = json.dumps([what, change, self.world.world_size - len(self._silent)])
         with contextlib.suppress(DistError, queue.Empty):
-            said = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
-            self._leave(store, json.loads(said)[2])
+            ended = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
+            self._leave(store, json.loads(ended)[2])
 
     def _leave(self, store: Store, present: int) -> None:
         """Waits a moment until all have come to the end: launchers end all processes of a node as soon as one ends."""
@@ -230,7 +233,7 @@ class Meeting:
         def look(store: Store) -> dict[int, int]:
             """Takes what has come; heartbeats of those still owing."""
             if store.check(["end"]):
-                raise Agreed(*json.loads(store.get("end"))[:2])
+                raise SharedError(*json.loads(store.get("end"))[:2])
             came = [rank for rank in keys if rank not in values and store.check([keys[rank]])]
             values.update({rank: json.loads(store.get(keys[rank])) for rank in came})
             return {rank: store.add(f"beat/{rank}", 0) for rank in keys if rank not in values}
@@ -239,12 +242,9 @@ class Meeting:
             moment = time.monotonic()
             heard |= {rank: (beat, moment) for rank, beat in beats.items() if beat != heard[rank][0]}
             if silent := [rank for rank in beats if moment - heard[rank][1] > TIMEOUT_SECONDS]:
-                came = any(beats[rank] for rank in silent)
-                how = (
-                    f"stopped answering {TIMEOUT_SECONDS:g} s ago"
-                    if came
-                    else f"did not answer within {TIMEOUT_SECONDS:g} s"
-                )
+                ever = any(beats[rank] for rank in silent)
+                late = f"{TIMEOUT_SECONDS:g} s"
+                how = f"stopped answering {late} ago" if ever else f"did not answer within {late}"
                 raise self._gone(silent, how)
             # Prompt at first, and light on the store where thousands wait for an hour of tokenising.
             time.sleep(min(1.0, 0.05 + (moment - began) / 20))
@@ -258,7 +258,7 @@ class Meeting:
                 lambda store: {rank: store.get(key) for rank, key in everyone.items() if store.check([key])}
             )
             self._labels |= {rank: json.loads(label) for rank, label in come.items()}
-        return Agreed(
+        return SharedError(
             f"{self.name(*ranks)} {how}",
             "look at what was printed there last; launch with the same arguments on every node, and from each "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reachable",
@@ -267,7 +267,7 @@ class Meeting:
     def _ask(self, call: Callable[[Store], Any]) -> Any:
         """Asks the store. Where the network has gone it raises, or hangs beyond its own time-out."""
         store = self._store
-        assert store is not None, "there is nobody to talk to"
+        assert store is not None, "a single process has no store"
         try:
             return _within(TIMEOUT_SECONDS, lambda: call(store))
         except DistError:
@@ -283,13 +283,13 @@ class Meeting:
                 if self._deadline is None:
                     continue
                 if store.check(["end"]):
-                    self._exit(Agreed(*json.loads(store.get("end"))[:2]))
+                    self._exit(SharedError(*json.loads(store.get("end"))[:2]))
                 # The first process says who is missing; should it hang itself, the others end all the same.
                 elif time.monotonic() > self._deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
-                    self._exit(self.failed_to_join(f"nothing for {JOIN_SECONDS:g} s"))
+                    self._exit(self.group_error(f"nothing for {GROUP_SECONDS:g} s"))
         except DistError as error:
             if self._deadline is not None:
-                self._exit(Agreed(f"{self.name(0)} stopped answering: {first_line(error)}", self.network_hint))
+                self._exit(SharedError(f"{self.name(0)} stopped answering: {first_line(error)}", self.network_hint))
 
     def _exit(self, error: UserError) -> None:
         """Ends a process whose main thread hangs where nothing can interrupt it."""
@@ -300,7 +300,7 @@ class Meeting:
             os._exit(error.exit_code)
 
 
-def _connect(world: World) -> tuple[PrefixStore, str]:
+def _open_store(world: World) -> tuple[PrefixStore, str]:
     """The store, and this node's own address on the way to it.
 
     The launcher's store where torch's agent keeps one, else one that the process group will share.
@@ -327,7 +327,7 @@ def _connect(world: World) -> tuple[PrefixStore, str]:
     address = _reach(host, int(port))
     store = server or TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     # An agent's store outlives a restart of its workers.
-    return PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), address
+    return PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), address
 
 
 def _reach(host: str, port: int) -> str:

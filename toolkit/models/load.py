@@ -1,7 +1,14 @@
-"""Tokenizer, weights, quantization and adapters, built the way the recipe says."""
+"""Where a recipe's model is, and everything that is built from there: config, tokenizer, weights.
+
+A `ModelSource` is opened once in a run and passed on, so that the place is looked up and the config read once, and all
+parts of the run see the same one. Opening reads a small file (or a GGUF file's header); only `load` reads weights.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +35,148 @@ from toolkit.models.adapters import keep_unpacked, quantization_config
 from toolkit.recipe import Recipe, model_configs
 
 
-def locate(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that say where the model is: path, revision, GGUF file, remote code."""
+@dataclass(frozen=True)
+class ModelSource:
+    """A recipe's model, located, with its config read. Made by `open`.
+
+    Args:
+        recipe: What names the model and says how it is stored.
+        location: Arguments of `from_pretrained` that say where the model is: path, revision, GGUF file, remote code.
+        config: The model's configuration. Shared: whoever changes one works on a copy.
+    """
+
+    recipe: Recipe
+    location: Mapping[str, Any]
+    config: Any
+
+    @classmethod
+    def open(cls, recipe: Recipe) -> ModelSource:
+        """Locates the model and reads its config.
+
+        Example:
+            >>> source = ModelSource.open(load_checked("smollm2_135m_lora_demo", []).recipe)
+            >>> tokenizer = source.tokenizer()
+            >>> model = source.load(dtypes(source.recipe), "sdpa")
+
+        Raises:
+            UserError: If the model cannot be found, with the nearest known one; or if it is none for the objective.
+        """
+        location = _locate(recipe)
+        config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
+        if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
+            known = "an encoder-decoder" if recipe.objective == "seq2seq" else "a causal language model"
+            raise UserError(
+                f"model.path: {recipe.model.path} is a {config.model_type}, which Transformers cannot load as {known}",
+                "set model.path to a model for text",
+            )
+        return cls(recipe, location, config)
+
+    def tokenizer(self, saved: Path | None = None) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the recipe's chat template and a padding token.
+
+        Args:
+            saved: Folder of a trained model, whose tokenizer is taken as it was saved.
+        """
+        model, arguments = self.recipe.model, {**self.location, "config": self.config}
+        if other := saved or model.tokenizer:
+            arguments = {"pretrained_model_name_or_path": str(other), "trust_remote_code": model.trust_remote_code}
+        tokenizer = _from_pretrained(AutoTokenizer, self.recipe, arguments)
+        if model.chat_template and not saved:
+            tokenizer.chat_template = load_chat_template(model.chat_template)
+        if tokenizer.pad_token is None:
+            # Labels are masked by position, not by token, so any token can pad without being lost as a label.
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        return tokenizer
+
+    def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
+        ids = {tokenizer.eos_token_id}
+        file = self._file("generation_config.json")
+        if file:
+            stops = GenerationConfig.from_pretrained(file.parent).eos_token_id
+            ids.update(stops if isinstance(stops, list) else [stops])
+        return frozenset(token for token in ids if token is not None)
+
+    def weight_files(self) -> list[Path]:
+        """The files on disk that the model is loaded from."""
+        folder = Path(self.location["pretrained_model_name_or_path"])
+        if "gguf_file" in self.location and folder.is_dir():
+            return [folder / self.location["gguf_file"]]
+        config = self._file("config.json")
+        assert config, "a model that was opened has a config"
+        return [file for pattern in ("*.safetensors", "*.bin", "config.json") for file in config.parent.glob(pattern)]
+
+    def load(self, dtypes: Dtypes, backend: str) -> PreTrainedModel:
+        """The weights, stored as the recipe says.
+
+        Args:
+            backend: The attention backend, see `attention.resolve`.
+
+        Raises:
+            UserError: If the files cannot be read, or cannot be quantized as the recipe asks.
+        """
+        if backend == "torch_varlen":
+            kernels.register()
+        if torch.cuda.is_available():
+            kernels.repeat_shared_heads(torch.cuda.get_device_capability())
+        arguments: dict[str, Any] = {
+            "dtype": getattr(torch, dtypes.load),
+            "attn_implementation": attention.IMPLEMENTATIONS[backend],
+        }
+        method = self.recipe.method
+        quantization = quantization_config(self.recipe, dtypes)
+        if "gguf_file" in self.location:
+            # Otherwise the weights keep a quantizer that refuses to train and to save.
+            arguments["quantization_config"] = GgufConfig(dequantize=True)
+        if quantization:
+            if "gguf_file" in self.location:
+                raise UserError(
+                    f"method.quantization={method.quantization} needs full weights, {self.recipe.model.path} is GGUF",
+                    "set method.quantization=none, or name the model's safetensors",
+                )
+            arguments["quantization_config"] = quantization
+            arguments["dtype"] = getattr(torch, dtypes.compute)
+            if self.recipe.strategy.name != "zero3":  # Which puts it on the same device, and wants to be asked nothing.
+                arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+        arguments |= {**self.location, "config": self.config}
+        model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
+        keep_unpacked(model)
+        return model
+
+    def num_parameters(self) -> int:
+        """Parameters of the model, from its config: no weights are read."""
+        with torch.device("meta"):
+            model = auto_class(self.recipe.objective).from_config(
+                copy.deepcopy(self.config), trust_remote_code=self.recipe.model.trust_remote_code
+            )
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def restore_config(self, model: PreTrainedModel) -> None:
+        """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""
+        before, config = self.config.get_text_config(), model.config.get_text_config()
+        for key in ("output_router_logits", "router_aux_loss_coef"):
+            if hasattr(before, key):
+                setattr(config, key, getattr(before, key))
+        config.use_cache = True
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model's folder or, from the cache, of its hub repository; None if it has no such file."""
+        path, revision = self.location["pretrained_model_name_or_path"], self.location.get("revision", "main")
+        try:
+            file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        except OSError as error:
+            raise UserError(
+                f"model.path: {name} of {path} cannot be read: {error}", "try again, or download it"
+            ) from error
+        return Path(file) if file else None
+
+
+def auto_class(objective: str) -> Any:
+    """Transformers' class that builds a model for an objective of recipes."""
+    return AutoModelForSeq2SeqLM if objective == "seq2seq" else AutoModelForCausalLM
+
+
+def _locate(recipe: Recipe) -> dict[str, Any]:
     model = recipe.model
     path, gguf = str(Path(model.path).expanduser()) if model.path.startswith("~") else model.path, model.gguf_file
     if path.startswith("builtin:"):
@@ -48,125 +195,7 @@ def locate(recipe: Recipe) -> dict[str, Any]:
     return arguments
 
 
-def load_config(recipe: Recipe) -> Any:
-    """The model's configuration.
-
-    Raises:
-        UserError: If the model cannot be found, with the nearest known one; or if it is none for the objective.
-    """
-    config = _load(AutoConfig, recipe, locate(recipe))
-    kind = _kind(recipe)
-    if type(config) not in kind._model_mapping and kind.__name__ not in getattr(config, "auto_map", {}):
-        known = "an encoder-decoder" if recipe.objective == "seq2seq" else "a causal language model"
-        raise UserError(
-            f"model.path: {recipe.model.path} is a {config.model_type}, which Transformers cannot load as {known}",
-            "set model.path to a model for text",
-        )
-    return config
-
-
-def _kind(recipe: Recipe) -> Any:
-    return AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
-
-
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the recipe's chat template and a padding token."""
-    where = locate(recipe)
-    if recipe.model.tokenizer:
-        where = {
-            "pretrained_model_name_or_path": recipe.model.tokenizer,
-            "trust_remote_code": recipe.model.trust_remote_code,
-        }
-    tokenizer = _load(AutoTokenizer, recipe, where)
-    if recipe.model.chat_template:
-        tokenizer.chat_template = load_chat_template(recipe.model.chat_template)
-    if tokenizer.pad_token is None:
-        # Labels are masked by position, not by token, so any token can pad without being lost as a label.
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return tokenizer
-
-
-def stop_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
-    ids = {tokenizer.eos_token_id}
-    file = _repository_file(recipe, "generation_config.json")
-    if file:
-        stops = GenerationConfig.from_pretrained(file.parent).eos_token_id
-        ids.update(stops if isinstance(stops, list) else [stops])
-    return frozenset(token for token in ids if token is not None)
-
-
-def weight_files(recipe: Recipe) -> list[Path]:
-    """The files on disk that the model was loaded from."""
-    where = locate(recipe)
-    folder = Path(where["pretrained_model_name_or_path"])
-    if "gguf_file" in where and folder.is_dir():
-        return [folder / where["gguf_file"]]
-    config = _repository_file(recipe, "config.json")
-    assert config, "a model that was loaded has a config"
-    return [file for pattern in ("*.safetensors", "*.bin", "config.json") for file in config.parent.glob(pattern)]
-
-
-def _repository_file(recipe: Recipe, name: str) -> Path | None:
-    """A file of the model's folder or, from the cache, of its hub repository; None if it has no such file."""
-    where = locate(recipe)
-    path, revision = where["pretrained_model_name_or_path"], where.get("revision", "main")
-    try:
-        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise UserError(f"model.path: {name} of {path} cannot be read: {error}", "try again, or download it") from error
-    return Path(file) if file else None
-
-
-def load_model(recipe: Recipe, dtypes: Dtypes, backend: str) -> PreTrainedModel:
-    """The weights, stored as the recipe says, with the attention backend `backend` (see `attention.resolve`)."""
-    kind = _kind(recipe)
-    if backend == "torch_varlen":
-        kernels.register()
-    if torch.cuda.is_available():
-        kernels.repeat_shared_heads(torch.cuda.get_device_capability())
-    arguments: dict[str, Any] = {
-        "dtype": getattr(torch, dtypes.load),
-        "attn_implementation": attention.IMPLEMENTATIONS[backend],
-    }
-    where = locate(recipe)
-    quantization = quantization_config(recipe, dtypes)
-    if "gguf_file" in where:
-        # Otherwise the weights keep a quantizer that refuses to train and to save.
-        arguments["quantization_config"] = GgufConfig(dequantize=True)
-    if quantization:
-        if "gguf_file" in where:
-            raise UserError(
-                f"method.quantization={recipe.method.quantization} needs full weights, {recipe.model.path} is GGUF",
-                "set method.quantization=none, or name the model's safetensors",
-            )
-        arguments["quantization_config"] = quantization
-        arguments["dtype"] = getattr(torch, dtypes.compute)
-        if recipe.strategy.name != "zero3":  # Which puts it on the same device, and wants to be asked for nothing.
-            arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
-    model = _load(kind, recipe, {**where, **arguments})
-    keep_unpacked(model)
-    return model
-
-
-def count_parameters(recipe: Recipe) -> int:
-    """Parameters of the model, from its config: no weights are read."""
-    kind = _kind(recipe)
-    with torch.device("meta"):
-        model = kind.from_config(load_config(recipe), trust_remote_code=recipe.model.trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def restore_config(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""
-    before, config = load_config(recipe).get_text_config(), model.config.get_text_config()
-    for key in ("output_router_logits", "router_aux_loss_coef"):
-        if hasattr(before, key):
-            setattr(config, key, getattr(before, key))
-    config.use_cache = True
-
-
-def _load(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
+def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     path = arguments["pretrained_model_name_or_path"]
     if Path(path).is_dir() and not any(Path(path).iterdir()):
         raise UserError(f"model.path: the folder {path} is empty", "set model.path to a folder with config.json")

@@ -20,7 +20,7 @@ from toolkit.train.run_folder import RunFolder
 
 
 def build_arguments(
-    loaded: Loaded, layout: BatchLayout, length: Length, folder: RunFolder | None, world: World, swap: Path | None
+    loaded: Loaded, layout: BatchLayout, length: Length, folder: RunFolder, world: World, swap: Path | None
 ) -> Any:
     """TrainingArguments. Building them starts the process group, and it must happen before the model is loaded.
 
@@ -34,16 +34,15 @@ def build_arguments(
     kwargs = training_arguments(recipe, layout, length, loaded.taken_over)
     cuda, plain = torch.cuda.is_available(), recipe.strategy.name in ("single", "ddp")
     kwargs |= {
-        "output_dir": str(folder.checkpoints) if folder else "unset",
+        "output_dir": str(folder.checkpoints),
+        "run_name": folder.path.name,
         "dataloader_pin_memory": cuda,
         "use_cpu": not cuda and plain,
     }
     if cuda:
         kwargs["tf32"] = recipe.tf32
-    if folder:
-        kwargs["run_name"] = folder.path.name
-        if "tensorboard" in recipe.logging.trackers:
-            os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
+    if "tensorboard" in recipe.logging.trackers:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
     if swap:
         for part in kwargs["deepspeed"]["zero_optimization"].values():
             if isinstance(part, dict) and "nvme_path" in part:

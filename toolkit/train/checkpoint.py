@@ -34,12 +34,12 @@ def seal(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
 def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """Who writes the checkpoints of a run: settings of the strategy that decide their form, and processes."""
     strategy = recipe.strategy
-    facts: dict[str, Any] = {"strategy": strategy.name}
+    written_by: dict[str, Any] = {"strategy": strategy.name}
     if strategy.name == "fsdp":
-        facts["state_dict_type"] = strategy.state_dict_type
+        written_by["state_dict_type"] = strategy.state_dict_type
     if strategy.zero_stage:
-        facts["offload_optimizer"] = strategy.offload_optimizer
-    return {**facts, "world_size": world_size}
+        written_by["offload_optimizer"] = strategy.offload_optimizer
+    return {**written_by, "world_size": world_size}
 
 
 def missing_files(checkpoint: Path) -> list[str]:
@@ -56,9 +56,9 @@ def missing_files(checkpoint: Path) -> list[str]:
 
 def newest(folder: Path) -> tuple[Path | None, list[Path]]:
     """The newest whole checkpoint of a folder, and those that are passed over because they were cut off."""
-    found = list(folder.glob("checkpoint-*"))
-    whole = [checkpoint for checkpoint in found if not missing_files(checkpoint)]
-    return max(whole, key=step_of, default=None), sorted(set(found) - set(whole))
+    checkpoints = list(folder.glob("checkpoint-*"))
+    whole = [checkpoint for checkpoint in checkpoints if not missing_files(checkpoint)]
+    return max(whole, key=step_of, default=None), sorted(set(checkpoints) - set(whole))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -70,7 +70,7 @@ def size(recipe: Recipe, counts: Mapping[str, int]) -> int:
     """Bytes of weights and optimizer state in a checkpoint, at most: some optimizers keep less than fp32 moments.
 
     Args:
-        counts: See `model.parameter_counts`.
+        counts: See `adapters.parameter_counts`.
     """
     strategy, trained = recipe.strategy, counts["trainable"]
     saved = counts["total"] if recipe.method.name == "full" else trained
@@ -121,29 +121,29 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
     saved, now = _record(checkpoint), writer(recipe, world_size)
     if _form(saved) != _form(now):
         raise UserError(
-            f"{checkpoint} was saved by {_in_words(saved)}; {_in_words(now)} cannot read it",
-            f"continue with {_in_words(saved)}, or start anew beside it with checkpoint.resume=never",
+            f"{checkpoint} was saved by {_described(saved)}; {_described(now)} cannot read it",
+            f"continue with {_described(saved)}, or start anew beside it with checkpoint.resume=never",
         )
 
 
-def _form(facts: Mapping[str, Any]) -> tuple[Any, ...]:
+def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
     """Equal for those who read each other's checkpoints."""
-    strategy = facts["strategy"]
+    strategy = writer["strategy"]
     if strategy == "fsdp":
-        return strategy, facts["state_dict_type"]
+        return strategy, writer["state_dict_type"]
     if strategy.startswith("zero"):
         # Every process reads back the part it wrote. Stages 1 and 2 divide the optimizer's state in the same way.
-        return strategy == "zero3", facts["offload_optimizer"] == "nvme", facts["world_size"]
+        return strategy == "zero3", writer["offload_optimizer"] == "nvme", writer["world_size"]
     return ("whole",)
 
 
-def _in_words(facts: Mapping[str, Any]) -> str:
-    settings = f"strategy.name={facts['strategy']}"
-    if "state_dict_type" in facts:
-        settings += f" strategy.state_dict_type={facts['state_dict_type']}"
-    if facts.get("offload_optimizer", "none") != "none":
-        settings += f" strategy.offload_optimizer={facts['offload_optimizer']}"
-    number = facts["world_size"]
+def _described(writer: Mapping[str, Any]) -> str:
+    settings = f"strategy.name={writer['strategy']}"
+    if "state_dict_type" in writer:
+        settings += f" strategy.state_dict_type={writer['state_dict_type']}"
+    if writer.get("offload_optimizer", "none") != "none":
+        settings += f" strategy.offload_optimizer={writer['offload_optimizer']}"
+    number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")
 
 

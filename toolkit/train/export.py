@@ -1,4 +1,8 @@
-"""What a finished run is good for: sampling from it, and merging its adapter into its base with proof."""
+"""What a finished run is good for: sampling from it, and merging its adapter into its base.
+
+PEFT's merge is trusted only as far as it is proved: adapter, merged model and saved files must give the same logits on
+real rows, or nothing is written. That costs one more copy of the model in fp32, and the time to read it back.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.common import UserError, build_once, write_json
 from toolkit.data.audit import Audit
@@ -17,8 +20,7 @@ from toolkit.data.prepare import prepare
 from toolkit.distributed import dtypes
 from toolkit.models import attention
 from toolkit.models.adapters import cast_parameters
-from toolkit.models.load import load_config, load_model, load_tokenizer, stop_tokens
-from toolkit.recipe import Recipe
+from toolkit.models.load import ModelSource, auto_class
 from toolkit.recipe.load import load_resolved
 from toolkit.train.evaluate import answer, as_prompt, evaluating
 from toolkit.train.run_folder import RunFolder
@@ -34,36 +36,35 @@ SAVED_TOLERANCE = {"float32": MERGE_TOLERANCE, "bfloat16": 5e-2, "float16": 1e-2
 _PROOF_ROWS = 8
 
 
-def load_trained(run: Path) -> tuple[Recipe, Any, Any]:
-    """The recipe, model and tokenizer of a run, in the precision it computes in.
+def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
+    """What a run was trained from, and its model and tokenizer, in the precision it computes in.
 
     Raises:
         UserError: If the run has no final model.
     """
-    recipe = load_resolved(run / "recipe.yaml")
-    final = _final(run)
-    types = dtypes(recipe)
-    tokenizer = _tokenizer(recipe, final)
-    backend = attention.with_mask(load_config(recipe).to_dict())
+    source, final = ModelSource.open(load_resolved(run / "recipe.yaml")), _final(run)
+    recipe, types = source.recipe, dtypes(source.recipe)
+    backend = attention.with_mask(source.config.to_dict())
     if recipe.method.name == "lora":
         from peft import PeftModel
 
-        model: Any = PeftModel.from_pretrained(load_model(recipe, types, backend), str(final))
+        model: Any = PeftModel.from_pretrained(source.load(types, backend), str(final))
     else:
-        saved = {"path": str(final), "gguf_file": None, "revision": None}
-        full = recipe.model_copy(update={"model": recipe.model.model_copy(update=saved)})
-        model = load_model(full, dataclasses.replace(types, load=types.export), backend)
-    return recipe, model.eval(), tokenizer
+        saved = {"model.path": str(final), "model.gguf_file": None, "model.revision": None}
+        trained = ModelSource.open(recipe.with_values(saved))
+        model = trained.load(dataclasses.replace(types, load=types.export), backend)
+    return source, model.eval(), source.tokenizer(saved=final)
 
 
 def chat(
     run: Path, prompts: Sequence[str] | None, max_new_tokens: int, sample: dict[str, Any] | None, seed: int
 ) -> None:
     """Prints the model's answers to prompts; without prompts, asks for one after the other until end of input."""
-    recipe, model, tokenizer = load_trained(run)
+    source, model, tokenizer = load_trained(run)
+    recipe = source.recipe
     if torch.cuda.is_available() and recipe.method.quantization == "none":
         model = model.cuda()
-    stops = stop_tokens(recipe, tokenizer)
+    stops = source.stop_tokens(tokenizer)
     audit = Audit.model_validate_json((run / "audit.json").read_bytes())
     torch.manual_seed(seed)
 
@@ -106,12 +107,13 @@ def merge(run: Path, output: Path) -> str:
         raise UserError(f"{run} holds a full model, there is no adapter to merge", f"use {final} as it is")
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with --output")
-    tokenizer = _tokenizer(recipe, final)
-    rows = _proof_rows(recipe, tokenizer)
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer(saved=final)
+    rows = _proof_rows(source, tokenizer)
     types = dtypes(recipe)
     proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
 
-    base = load_model(recipe, types, "eager")
+    base = source.load(types, "eager")
     if recipe.method.quantization != "none":
         quantized = PeftModel.from_pretrained(base, str(final))
         as_trained = [_logits(quantized, row, types.autocast) for row in rows]
@@ -136,8 +138,8 @@ def merge(run: Path, output: Path) -> str:
     def write(folder: Path) -> None:
         merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        kind = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
-        saved = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        reader = auto_class(recipe.objective)
+        saved = reader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         proof["saved_dtype"] = types.export
         proof["distance_as_saved"] = _distance(before, [_logits(saved, row) for row in rows])
         _require("saved model", proof["distance_as_saved"], SAVED_TOLERANCE[types.export])
@@ -173,14 +175,8 @@ def _final(run: Path) -> Path:
     return final
 
 
-def _tokenizer(recipe: Recipe, final: Path) -> Any:
-    """The tokenizer as it was saved, chat template included."""
-    saved = {"tokenizer": str(final), "chat_template": None}
-    return load_tokenizer(recipe.model_copy(update={"model": recipe.model.model_copy(update=saved)}))
-
-
-def _proof_rows(recipe: Recipe, tokenizer: Any) -> list[dict[str, Any]]:
-    prepared = prepare(recipe, tokenizer, stop_tokens(recipe, tokenizer))
+def _proof_rows(source: ModelSource, tokenizer: Any) -> list[dict[str, Any]]:
+    prepared = prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer))
     dataset = prepared.eval if prepared.eval is not None else prepared.train
     return [row for row, _ in zip(dataset, range(_PROOF_ROWS), strict=False)]
 

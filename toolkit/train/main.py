@@ -1,6 +1,7 @@
-"""Trains a recipe: `accelerate launch toolkit/run.py recipe=NAME key=value …`.
+"""One process of a training: checks recipe and launch, sets the environment, trains, and ends with an exit code.
 
-Also runs under torchrun, under srun, as plain `python toolkit/run.py` and as `python -m toolkit.run`.
+What engines and libraries read from the environment is set before they are imported, so nothing imports torch before
+`toolkit.train.train` does. A user's error is printed in full by the first process and in a line by the others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.common import UserError, quiet_libraries
+from toolkit.common import UserError, add_verbosity, quiet_libraries, start_logging
 from toolkit.distributed import World, check_launch, environment
 from toolkit.recipe import split_arguments
 from toolkit.recipe.rules import load_checked
@@ -25,11 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = World.from_environment()
         parser = argparse.ArgumentParser(
-            prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR] [--force]"
+            prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR] [--force] [--verbose | --quiet]"
         )
         parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
         parser.add_argument("--force", action="store_true", help="also run what would not fit by the plan")
+        add_verbosity(parser)
         options, rest = parser.parse_known_args(arguments)
+        start_logging(options, first=world.rank == 0)
         loaded = load_checked(*split_arguments(rest), options.recipes)
         if loaded.recipe.undecided:
             from toolkit.planner.build import decide_for_launch

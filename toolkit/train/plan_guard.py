@@ -11,7 +11,7 @@ from rich.text import Text
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed import World
-from toolkit.models.load import load_config
+from toolkit.models.load import ModelSource
 from toolkit.planner.build import estimate, launched_on
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Plan
@@ -26,17 +26,19 @@ _SPARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Forecast:
+class PlanGuard:
     """A run and its plan.
 
     Args:
         loaded: The recipe.
+        source: Its model.
         hardware: What it runs on.
         plan: Without advice.
         statistics: Figures of the prepared data, if it is not a stream.
     """
 
     loaded: Loaded
+    source: ModelSource
     hardware: Hardware
     plan: Plan
     statistics: DataStatistics | None
@@ -71,27 +73,28 @@ class Forecast:
         )
 
     def _change(self, hardware: Hardware) -> str:
-        """The smallest change with which the run fits on some hardware, in words."""
+        """The smallest change with which the run fits on some hardware, as text."""
         # Advice knows the settings that have been traced. These two take the least memory.
         for mode in ("none", "full"):
             values = {"batch.micro_batch_size": 1, "activation_checkpointing.mode": mode}
             least = dataclasses.replace(self.loaded, recipe=self.loaded.recipe.with_values(values))
-            _plan(least, hardware, self.statistics, advice=False)
-        plan = _plan(self.loaded, hardware, self.statistics, advice=True)
+            _plan(least, self.source, hardware, self.statistics, advice=False)
+        plan = _plan(self.loaded, self.source, hardware, self.statistics, advice=True)
         fitting = [each for each in plan.advice if each.changes and each.fits != "no"]
         if not fitting:
-            return "nothing known here fits: lower batch.seq_len, or take a smaller model or larger devices"
+            return "nothing known fits: lower batch.seq_len, or take a smaller model or larger devices"
         return f"set {change_text(fitting[0].changes)} ({bytes_text(fitting[0].total)} by the plan)"
 
 
-def forecast(loaded: Loaded, world: World, statistics: DataStatistics | None) -> Forecast:
+def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: DataStatistics | None) -> PlanGuard:
     """Plans a run on the processes that were launched. Must come before TrainingArguments, which prepare engines.
 
     Args:
+        source: The recipe's model.
         statistics: Figures of the prepared data; None for a stream.
     """
     hardware = launched_on(world)
-    return Forecast(loaded, hardware, _plan(loaded, hardware, statistics, advice=False), statistics)
+    return PlanGuard(loaded, source, hardware, _plan(loaded, source, hardware, statistics, advice=False), statistics)
 
 
 def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> Measured:
@@ -112,9 +115,11 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _plan(loaded: Loaded, hardware: Hardware, statistics: DataStatistics | None, advice: bool) -> Plan:
+def _plan(
+    loaded: Loaded, source: ModelSource, hardware: Hardware, statistics: DataStatistics | None, advice: bool
+) -> Plan:
     recipe = loaded.recipe
-    config = model_configs.config_of(recipe.model) or load_config(recipe).to_dict()
+    config = model_configs.config_of(recipe.model) or source.config.to_dict()
     plan = estimate(
         recipe, loaded.name, hardware, advice=advice, config=config, statistics=statistics, tracing="in_process"
     )

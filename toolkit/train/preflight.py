@@ -18,8 +18,8 @@ import torch
 
 from toolkit.common import UserError, cache_dir
 from toolkit.distributed import World
-from toolkit.distributed.rendezvous import Agreed, Meeting, Said
-from toolkit.models.load import weight_files
+from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
+from toolkit.models.load import ModelSource
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.train import optimizer
@@ -32,11 +32,11 @@ LOW_DISK_BYTES = 2**30
 _PROBE_BYTES = 2**20
 
 
-def check(meeting: Meeting, recipe: Recipe, folder: Path | None) -> list[str]:
+def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
     """Compares versions, recipe, devices, clocks and disks of all processes, before anything slow begins.
 
     Args:
-        folder: The run folder, on the first process.
+        folder: The run folder.
 
     Returns:
         What does not stop training but should be known.
@@ -44,44 +44,45 @@ def check(meeting: Meeting, recipe: Recipe, folder: Path | None) -> list[str]:
     Raises:
         UserError: On every process, if they differ or one is missing; names ranks and hosts.
     """
-    if meeting.alone:
+    if rendezvous.alone:
         return []
-    with _marker(folder) as marker:
+    world = rendezvous.world
+    with _marker(folder) if world.rank == 0 else contextlib.nullcontext("") as marker:
         before = time.time()
-        first = meeting.exchange("clock", None, lambda _: {"marker": marker, "time": time.time()})
-        facts = {
-            "same": {"number of processes": meeting.world.world_size, **_versions(), **_settings(recipe)},
-            "alike": _hardware(meeting.world),
+        first = rendezvous.exchange("clock", None, lambda _: {"marker": marker, "time": time.time()})
+        state = {
+            "same": {"number of processes": world.world_size, **_versions(), **_settings(recipe)},
+            "alike": _hardware(world),
             # The first clock was read between the two moments.
             "skew": max(0.0, before - first["time"], first["time"] - time.time()),
-            "places": _places(Path(first["marker"])) if meeting.world.local_rank == 0 else {},
+            "places": _places(Path(first["marker"])) if world.local_rank == 0 else {},
         }
         saves = bool(recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs)
-        return meeting.exchange("facts", facts, lambda said: {"warnings": _judge(said, saves, meeting.name)})[
-            "warnings"
-        ]
+        warnings: list[str] = rendezvous.exchange("state", state, lambda states: _judge(states, saves, rendezvous.name))
+    return warnings
 
 
-def agree(meeting: Meeting, recipe: Recipe, data: str) -> None:
+def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     """Waits for all processes, however long they tokenise, and compares their data and the model's files.
 
     What follows must be starting the process group and `all_reduce`.
 
     Args:
+        source: The recipe's model.
         data: Fingerprint of the prepared data.
 
     Raises:
         UserError: On every process, if they differ or one has gone.
     """
-    if meeting.alone:
+    if rendezvous.alone:
         return
-    found = {"data (fingerprint)": data, "model files": _model_files(recipe)}
-    meeting.exchange("agree", found, lambda said: _same(said, meeting.name))
-    meeting.begin_joining()
+    identity = {"data (fingerprint)": data, "model files": _model_files(source.weight_files())}
+    rendezvous.exchange("agree", identity, lambda identities: _require_same(identities, rendezvous.name))
+    rendezvous.begin_group()
 
 
-def all_reduce(meeting: Meeting, device: torch.device) -> None:
-    """Sums one number per process over the group that training will use, and ends the meeting.
+def all_reduce(rendezvous: Rendezvous, device: torch.device) -> None:
+    """Sums one number per process over the group that training will use, and ends the rendezvous.
 
     What hangs in the communication library cannot be interrupted: after a time-out, processes that wait say which ones
     are missing and end themselves.
@@ -89,62 +90,60 @@ def all_reduce(meeting: Meeting, device: torch.device) -> None:
     Raises:
         UserError: On every process, if the sum is wrong.
     """
-    if meeting.alone:
+    if rendezvous.alone:
         return
-    size = meeting.world.world_size
-    meeting.joined()
-    numbers = torch.tensor([1.0, meeting.world.rank], device=device)
+    size = rendezvous.world.world_size
+    rendezvous.group_started()
+    numbers = torch.tensor([1.0, rendezvous.world.rank], device=device)
     torch.distributed.all_reduce(numbers)
 
-    def judge(said: Said) -> dict[str, Any]:
-        if wrong := [rank for rank, numbers in said.items() if numbers != [size, size * (size - 1) / 2]]:
-            raise Agreed(f"{meeting.name(*wrong)} got a wrong sum from an all-reduce", "check those devices")
-        return {}
+    def judge(sums: Values) -> None:
+        if wrong := [rank for rank, numbers in sums.items() if numbers != [size, size * (size - 1) / 2]]:
+            raise SharedError(f"{rendezvous.name(*wrong)} got a wrong sum from an all-reduce", "check those devices")
 
-    meeting.exchange("sum", numbers.tolist(), judge)
-    meeting.close()
+    rendezvous.exchange("sum", numbers.tolist(), judge)
+    rendezvous.close()
 
 
-def differences(said: Mapping[int, Mapping[str, Any]], name: Callable[..., str]) -> list[str]:
-    """One line for every fact that is not the same on all ranks: the values, and who has which."""
+def differences(states: Mapping[int, Mapping[str, Any]], name: Callable[..., str]) -> list[str]:
+    """One line for every key whose value is not the same on all ranks: the values, and who has which."""
     lines = []
-    for key in dict.fromkeys(key for facts in said.values() for key in facts):
+    for key in dict.fromkeys(key for state in states.values() for key in state):
         holders: dict[str, list[int]] = {}
-        for rank, facts in said.items():
-            holders.setdefault(str(facts.get(key, "missing")), []).append(rank)
+        for rank, state in states.items():
+            holders.setdefault(str(state.get(key, "missing")), []).append(rank)
         if len(holders) > 1:
             lines.append(f"{key} is " + " but ".join(f"{value} on {name(*ranks)}" for value, ranks in holders.items()))
     return lines
 
 
-def _same(said: Said, name: Callable[..., str]) -> dict[str, Any]:
-    if found := differences(said, name):
-        raise Agreed(
-            f"the processes do not match: {'; '.join(found)}",
+def _require_same(states: Values, name: Callable[..., str]) -> None:
+    if different := differences(states, name):
+        raise SharedError(
+            f"the processes do not match: {'; '.join(different)}",
             "give every node the same code, packages, files and command",
         )
-    return {}
 
 
-def _judge(said: Said, saves: bool, name: Callable[..., str]) -> list[str]:
-    _same({rank: facts["same"] for rank, facts in said.items()}, name)
-    warnings = differences({rank: facts["alike"] for rank, facts in said.items()}, name)
+def _judge(states: Values, saves: bool, name: Callable[..., str]) -> list[str]:
+    _require_same({rank: state["same"] for rank, state in states.items()}, name)
+    warnings = differences({rank: state["alike"] for rank, state in states.items()}, name)
     hidden = []
-    for rank, facts in said.items():
-        if facts["skew"] > CLOCK_SKEW_SECONDS:
-            warnings.append(f"the clock of {name(rank)} is {facts['skew']:.0f} s off")
-        for key, place in facts["places"].items():
+    for rank, state in states.items():
+        if state["skew"] > CLOCK_SKEW_SECONDS:
+            warnings.append(f"the clock of {name(rank)} is {state['skew']:.0f} s off")
+        for key, place in state["places"].items():
             if place is None:
                 hidden.append(rank)
             elif place["error"]:
-                raise Agreed(
+                raise SharedError(
                     f"{name(rank)} cannot write to {place['path']}: {place['error']}",
                     f"make it writable there or free space, or set {key} to another folder",
                 )
             elif place["free"] < LOW_DISK_BYTES:
                 warnings.append(f"{name(rank)} has {place['free'] / 1e9:.2f} GB of disk left in {place['path']}")
     if hidden and saves:
-        raise Agreed(
+        raise SharedError(
             f"output.dir: {name(*hidden)} does not see the run folder of {name(0)}; every process writes its part of a "
             "checkpoint there",
             "set output.dir to a folder that all nodes share, or save no checkpoints: checkpoint.save_steps=null and "
@@ -155,11 +154,11 @@ def _judge(said: Said, saves: bool, name: Callable[..., str]) -> list[str]:
 
 def _versions() -> dict[str, str]:
     code = hash_files(Path(__file__).parent.parent.rglob("*.py"))
-    found = {"python": platform.python_version(), **versions(), "toolkit's code": code, "device": "cpu"}
+    environment = {"python": platform.python_version(), **versions(), "toolkit's code": code, "device": "cpu"}
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        found |= {"device": "cuda", "CUDA": str(torch.version.cuda), "NCCL": nccl}
-    return found
+        environment |= {"device": "cuda", "CUDA": str(torch.version.cuda), "NCCL": nccl}
+    return environment
 
 
 def _settings(recipe: Recipe) -> dict[str, str]:
@@ -183,11 +182,8 @@ def _hardware(world: World) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _marker(folder: Path | None) -> Iterator[str]:
+def _marker(folder: Path) -> Iterator[str]:
     """A file beside the run folder by which other nodes recognise it."""
-    if folder is None:
-        yield ""
-        return
     marker = folder.parent / f".preflight-{secrets.token_hex(8)}"
     marker.touch()
     try:
@@ -220,9 +216,8 @@ def _try(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "error": error, "free": free}
 
 
-def _model_files(recipe: Recipe) -> str:
+def _model_files(files: list[Path]) -> str:
     """Identity of the model's files, from a few bytes of each: every process asks, and weights are large."""
-    files = weight_files(recipe)
     # In the hub's cache the commit names the content, also of files that are not downloaded yet.
     snapshots = {file.parent.name for file in files if file.parent.parent.name == "snapshots"}
     if snapshots:

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from toolkit.common import UserError, write_atomically, write_json
 from toolkit.distributed import BatchLayout
+from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
@@ -169,8 +170,8 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
             )
         if manifest.status == "finished":
             return RunFolder(path, finished=True)
-    found, cut_off = checkpoint.newest(folder.checkpoints)
-    if start := named or found:
+    newest, cut_off = checkpoint.newest(folder.checkpoints)
+    if start := named or newest:
         checkpoint.check_readable(start, loaded.recipe, world_size)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -180,11 +181,26 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
     return RunFolder(path, resume_from=start, cut_off=[] if named else cut_off)
 
 
+def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
+    """Claims the folder on the first process; all get the same folder, or hear why there is none.
+
+    Raises:
+        UserError: As `claim` does, on every process.
+    """
+    world, claimed = rendezvous.world, None
+    if world.rank == 0:
+        folder = claim(loaded, world.world_size)
+        resume_from = str(folder.resume_from) if folder.resume_from else None
+        claimed = [str(folder.path), folder.finished, resume_from, [str(path) for path in folder.cut_off]]
+    path, finished, resume_from, cut_off = rendezvous.exchange("folder", claimed, lambda values: values[0])
+    return RunFolder(Path(path), finished, Path(resume_from) if resume_from else None, [Path(each) for each in cut_off])
+
+
 def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int]) -> None:
     """Refuses a run whose checkpoints and final model do not fit on the disk.
 
     Args:
-        counts: See `model.parameter_counts`.
+        counts: See `adapters.parameter_counts`.
 
     Raises:
         UserError: With the bytes needed and free.
@@ -231,13 +247,13 @@ def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> 
 
 def versions() -> dict[str, str]:
     """Installed versions of the libraries that decide a run's numbers."""
-    found = {}
+    installed = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def now() -> str:

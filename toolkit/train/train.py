@@ -1,9 +1,16 @@
-"""One training from a checked recipe. Runs on every process of the launch."""
+"""The story of one training, first to last, on every process of the launch.
+
+The run folder is claimed and told to all processes, which compare what they see; the session is set up; the steps are
+taken; what comes out is saved, evaluated and reported. Only the first process talks to the user and writes the folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
+import sys
 from pathlib import Path
 
 import torch
@@ -11,20 +18,23 @@ import torch
 from toolkit.common import duration, write_json
 from toolkit.distributed import World
 from toolkit.distributed.nvme import swap_folder
-from toolkit.distributed.rendezvous import Meeting, meet
-from toolkit.models.load import count_parameters, restore_config
+from toolkit.distributed.rendezvous import Rendezvous, connect
+from toolkit.models.load import ModelSource
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after, summary
-from toolkit.train.plan_guard import forecast, measured, ran_out
-from toolkit.train.process import peak_host_bytes
-from toolkit.train.run_folder import RunFolder, claim, now
+from toolkit.train import preflight
+from toolkit.train.plan_guard import measured, plan_run, ran_out
+from toolkit.train.process import peak_host_bytes, prepare_process
+from toolkit.train.run_folder import RunFolder, claim_together, now
 from toolkit.train.save import publish
-from toolkit.train.session import Training, answer_before, answer_samples
-from toolkit.train.setup import already_finished, set_up
+from toolkit.train.session import Session
+from toolkit.train.setup import Callbacks, attach_callbacks, set_up
+
+_log = logging.getLogger("toolkit.train")
 
 
 def train(loaded: Loaded, force: bool = False) -> None:
@@ -33,43 +43,55 @@ def train(loaded: Loaded, force: bool = False) -> None:
     Args:
         force: Whether to start also what would not fit by the plan.
 
+    Example:
+        >>> train(load_checked("smollm2_135m_lora_demo", ["max_steps=5"]))
+
     Raises:
-        UserError: Whatever the user can mend.
+        UserError: Any error the user can fix.
     """
     world = World.from_environment()
-    progress = Progress()
+    first = world.rank == 0
     # Whatever ends one process early is told to the others, which would wait for it.
-    with meet(world) as meeting:
-        folder = claim(loaded, world.world_size) if world.rank == 0 else None
-        if folder and folder.finished and world.world_size == 1:
-            return already_finished(folder, progress)
-        for cut_off in folder.cut_off if folder else ():
-            progress.message(f"{cut_off} was cut off while saving and is passed over")
-        with folder.held() if folder else contextlib.nullcontext():
-            _train(loaded, meeting, folder, progress, force)
+    with connect(world) as rendezvous, Progress(sys.stdout if first else io.StringIO()) as progress:
+        folder = claim_together(loaded, rendezvous)
+        if folder.finished:
+            progress.message(
+                f"This run is finished: {folder.final}\n"
+                "To train it again beside the old one, set checkpoint.resume=never or another output.name."
+            )
+            return
+        for checkpoint in folder.cut_off:
+            _log.info("%s was cut off while saving and is passed over", checkpoint)
+        with folder.held() if first else contextlib.nullcontext():
+            _train(loaded, rendezvous, folder, progress, force)
 
 
-def _train(loaded: Loaded, meeting: Meeting, folder: RunFolder | None, progress: Progress, force: bool) -> None:
-    recipe, world = loaded.recipe, meeting.world
+def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: Progress, force: bool) -> None:
+    recipe, world = loaded.recipe, rendezvous.world
+    source: ModelSource | None = None
     try:
-        with swap_folder(recipe, world, lambda: count_parameters(recipe), progress.message) as swap:
-            training = set_up(loaded, meeting, folder, progress, swap, answer_before, force)
-            if training is None:
-                return
-            training.trainer.train(resume_from_checkpoint=str(training.resume_from) if training.resume_from else None)
-            if training.stop and training.stop.stopped:
-                interrupted(training)
+        prepare_process()
+        preflight.check_devices(recipe, world)
+        for warning in preflight.check(rendezvous, recipe, folder.path):
+            if world.rank == 0:
+                _log.warning("%s", warning)
+        source = ModelSource.open(recipe)
+        with swap_folder(recipe, world, source.num_parameters) as swap:
+            session = set_up(loaded, rendezvous, source, folder, swap, progress, force)
+            callbacks = attach_callbacks(session)
+            resume_from = folder.resume_from
+            session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+            if callbacks.stop.stopped:
+                interrupted(session, callbacks)
             else:
-                finish(training)
+                finish(session, callbacks)
     except BaseException as error:
-        if folder:
+        if world.rank == 0:
             _failed(folder, error)
-        if ran_out(error):
+        if source and ran_out(error):
             with contextlib.suppress(UnknownSize):
-                raise forecast(loaded, world, None).out_of_memory(error) from error
+                raise plan_run(loaded, world, source, statistics=None).out_of_memory(error) from error
         raise
-    finally:
-        progress.close()
 
 
 def _failed(folder: RunFolder, error: BaseException) -> None:
@@ -80,16 +102,52 @@ def _failed(folder: RunFolder, error: BaseException) -> None:
         folder.update_manifest(status="failed", finished=now(), error=f"{type(error).__name__}: {error}")
 
 
-def _save_final(training: Training) -> None:
-    trainer, recipe = training.trainer, training.recipe
+def interrupted(session: Session, callbacks: Callbacks) -> None:
+    """Notes where the run stopped and how it goes on."""
+    callbacks.stop.restore()
+    if not session.leads:
+        return
+    step = session.trainer.state.global_step
+    session.folder.update_manifest(status="interrupted", finished=now())
+    write_report(session.folder.path)
+    session.progress.message(
+        f"Stopped at step {step} of {session.length.total_steps}; a checkpoint is saved in {session.folder.path}.\n"
+        "The same command continues from there."
+    )
+
+
+def finish(session: Session, callbacks: Callbacks) -> None:
+    """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
+    folder, meter = session.folder, callbacks.meter
+    _save_final(session)
+    # From here on nothing can be lost, and Ctrl-C means what it always does.
+    callbacks.stop.restore()
+    if meter:
+        folder.update_manifest(status="finished", finished=now(), train_seconds=round(meter.seconds(), 1))
+    if callbacks.evaluator:
+        callbacks.evaluator.finish(session.trainer.state.global_step)
+    callbacks.samples.finish()
+    if not meter:
+        return
+    seconds = round(meter.seconds(), 1)
+    folder.update_manifest(finished=now(), train_seconds=seconds, peak_memory_bytes=peak_host_bytes())
+    plan = session.guard.plan if session.guard else None
+    folder.update_manifest(measured=measured(plan, meter.time_left.measured, seconds, meter.last.get("tokens", 0)))
+    write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
+    report = write_report(folder.path)
+    _print_results(session, callbacks, seconds, report)
+
+
+def _save_final(session: Session) -> None:
+    trainer, recipe = session.trainer, session.recipe
     optimizer = trainer.optimizer
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
     if recipe.method.name == "full":
-        restore_config(training.module, recipe)
-    publish(trainer, training.folder.final, training.dtypes)
-    if training.leads and recipe.method.name == "lora":
-        _name_base(training.folder.final / "adapter_config.json", recipe.model.path)
+        session.source.restore_config(session.module)
+    publish(trainer, session.folder.final, session.dtypes)
+    if session.leads and recipe.method.name == "lora":
+        _name_base(session.folder.final / "adapter_config.json", recipe.model.path)
 
 
 def _name_base(file: Path, path: str) -> None:
@@ -101,54 +159,10 @@ def _name_base(file: Path, path: str) -> None:
     write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
 
 
-def _seconds(training: Training) -> float:
-    """Time of training so far, over all the sessions of a run that was continued."""
-    return round(training.meter.seconds(), 1) if training.meter else 0.0
-
-
-def interrupted(training: Training) -> None:
-    """Notes where the run stopped and how it goes on."""
-    if training.stop:
-        training.stop.restore()
-    if not training.leads:
-        return
-    step = training.trainer.state.global_step
-    training.folder.update_manifest(status="interrupted", finished=now())
-    write_report(training.folder.path)
-    training.progress.message(
-        f"Stopped at step {step} of {training.length.total_steps}; a checkpoint is saved in {training.folder.path}.\n"
-        "The same command continues from there."
-    )
-
-
-def finish(training: Training) -> None:
-    """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
-    trainer, folder = training.trainer, training.folder
-    _save_final(training)
-    if training.stop:
-        # From here on nothing can be lost, and Ctrl-C means what it always does.
-        training.stop.restore()
-    if training.leads:
-        folder.update_manifest(status="finished", finished=now(), train_seconds=_seconds(training))
-    if training.evaluator:
-        training.evaluator.finish(trainer.state.global_step)
-    answer_samples(training, "after")
-    if not training.leads:
-        return
-    folder.update_manifest(finished=now(), train_seconds=_seconds(training), peak_memory_bytes=peak_host_bytes())
-    if meter := training.meter:
-        tokens = meter.last.get("tokens", 0)
-        plan = training.outlook.plan if training.outlook else None
-        folder.update_manifest(measured=measured(plan, meter.time_left.measured, _seconds(training), tokens))
-    write_card(folder.final, folder.path, training.recipe, training.recipe.model.path)
-    report = write_report(folder.path)
-    _say_results(training, report)
-
-
-def _say_results(training: Training, report: Path) -> None:
-    folder, evaluator = training.folder, training.evaluator
-    if training.samples:
-        print("\n" + prompts_before_after(training.samples))
+def _print_results(session: Session, callbacks: Callbacks, seconds: float, report: Path) -> None:
+    folder, evaluator = session.folder, callbacks.evaluator
+    if callbacks.samples.rows:
+        print("\n" + prompts_before_after(callbacks.samples.rows))
     rows: list[tuple[str, str]] = []
     if evaluator and evaluator.last:
         last = evaluator.last["eval_loss"]
@@ -157,10 +171,10 @@ def _say_results(training: Training, report: Path) -> None:
             before = evaluator.first["eval_loss"]
             text = f"{before:.4f} -> {text}, {(last - before) / before:+.1%}"
         rows.append(("held-out loss", text))
-    if training.meter and training.meter.last:
-        rows.append(("training loss", f"{training.meter.last['loss']:.4f}"))
-    rows.append(("steps", f"{training.trainer.state.global_step}"))
-    rows.append(("time", duration(_seconds(training))))
+    if callbacks.meter and callbacks.meter.last:
+        rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
+    rows.append(("steps", f"{session.trainer.state.global_step}"))
+    rows.append(("time", duration(seconds)))
     rows.append(("peak memory", f"{peak_host_bytes() / 2**30:.2f} GiB (host)"))
     if torch.cuda.is_available():
         rows.append(("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB (GPU)"))

@@ -1,7 +1,13 @@
-"""What really runs, read back from the live objects, and compared with what the recipe asks for."""
+"""What really runs, read back from the live objects, and compared with what the recipe asks for.
+
+Libraries drop or replace settings in silence, each in its own way and from one version to the next. So engine, dtypes,
+sharding, optimizer, clipping and attention are read from the built engine before the first step and after it, which
+costs milliseconds; a difference ends the run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,20 +19,23 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from toolkit.common import UserError
+from toolkit.data.collate import isolates
 from toolkit.distributed import EngineState
+from toolkit.models import attention
+from toolkit.train.session import Session
 
 
-class EffectiveCheck(TrainerCallback):
+class Verify(TrainerCallback):
     """Compares before the first step, and once more after it, when the optimizer has its state.
 
     Args:
         trainer: Its engine is built when training begins.
-        wanted: See `distributed.expected_state`.
+        expected: See `distributed.expected_state`.
         record: Receives what runs.
     """
 
-    def __init__(self, trainer: Any, wanted: EngineState, record: Callable[[EngineState], None]) -> None:
-        self._trainer, self._wanted, self._record = trainer, wanted, record
+    def __init__(self, trainer: Any, expected: EngineState, record: Callable[[EngineState], None]) -> None:
+        self._trainer, self._expected, self._record = trainer, expected, record
         self._has_stepped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -39,15 +48,15 @@ class EffectiveCheck(TrainerCallback):
 
     def _check(self) -> None:
         state = read(self._trainer)
-        check_effective(self._wanted, state)
+        verify(self._expected, state)
         self._record(state)
 
 
-def check_effective(wanted: EngineState, state: EngineState) -> None:
+def verify(expected: EngineState, state: EngineState) -> None:
     """Stops a run that is not what was asked for.
 
     Args:
-        wanted: See `distributed.expected_state`. What cannot be read yet (moments, before the first step) is not
+        expected: See `distributed.expected_state`. What cannot be read yet (moments, before the first step) is not
             compared.
         state: See `read`.
 
@@ -57,13 +66,31 @@ def check_effective(wanted: EngineState, state: EngineState) -> None:
     runs = state.model_dump()
     different = [
         f"{key}: the recipe asks for {value}, {runs[key]} runs"
-        for key, value in wanted.model_dump().items()
+        for key, value in expected.model_dump().items()
         if key in runs and runs[key] != value
     ]
     if different:
         raise UserError(
             "what was set up is not what the recipe asks for:\n  " + "\n  ".join(different),
             "this is a fault of the toolkit or of a library's version: `toolkit doctor` prints what to report",
+        )
+
+
+def check_isolation(session: Session) -> None:
+    """Asks the model itself, on its device and in its precision, whether documents of a batch are kept apart.
+
+    Raises:
+        UserError: If they see each other.
+    """
+    device, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
+    flat = backend in attention.VARLEN
+    with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+        isolated = isolates(session.module, "flat" if flat else "packed", device)
+    if not isolated:
+        ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
+        raise UserError(
+            f"{type(session.module).__name__} with attention {backend} lets documents of a batch see each other",
+            f"set {' and '.join(ways)}",
         )
 
 
@@ -205,14 +232,14 @@ def _numel(parameter: Any) -> int:
 
 def _spread(parameters: Iterable[Any]) -> str:
     """Whether this process holds all of these tensors, by what lies in its memory."""
-    here = total = 0
+    local = total = 0
     for parameter in parameters:
         total += _numel(parameter)
         if hasattr(parameter, "ds_tensor"):
-            here += parameter.ds_tensor.ds_numel
+            local += parameter.ds_tensor.ds_numel
         else:
-            here += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
-    return "sharded" if here < total else "whole"
+            local += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+    return "sharded" if local < total else "whole"
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
@@ -236,10 +263,10 @@ def _attention(model: Any) -> str:
 
 def _checkpointing(model: Any) -> str:
     """Who recomputes activations: the `model`'s own layers, the `engine`'s wrappers around them, both, or none."""
-    found = set()
+    recomputed_by = set()
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
-            found.add("engine")
+            recomputed_by.add("engine")
         elif getattr(module, "gradient_checkpointing", False):
-            found.add("model")
-    return "+".join(sorted(found)) or "none"
+            recomputed_by.add("model")
+    return "+".join(sorted(recomputed_by)) or "none"

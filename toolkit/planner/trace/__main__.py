@@ -28,11 +28,11 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     if "config" in question:
         from huggingface_hub import constants
 
-        from toolkit.models.load import load_config
+        from toolkit.models.load import ModelSource
         from toolkit.recipe import Recipe
 
         constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE or not _resolves(constants.ENDPOINT)
-        return {"config": load_config(Recipe.model_validate(question["config"])).to_dict()}
+        return {"config": ModelSource.open(Recipe.model_validate(question["config"])).config.to_dict()}
     from toolkit.planner.trace.fit import trace
     from toolkit.planner.trace.types import Setting
 

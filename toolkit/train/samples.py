@@ -1,0 +1,80 @@
+"""What the model answers to a few prompts before and after training, kept in `samples.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
+
+from toolkit.common import write_json
+from toolkit.data.rows import Sample
+from toolkit.train.evaluate import answer, as_prompt
+from toolkit.train.session import Session
+
+_log = logging.getLogger("toolkit.train")
+
+
+class Samples(TrainerCallback):
+    """Answers the prompts before the first step, and when asked to `finish`.
+
+    The first process answers. Where parameters are sharded a forward pass needs all processes: then each gives the same
+    answers. Those before training are read back when a run is continued.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._file = session.folder.path / "samples.json"
+        self._together = session.recipe.strategy.shards_parameters
+        self.rows: list[Sample] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        session = self._session
+        if session.leads:
+            if session.folder.resume_from and self._file.is_file():
+                self.rows = [Sample(**row) for row in json.loads(self._file.read_text(encoding="utf-8"))]
+            else:
+                self.rows = _prompts(session)[: session.recipe.evaluation.num_prompts]
+        if self._together:
+            box = [self.rows]
+            broadcast_object_list(box)
+            self.rows = box[0]
+        if any(row.before is None for row in self.rows):
+            _log.info("Answering %d prompts before training", len(self.rows))
+            self._answer("before")
+
+    def finish(self) -> None:
+        """Answers again, with the trained model."""
+        self._answer("after")
+
+    def _answer(self, when: str) -> None:
+        session = self._session
+        if not self.rows or not (session.leads or self._together):
+            return
+        answers = answer(
+            session.module,
+            session.tokenizer,
+            [row.input_ids for row in self.rows],
+            session.recipe.evaluation.max_new_tokens,
+            session.stop_token_ids,
+            session.dtypes.autocast,
+            device=session.trainer.args.device,
+        )
+        for row, text in zip(self.rows, answers, strict=True):
+            setattr(row, when, text)
+        if session.leads:
+            write_json(self._file, [row.model_dump() for row in self.rows])
+
+
+def _prompts(session: Session) -> list[Sample]:
+    """The recipe's prompts, else sources of held-out rows with their references."""
+    given = session.recipe.evaluation.prompts
+    if not given:
+        return session.prepared.samples
+    audit, stops = session.prepared.audit, session.stop_token_ids
+    return [
+        Sample(prompt=text, input_ids=as_prompt(session.tokenizer, text, audit, stops), reference=None)
+        for text in given
+    ]
