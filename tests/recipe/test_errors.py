@@ -73,7 +73,7 @@ def test_file_that_is_no_recipe(text: str | bytes, words: list[str]) -> None:
         ("defaults: [smollm2_135m_lora_demo, {override /model: x}]\n", ["no such option"]),
         ("defaults: [{model: gpt2}, {model: gpt2}]\n", ["mine.yaml:1", "is chosen in", "remove one"]),
         ("model: gpt2\ndefaults: [{model: gpt2}]\n", ["mine.yaml:2", "is chosen in recipes/mine.yaml:1", "remove one"]),
-        ("defaults: [smollm2_135m_lora, llama_3_2_1b_full]\n", ["data: is chosen in", "the recipe that extends both"]),
+        ("defaults: [smollm2_135m_lora, llama_3_2_1b_full]\n", ["model: is chosen in", "the recipe that extends both"]),
         ("defaults: [{method: [lora, qlora]}]\n", ["is not an entry", "override"]),
         ("defaults: [{optional model: gpt2}]\n", ["is not an entry"]),
         ("defaults: [mine]\n", ["leads back", "mine.yaml", "another name"]),

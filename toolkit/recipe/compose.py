@@ -177,48 +177,51 @@ class _Walk:
         """Puts a recipe file's layers in order, and returns that of its own keys."""
         source = self._read(file)
         own, chosen = self._own_keys(source, around)
-        # All choices of this file come before those of its parents, which then give way.
+        # All choices of this file come before those of its parents, which then give way. What two parents share lies
+        # below both, once.
         steps = [self._entry(entry, place, file, around) for entry, place in source.defaults]
         for step in steps if "_self_" in steps else [*steps, "_self_"]:
-            if isinstance(step, Path):
+            if isinstance(step, Path) and step not in self._files:
                 self._extend(step, [*around, file])
             elif step == "_self_":
                 self._order += [*(group for group in chosen if group not in self._order), own]
-            elif step and step not in self._order:
+            elif isinstance(step, str) and step not in self._order:
                 self._order.append(step)
         return own
 
     def _own_keys(self, source: Read, around: list[Path]) -> tuple[Layer, list[str]]:
         """What a recipe file itself states, and the groups whose option it chooses."""
-        own, chosen = Layer(dict(source.values), dict(source.origins)), []
+        own = Layer(source.values, source.origins)
+        chosen: list[str] = []
         for section in sections():
-            value = own.values.get(section)
-            if isinstance(value, dict) and "option" in value:
-                own.values[section] = {key: part for key, part in value.items() if key != "option"}
-                place = own.origins.pop(f"{section}.option", "")
-                text = source.texts.get(f"{section}.option", as_text(value["option"]))
-                option = None if value["option"] is None else text
-            elif value is None or isinstance(value, dict):
+            value, key = own.values.get(section), section
+            if value is None or (isinstance(value, dict) and "option" not in value):
                 continue
+            word: str | dict[str, Any] | None
+            if isinstance(value, dict):
+                key = f"{section}.option"
+                word = source.texts.get(key, as_text(value["option"])) if value["option"] is not None else None
             else:
-                place, text = own.origins[section], source.texts.get(section, as_text(value))
-                try:
-                    word = section_word(section, text, value, place, self.search)
-                except Refused as refused:
-                    self.problems.append(refused.problem)
-                    own.drop(section)
-                    continue
-                if isinstance(word, dict) and not self._is_outer(self.choices.get(section), around):
-                    own.set_main_key(section, word)
-                    continue
-                own.drop(section)
-                if isinstance(word, dict):
-                    continue
-                option = word
-            self._choose(section, option, place, source.file, around)
-            chosen.append(section)
+                word = self._word(section, value, source)
+            if isinstance(word, dict) and word and not self._is_outer(self.choices.get(section), around):
+                own.set_main_key(section, word)
+                continue
+            place = own.origins[key]
+            own.drop(key)
+            if not isinstance(word, dict):
+                self._choose(section, word, place, source.file, around)
+                chosen.append(section)
         own.removed += replaced(own.leaves())
         return own, chosen
+
+    def _word(self, section: str, value: Any, source: Read) -> str | dict[str, Any]:
+        """What a section given as a word means; nothing at all if it is wrong."""
+        text = source.texts.get(section, as_text(value))
+        try:
+            return section_word(section, text, value, source.origins[section], self.search)
+        except Refused as refused:
+            self.problems.append(refused.problem)
+            return {}
 
     def _entry(self, entry: Any, place: str, file: Path, around: list[Path]) -> Path | str | None:
         """What an entry of `defaults` stands for: a file, a group or `_self_`; None if it is wrong."""

@@ -1,0 +1,140 @@
+"""What a recipe becomes from what it extends, the options it takes and its own keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import BASE, values, write
+from toolkit.recipe import load
+
+pytestmark = pytest.mark.usefixtures("mine")
+
+
+def test_own_groups_mix_with_shipped_ones_and_extend_them() -> None:
+    write("data/support", "sources: [support.jsonl]\n")
+    write("data/small_alpaca", "defaults: [alpaca]\nmax_samples: 5\n")
+    write("data/team/nested", "sources: [nested.jsonl]\n")
+    write("new", "model: qwen3_0_6b\ndata: support\nmethod: qlora\n")
+    assert load("new").recipe.data.sources[0].path == "support.jsonl"
+    assert load("new").recipe.method.quantization == "nf4"
+    assert values(load("mine", ["data=small_alpaca"]), "data.max_samples", "data.format") == [5, "alpaca"]
+    assert load("mine", ["data=team/nested"]).recipe.data.sources[0].path == "nested.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "value"),
+    [
+        ("model: gpt2", "model.path", "openai-community/gpt2"),
+        ("model: ./folder", "model.path", "./folder"),
+        ("model: someone/thing-1.5B", "model.path", "someone/thing-1.5B"),
+        ("model: '${oc.env:HOME}'", "model.path", str(Path.home())),
+        ("method: qlora", "method.quantization", "nf4"),
+        ("method: {option: qlora, r: 4}", "method.quantization", "nf4"),
+        ("method: {r: 4, option: qlora}", "method.r", 4),
+        ("method: {option: null, r: 4}", "method.name", "full"),
+        ("strategy: zero3_offload", "strategy.offload_param", "cpu"),
+        ("optimizer: sgd", "optimizer.name", "sgd"),
+        ("batch: 8", "batch.global_batch_size", 8),
+        ("evaluation: off", "evaluation.num_prompts", 0),
+        ("data: {option: alpaca, max_samples: 5}", "data.format", "alpaca"),
+    ],
+)
+def test_section_given_as_a_word(word: str, path: str, value: Any) -> None:
+    write("evaluation/off", "num_prompts: 0\n")
+    write("worded", f"defaults: mine\n{word}\n")
+    assert values(load("worded"), path) == [value]
+
+
+@pytest.mark.parametrize(
+    ("word", "paths"),
+    [
+        ("a.jsonl", ["a.jsonl"]),
+        ("[a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("[{path: a, weight: 2}, b]", ["a", "b"]),
+        ("alpaca", ["tatsu-lab/alpaca"]),
+    ],
+)
+def test_data_given_as_a_word(word: str, paths: list[str]) -> None:
+    write("worded", f"model: gpt2\ndata: {word}\n")
+    assert [source.path for source in load("worded").recipe.data.sources] == paths
+
+
+def test_word_takes_the_place_of_what_the_parent_chose_and_keeps_what_the_parent_wrote() -> None:
+    write("parent", "model: gpt2\ndata: {option: prosocial_dialog, over_long: drop}\nstrategy: zero3_offload\n")
+    write("child", "defaults: parent\ndata: alpaca\nstrategy: zero2\n")
+    write("grandchild", "defaults: [child]\ndata: rows.jsonl\n")
+    write("again", "defaults: grandchild\ndata: alpaca\n")
+    child, grandchild = load("child").recipe, load("grandchild").recipe
+    assert (child.data.format, child.data.columns, child.data.over_long) == ("alpaca", {}, "drop")
+    assert (child.strategy.name, child.strategy.offload_param) == ("zero2", "none")
+    # Other data have a form and columns of their own, as with `data=rows.jsonl`.
+    assert grandchild == load("child", ["data=rows.jsonl"]).recipe
+    assert (grandchild.data.format, grandchild.data.eval_split) == ("auto", 0.01)
+    assert load("again").recipe == child == load("grandchild", ["data=alpaca"]).recipe
+
+
+def test_child_replaces_what_says_the_same_in_another_way() -> None:
+    write("parent", BASE + "schedule: {num_epochs: 3, warmup_ratio: 0.1}\nbatch: {tokens_per_step: 8192}\n")
+    write("child", "defaults: parent\nschedule: {max_steps: 5}\nbatch: 8\n")
+    recipe = load("child").recipe
+    assert (recipe.schedule.max_steps, recipe.schedule.num_epochs, recipe.schedule.warmup_ratio) == (5, None, 0.1)
+    assert (recipe.batch.global_batch_size, recipe.batch.tokens_per_step) == (8, None)
+
+
+def test_forms_of_hydra_mean_the_same() -> None:
+    write("word", "defaults: smollm2_135m_lora\nmethod: qlora\nseed: 3\n")
+    write("list", "defaults: [smollm2_135m_lora, {override /method: qlora}, _self_]\nseed: 3\n")
+    write("plain", "defaults: [/smollm2_135m_lora, {/method: qlora}]\nseed: 3\n")
+    write("first", "seed: 3\ndefaults:\n  - _self_\n  - smollm2_135m_lora\n  - method: qlora\n")
+    assert load("word").recipe == load("list").recipe == load("plain").recipe == load("first").recipe
+
+
+def test_own_keys_below_what_the_file_extends() -> None:
+    write("under", "defaults: [_self_, {method: lora}]\nmethod: {r: 4, name: full}\n")
+    write("whole", "defaults: [mine, under]\n")
+    assert values(load("whole"), "method.name", "method.r") == ["lora", 4]
+
+
+def test_own_keys_win_over_what_a_recipe_extends_with_and_without_self(recwarn: pytest.WarningsRecorder) -> None:
+    write("with", "defaults: [smollm2_135m_lora_demo, _self_]\nseed: 3\n")
+    write("without", "defaults: [smollm2_135m_lora_demo]\nseed: 3\n")
+    assert load("with").recipe.seed == load("without").recipe.seed == 3
+    assert not recwarn
+
+
+def test_origin_of_what_a_word_sets() -> None:
+    write("origins", "model: ./folder\ndata:\n- a\n- {path: b}\nmethod:\n  option: qlora\n  r: 4\nbatch: 8\n")
+    origins = load("origins").origins
+    assert {key: place for key, place in origins.items() if not key.startswith("method")} == {
+        "model.path": "recipes/origins.yaml:1",
+        "data.sources": "recipes/origins.yaml:2",
+        "data.sources.0": "recipes/origins.yaml:3",
+        "data.sources.1": "recipes/origins.yaml:4",
+        "data.sources.1.path": "recipes/origins.yaml:4",
+        "batch.global_batch_size": "recipes/origins.yaml:8",
+    }
+    assert origins["method.r"] == "recipes/origins.yaml:7"
+    assert origins["method.quantization"] == "shipped:method/qlora.yaml:2"
+
+
+def test_origin_of_every_value() -> None:
+    write("origins", BASE + "optimizer: &o\n  learning_rate: 1e-3\nschedule:\n  <<: {max_steps: 3}\n  name: linear\n")
+    origins = load("origins", ["seq_len=64", "method=qlora", "data.packing=true", "~data.eval_split"]).origins
+    assert origins["optimizer.learning_rate"] == "recipes/origins.yaml:3"
+    assert origins["schedule.max_steps"] == "recipes/origins.yaml:5"
+    assert origins["schedule.name"] == "recipes/origins.yaml:6"
+    assert origins["batch.seq_len"] == origins["data.packing"] == "command line"
+    assert origins["method.quantization"] == "shipped:method/qlora.yaml:2"
+    assert origins["data.sources.0"].startswith("shipped:data/stdlib_docstrings.yaml:")
+    assert "data.eval_split" not in origins
+
+
+def test_what_two_parents_share_lies_below_both() -> None:
+    write("base", BASE + "seed: 1\nbatch: {seq_len: 64}\n")
+    write("left", "defaults: base\nseed: 2\n")
+    write("right", "defaults: base\nbatch: {seq_len: 128}\n")
+    write("both", "defaults: [left, right]\n")
+    assert values(load("both"), "seed", "batch.seq_len") == [2, 128]

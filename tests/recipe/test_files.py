@@ -1,0 +1,81 @@
+"""Which folders recipes are read from, and that nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes import BASE, values, write
+from toolkit.recipe import RecipeError, list_recipes, load, recipe_folders
+
+pytestmark = pytest.mark.usefixtures("mine")
+
+
+def test_own_file_takes_the_place_of_a_shipped_one() -> None:
+    write("method/lora", "name: lora\nr: 64\n")
+    write("smollm2_135m_full", BASE + "description: mine now\n")
+    assert load("smollm2_135m_lora_demo").recipe.method.r == 64
+    assert load("smollm2_135m_full").recipe.description == "mine now"
+    assert list_recipes(recipe_folders())["smollm2_135m_full"] == Path("recipes/smollm2_135m_full.yaml").resolve()
+
+
+def test_recipe_in_a_sub_folder_extends_its_neighbours_its_folder_and_shipped_ones() -> None:
+    write("team/first", "defaults: [mine]\nseed: 1\n")
+    write("team/second", "defaults: [first]\nbatch: {seq_len: 64}\n")
+    write("team/third", "defaults: [smollm2_135m_lora_demo]\n")
+    assert values(load("team/second"), "seed", "batch.seq_len") == [1, 64]
+    assert load("team/third").recipe.method.name == "lora"
+    assert load("recipes/team/second.yaml").name == "team/second"
+    assert {"mine", "team/first", "team/third"} <= set(list_recipes(recipe_folders()))
+
+
+def test_folder_of_another_name(tmp_path: Path) -> None:
+    write("other", BASE + "seed: 9\n", "elsewhere's [1]")
+    assert load("other", folder="elsewhere's [1]").recipe.seed == 9
+    assert load("other", ["method=qlora"], folder=tmp_path / "elsewhere's [1]").recipe.method.quantization == "nf4"
+    with pytest.raises(RecipeError, match="no such recipe"):
+        load("other")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../outside", "not a recipe name"),
+        ("team/../../outside", "not a recipe name"),
+        ("/etc/passwd", "not a recipe name"),
+        ("outside.yaml", "outside the recipe folders"),
+        ("recipes/../outside.yaml", "outside the recipe folders"),
+        ("recipes/link.yaml", "outside the recipe folders"),
+        ("link", "outside the recipe folders"),
+        ("extends_link", "outside the recipe folders"),
+        ("group_link", "outside the recipe folders"),
+        ("up", "cannot be extended"),
+        ("absolute", "cannot be extended"),
+        ("group_up", "is not the name of an option"),
+        ("word_link", "outside the recipe folders"),
+        ("option_up", "is not the name of an option"),
+    ],
+)
+def test_nothing_outside_the_folders_is_read(name: str, words: str, mine: Path) -> None:
+    outside = write("outside", BASE + "description: secret\n", ".")
+    write("group", "path: secret\n", ".")
+    Path("recipes/model").mkdir()
+    Path("recipes/link.yaml").symlink_to(outside.resolve())
+    Path("recipes/model/link.yaml").symlink_to(mine / "group.yaml")
+    write("extends_link", "defaults: [link]\n")
+    write("group_link", "defaults: [{model: link}, {data: alpaca}]\n")
+    write("up", "defaults: [../outside]\n")
+    write("absolute", f"defaults: [{mine}/outside]\n")
+    write("word_link", "model: link\ndata: alpaca\n")
+    write("option_up", "model: {option: ../../group}\ndata: alpaca\n")
+    write("group_up", "defaults: [{model: ../../group}, {data: alpaca}]\n")
+    with pytest.raises(RecipeError, match=words) as caught:
+        load(name)
+    assert "secret" not in str(caught.value)
+
+
+def test_linked_recipes_folder_is_fine(mine: Path) -> None:
+    Path("recipes").rename("shared")
+    Path("recipes").symlink_to(mine / "shared")
+    assert load("mine").name == load("recipes/mine.yaml").name == "mine"

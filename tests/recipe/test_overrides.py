@@ -1,0 +1,98 @@
+"""`key=value` of the command line: what each form sets, and what it replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import values, write
+from toolkit.recipe import load
+from toolkit.recipe.load import load_resolved
+
+pytestmark = pytest.mark.usefixtures("mine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        (["batch.seq_len=512"], "batch.seq_len", 512),
+        (["seq_len=512"], "batch.seq_len", 512),
+        (["max_steps=5"], "schedule.max_steps", 5),
+        (["seq_len=512", "batch.seq_len=256"], "batch.seq_len", 256),
+        (["batch.seq_len=256", "seq_len=512"], "batch.seq_len", 512),
+        (["learning_rate=1e-4"], "optimizer.learning_rate", 1e-4),
+        (["learning_rate=1E-4"], "optimizer.learning_rate", 1e-4),
+        (["optimizer=sgd"], "optimizer.name", "sgd"),
+        (["batch=8"], "batch.global_batch_size", 8),
+        (["method=qlora"], "method.quantization", "nf4"),
+        (["method.option=qlora"], "method.quantization", "nf4"),
+        (["method={option: qlora, r: 4}"], "method.quantization", "nf4"),
+        (["+method=qlora"], "method.quantization", "nf4"),
+        (["model=gpt2"], "model.path", "openai-community/gpt2"),
+        (["model=./folder"], "model.path", "./folder"),
+        (["model=./folder", "model=gpt2"], "model.path", "openai-community/gpt2"),
+        (["model=someone/thing-1.5B"], "model.path", "someone/thing-1.5B"),
+        (["model=/home/josé/my model"], "model.path", "/home/josé/my model"),
+        (["model={path: x, dtype: bf16}"], "model.dtype", "bf16"),
+        (["optimizer={name: sgd, momentum: 0.8}"], "optimizer.momentum", 0.8),
+        (["optimizer.args={nesterov: true}"], "optimizer.args", {"nesterov": True}),
+        (["optimizer.args.nesterov=true"], "optimizer.args", {"nesterov": True}),
+        (["columns.prompt=question"], "data.columns", {"prompt": "question"}),
+        (["data.eval_split=null"], "data.eval_split", None),
+        (["~data.eval_split"], "data.eval_split", None),
+        (["~optimizer.learning_rate"], "optimizer.learning_rate", 2e-5),
+        (["seed=7", "~seed"], "seed", 42),
+        (["~seed", "seed=7"], "seed", 7),
+        (["method=qlora", "~method"], "method.name", "full"),
+        (["~method", "method=qlora"], "method.name", "lora"),
+        (["++seed=6"], "seed", 6),
+        (["target_modules=[q_proj,v_proj]"], "method.target_modules", ["q_proj", "v_proj"]),
+        (["prompts=['a, b',c]"], "evaluation.prompts", ["a, b", "c"]),
+        (["description=a b"], "description", "a b"),
+        (["description=it's a=b #1 é中"], "description", "it's a=b #1 é中"),
+        (["description='x, [y]'"], "description", "x, [y]"),
+        (['description="x, {y}"'], "description", "x, {y}"),
+        (["description=back\\slash é\\"], "description", "back\\slash é\\"),
+        (["seed=${batch.seq_len}"], "seed", 2048),
+        (["output.dir=~/runs"], "output.dir", "~/runs"),
+    ],
+)
+def test_override(overrides: list[str], path: str, value: Any) -> None:
+    loaded = load("mine", overrides)
+    assert values(loaded, path) == [value]
+    # What a run folder keeps says the same.
+    assert load_resolved(write("kept", loaded.to_yaml(), "runs")) == loaded.recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "paths"),
+    [
+        ("data=a.jsonl", ["a.jsonl"]),
+        ("data=[a.jsonl,b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("data=my rows/é.jsonl", ["my rows/é.jsonl"]),
+        ("data=rows/*.jsonl", ["rows/*.jsonl"]),
+        ("data=[{path: a, weight: 2.0},b]", ["a", "b"]),
+        ("data.sources=[a]", ["a"]),
+        ("data=alpaca", ["tatsu-lab/alpaca"]),
+    ],
+)
+def test_data_of_the_command_line(override: str, paths: list[str]) -> None:
+    assert [source.path for source in load("mine", [override]).recipe.data.sources] == paths
+
+
+def test_command_line_replaces_what_says_the_same_in_the_file(mine: Path) -> None:
+    """A quick trial of a recipe that counts in epochs, and other data in place of the file's."""
+    (mine / "recipes" / "long.yaml").write_text(
+        "model: {path: m}\ndata: {sources: [a], format: alpaca, columns: {input: context}, eval_split: 0.1}\n"
+        "schedule: {num_epochs: 3, warmup_ratio: 0.1}\n",
+        encoding="utf-8",
+    )
+    recipe = load("long", ["max_steps=5", "warmup_steps=2", "data=b.jsonl"]).recipe
+    assert (recipe.schedule.max_steps, recipe.schedule.num_epochs) == (5, None)
+    assert (recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio) == (2, None)
+    assert (recipe.data.sources[0].path, recipe.data.format, recipe.data.columns) == ("b.jsonl", "auto", {})
+    assert recipe.data.eval_split == 0.1
+    kept = load("long", ["data=b.jsonl", "data.format=messages", "max_steps=null"]).recipe
+    assert (kept.data.format, kept.schedule.num_epochs) == ("messages", 3)
