@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Any Python 3.11 or newer; `make PYTHON=/path/to/python` chooses.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 venv: $(VENV)/installed
 
@@ -36,9 +36,11 @@ test: venv
 test-fast: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not matrix"
 
-# Every engine in every combination, on all GPUs of this machine or on two CPU processes; prints the figures.
+# Every engine in every combination, on all GPUs of this machine or on two CPU processes; prints the figures. Then what
+# else `make test` does pair by pair or by example.
 matrix: venv
 	$(BIN)/python -m pytest tests/whole/test_matrix.py -m "matrix or not matrix"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/whole/test_matrix.py -m matrix
 
 lint: venv
 	$(BIN)/ruff check .

@@ -41,9 +41,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process are planned by formulas; those of `ranks` always are."""
-    from toolkit.train import plan_guard
+    from toolkit.planner.trace import fit
 
-    monkeypatch.setattr(plan_guard, "trace", untraced)
+    monkeypatch.setattr(fit, "trace", untraced)
 
 
 def pytest_collection_finish() -> None:

@@ -132,7 +132,7 @@ class Ranks:
 
 
 def untraced(setting: Any) -> Any:
-    """Instead of `plan_guard.trace`, which takes far longer than a tiny training: formulas plan it then."""
+    """Instead of `fit.trace`, which takes far longer than a tiny training: formulas plan it then."""
     raise NotImplementedError("only tests of the planner trace")
 
 
@@ -163,9 +163,9 @@ def _import() -> None:
     import torch.distributed.checkpoint.state_dict  # noqa: F401
 
     import toolkit.train.train  # noqa: F401
-    from toolkit.train import plan_guard
+    from toolkit.planner.trace import fit
 
-    plan_guard.trace = untraced
+    fit.trace = untraced
 
     # Trainers collect garbage several times, each time half a second over the objects of all these modules.
     gc.freeze()

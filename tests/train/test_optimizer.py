@@ -344,7 +344,7 @@ def test_norms_and_biases_are_not_decayed(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("method", [[], pytest.param(LORA, marks=pytest.mark.matrix)], ids=["full", "lora"])
 def test_gguf_file_is_trained_and_saved(method: list[str], place: Path) -> None:
     import importlib.util
 

@@ -44,10 +44,10 @@ def run(ranks: Ranks, home: Path, engine: str, kind: str, *overrides: str) -> Pa
     [
         ("zero3", "blenderbot"),
         ("fsdp", "llama"),
-        pytest.param("zero2", "blenderbot", marks=pytest.mark.slow),
         pytest.param("zero2", "gpt2", marks=pytest.mark.slow),
-        pytest.param("zero3", "gpt2", marks=pytest.mark.slow),
-        pytest.param("fsdp", "gpt2", marks=pytest.mark.slow),
+        pytest.param("zero2", "blenderbot", marks=pytest.mark.matrix),
+        pytest.param("zero3", "gpt2", marks=pytest.mark.matrix),
+        pytest.param("fsdp", "gpt2", marks=pytest.mark.matrix),
     ],
 )
 def test_final_model_has_the_same_files_on_every_engine(ranks: Ranks, home: Path, engine: str, model: str) -> None:

@@ -13,7 +13,7 @@ import tiny
 import yaml
 from pydantic_core import PydanticUndefined
 
-from toolkit.recipe import Section, model_configs, sections
+from toolkit.recipe import Section, load, model_configs, sections
 from toolkit.recipe.rules import load_checked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,8 +88,77 @@ def test_example_names_a_recipe_and_overrides_that_load(script: Path) -> None:
     load_checked(names[0], [word for word in arguments if not word.startswith("recipe=")], SHIPPED)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+def _stated(file: Path) -> dict[str, Any]:
+    """What a recipe file and those it extends state, by dotted key."""
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    parent = content.pop("defaults", None)
+    return (_stated(file.parent / f"{parent}.yaml") if parent else {}) | _leaves(content)
+
+
+def _leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in content.items():
+        path = f"{prefix}{key}"
+        if path in sections() and isinstance(value, str):
+            value = {"option": value}
+        leaves |= _leaves(value, f"{path}.") if path in sections() else {path: value}
+    return leaves
+
+
+def _default(path: str) -> Any:
+    from toolkit.recipe import Recipe
+
+    kind: type[Any] = Recipe
+    *parents, last = path.split(".")
+    for part in parents:
+        kind = sections()[part]
+    if last == "option":
+        return None
+    field = kind.model_fields[last]
+    return None if field.default is PydanticUndefined else field.default
+
+
+def _plain(value: Any) -> Any:
+    """YAML 1.1 reads `2e-4` as text; the loader reads it as a number, and so does this comparison."""
+    assert not isinstance(value, Section)
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def options(name: str) -> set[tuple[str, object]]:
+    """What a recipe asks of the training code: keys that are not at their defaults, choices with their value."""
+    recipe = load(name, folder=SHIPPED).recipe
+    config = model_configs.config_of(recipe.model)
+    assert config is not None
+    return {("architecture", config["model_type"])} | {
+        (path, value if isinstance(value, str | bool) else "")
+        for path, value in _leaves(recipe.model_dump()).items()
+        if path not in ("description", "model.path", "data.sources")
+        and not path.startswith(("strategy.", "output."))
+        and value != _default(path)
+    }
+
+
+def covering() -> list[str]:
+    """The fewest recipes (chosen greedily) that have every option between them; `make matrix` trains the others too."""
+    has = {name: options(name) for name in RECIPES}
+    missing, chosen = set().union(*has.values()), []
+    while missing:
+        chosen.append(max(RECIPES, key=lambda name: len(has[name] & missing)))
+        missing -= has[chosen[-1]]
+    return chosen
+
+
+COVERING = covering()
+
+
+@pytest.mark.usefixtures("formulas")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in COVERING else pytest.mark.matrix) for name in RECIPES],
+)
 def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, tmp_path: Path) -> None:
     from toolkit.train.main import main
 
@@ -133,42 +202,3 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
     assert all(5 < loss < 8 for loss in [row["loss"] for row in metrics if "loss" in row] + held_out)
     saved = "adapter_model.safetensors" if recipe.method.name == "lora" else "model.safetensors"
     assert list(run.rglob(saved))
-
-
-def _stated(file: Path) -> dict[str, Any]:
-    """What a recipe file and those it extends state, by dotted key."""
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    parent = content.pop("defaults", None)
-    return (_stated(file.parent / f"{parent}.yaml") if parent else {}) | _leaves(content)
-
-
-def _leaves(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in content.items():
-        path = f"{prefix}{key}"
-        if path in sections() and isinstance(value, str):
-            value = {"option": value}
-        leaves |= _leaves(value, f"{path}.") if path in sections() else {path: value}
-    return leaves
-
-
-def _default(path: str) -> Any:
-    from toolkit.recipe import Recipe
-
-    kind: type[Any] = Recipe
-    *parents, last = path.split(".")
-    for part in parents:
-        kind = sections()[part]
-    if last == "option":
-        return None
-    field = kind.model_fields[last]
-    return None if field.default is PydanticUndefined else field.default
-
-
-def _plain(value: Any) -> Any:
-    """YAML 1.1 reads `2e-4` as text; the loader reads it as a number, and so does this comparison."""
-    assert not isinstance(value, Section)
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
