@@ -61,6 +61,13 @@ def test_from_an_empty_folder_to_a_recipe_of_ones_own(capsys: pytest.CaptureFixt
     assert listed.index("mine") < listed.index("shipped") < listed.index("smollm2_135m_lora_demo")
 
 
+def test_copy_with_other_data_leaves_format_and_columns_behind() -> None:
+    assert main(["cp", "recipe=blenderbot_400m_seq2seq", "pairs", "data=rows.jsonl"]) == 0
+    assert yaml.safe_load(Path("recipes/pairs.yaml").read_text())["data"] == ["rows.jsonl"]
+    data = load_checked("pairs").recipe.data
+    assert (data.format, data.columns, data.over_long) == ("auto", {}, "drop")
+
+
 def test_first_recipe_trains_on_own_data_as_its_comment_says(place: Path) -> None:
     assert main(["init"]) == 0
     text = Path("recipes/mine.yaml").read_text()

@@ -8,7 +8,7 @@ kept, so that it cannot say something else than what was asked for.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.errors import DEFAULT, as_text, origin_of
 from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
-from toolkit.recipe.overrides import parse
+from toolkit.recipe.overrides import left_behind, parse
 from toolkit.recipe.schema import Recipe, Source, sections
 from toolkit.recipe.sections import Section
 
@@ -194,6 +194,8 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
     # An interpolation in the description must not be filled in, least of all when cut in two.
     change = " ".join(overrides).replace("${", "{") or "no change yet"
     values.setdefault("description", f"{wanted.name} with {change}"[:100])
+    if "data" not in chosen and _is_other_data(values.get("data", {}), wanted.values["data"]):
+        values["data"] = values["data"]["sources"]  # A word leaves the parent's format and columns behind.
     content: dict[str, Any] = {"description": values.pop("description"), "defaults": wanted.file.stem}
     for group, option in chosen.items():
         content[group] = {"option": option, **values.pop(group)} if group in values else option
@@ -208,6 +210,12 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
             f"copy {wanted.file} by hand and edit it; nothing was written",
         )
     return file
+
+
+def _is_other_data(changed: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether what changed of the data is what `data=OTHER` changes."""
+    described = {key.partition(".")[2] for key in left_behind(changed)}
+    return "sources" in changed and changed.keys() <= {"sources", *described} and not described & wanted.keys()
 
 
 def _check_place(name: str, file: Path, parent: Composed, folders: Sequence[Path]) -> None:
