@@ -98,8 +98,9 @@ class Manifest(Partial):
     saved_by: dict[str, Any] = {}
     """See `checkpoint.writer`."""
     chosen: dict[str, str] = {}
-    taken_over: dict[str, Any] = {}
     """What `auto` came to, and why."""
+    taken_over: dict[str, Any] = {}
+    """DeepSpeed's settings that only the launcher's file states, by dotted key."""
     hashes: dict[str, str] = {}
     """Of recipe, data and model."""
     batch: Batch | None = None
