@@ -1,4 +1,7 @@
-"""The console script `toolkit`: parses, calls, prints. Commands take `recipe=NAME key=value …` like the runner."""
+"""The commands of the console script `toolkit`: of each its options, and what it calls and prints.
+
+A command's docstring is its help. What it needs is imported inside it, so that a cheap command answers at once.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +10,72 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from toolkit.cli.options import count, port, positive, price, sweep
 from toolkit.common import UserError
 
-SLURM_OPTIONS = {
-    "output": "where it is written (RECIPE.sbatch)",
-    "time": "time limit, such as 4:00:00; the run is queued again until it is finished",
-    "partition": "Slurm partition",
-    "account": "Slurm account",
-    "cores": "CPU cores of each machine (8 per process)",
-}
-"""Options of `launch` that only a batch script has."""
+Command = Callable[[argparse.Namespace], int]
+Option = tuple[str, dict[str, Any]]
+"""A name and what argparse is told of it."""
+
+COMMANDS: dict[Command, tuple[Option, ...]] = {}
+"""Every command with its options, in the order of the help."""
 
 
+def _option(name: str, help: str | None = None, **settings: Any) -> Option:
+    return name, {"help": help, **settings}
+
+
+def _command(*options: Option) -> Callable[[Command], Command]:
+    def register(command: Command) -> Command:
+        COMMANDS[command] = options
+        return command
+
+    return register
+
+
+_RECIPE = _option("arguments", nargs="*", metavar="recipe=NAME key=value")
+_FOLDER = _option("--recipes", "the folder of your recipes (default: ./recipes)", metavar="DIR")
+_RUN = _option("run", "the run folder")
+# Options of `launch` that only a batch script has.
+_SLURM = (
+    _option("--output", "where it is written (RECIPE.sbatch)", metavar="OUTPUT"),
+    _option("--time", "time limit, such as 4:00:00; the run is queued again until it is finished", metavar="TIME"),
+    _option("--partition", "Slurm partition", metavar="PARTITION"),
+    _option("--account", "Slurm account", metavar="ACCOUNT"),
+    _option("--cores", "CPU cores of each machine (8 per process)", type=positive, metavar="N"),
+)
+
+
+@_command(_FOLDER)
 def ls(options: argparse.Namespace) -> int:
+    """List recipes, yours first."""
     from toolkit.recipe import list_recipes, recipe_folders, shipped_recipes
     from toolkit.recipe.show import description
 
     folders = recipe_folders(options.recipes)
-    found = list_recipes(folders)
-    width = max((len(name) for name in found), default=0)
+    recipes = list_recipes(folders)
+    width = max((len(name) for name in recipes), default=0)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     shipped = shipped_recipes().resolve()
-    blocks = {"yours": [], "shipped": []} if len(folders) > 1 else {"shipped": []}  # type: dict[str, list[str]]
-    for name, file in found.items():
-        block = blocks["shipped" if file.is_relative_to(shipped) or len(blocks) == 1 else "yours"]
+    yours: list[str] = []
+    ours: list[str] = []
+    for name, file in recipes.items():
         line = f"{name:<{width}}  {description(file)}".rstrip()
+        block = yours if len(folders) > 1 and not file.is_relative_to(shipped) else ours
         block.append(line if len(line) <= columns else line[: columns - 1] + "…")
-    if len(blocks) == 1:
-        print("\n".join(blocks["shipped"]))
-        return 0
-    print(f"# yours, in {options.recipes or 'recipes'}", *blocks["yours"], sep="\n")
-    print(f"\n# shipped, in {shipped}", *blocks["shipped"], sep="\n")
+    if len(folders) > 1:
+        print(f"# yours, in {options.recipes or 'recipes'}", *yours, f"\n# shipped, in {shipped}", sep="\n")
+    print("\n".join(ours))
     return 0
 
 
+@_command(_RECIPE, _FOLDER)
 def show(options: argparse.Namespace) -> int:
+    """Print the resolved recipe with the origin of every value."""
     loaded = _load(options)
     from toolkit.recipe.show import with_origins
 
@@ -52,7 +83,13 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(
+    _RECIPE,
+    _FOLDER,
+    _option("--all", "validate all your recipes (without any: the shipped ones)", action="store_true"),
+)
 def validate(options: argparse.Namespace) -> int:
+    """Report every problem of a recipe."""
     from toolkit.recipe import list_recipes, recipe_folders
     from toolkit.recipe.rules import load_checked
 
@@ -62,19 +99,24 @@ def validate(options: argparse.Namespace) -> int:
         return 0
     if any(argument.startswith("recipe=") for argument in options.arguments):
         raise UserError("--all validates all recipes, recipe=… one", "give one of them")
-    found = list_recipes(recipe_folders(options.recipes)[:1])
+    recipes = list_recipes(recipe_folders(options.recipes)[:1])
     errors = []
-    for name in found:
+    for name in recipes:
         try:
             load_checked(name, options.arguments, options.recipes)
         except UserError as error:
             errors.append(error)
             print(f"error: {error}\n", file=sys.stderr)
-    print(f"{len(found)} recipes checked, {len(errors) or 'none'} with problems")
+    print(f"{len(recipes)} recipes checked, {len(errors) or 'none'} with problems")
     return max((error.exit_code for error in errors), default=0)
 
 
+@_command(
+    _option("--markdown", "print all keys as Markdown instead", action="store_true"),
+    _option("--output", "write it to a file", metavar="FILE"),
+)
 def schema(options: argparse.Namespace) -> int:
+    """Print the JSON Schema of a recipe, for editors."""
     from toolkit.recipe.show import json_schema, markdown
 
     text = markdown() if options.markdown else json.dumps(json_schema(), indent=2) + "\n"
@@ -85,7 +127,9 @@ def schema(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_FOLDER)
 def init(options: argparse.Namespace) -> int:
+    """Start a recipe folder in this repository."""
     from toolkit.recipe.show import json_schema
 
     folder = Path(options.recipes or "recipes")
@@ -105,7 +149,9 @@ def init(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_RECIPE, _FOLDER)
 def cp(options: argparse.Namespace) -> int:
+    """Write a recipe of your own as a diff: toolkit cp recipe=PARENT NEW key=value."""
     from toolkit.recipe import split_arguments
     from toolkit.recipe.rules import load_checked
     from toolkit.recipe.show import write_diff
@@ -120,14 +166,41 @@ def cp(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command()
 def doctor(options: argparse.Namespace) -> int:
+    """Versions, devices and kernels that really work, to paste into a bug report."""
     from toolkit.cli.doctor import collect, render
 
     print(render(collect()))
     return 0
 
 
+@_command(
+    _RECIPE,
+    _FOLDER,
+    _option("--json", "print all figures as JSON", action="store_true"),
+    _option("--schema", "print the JSON Schema of --json", action="store_true"),
+    _option("--price", "price of a GPU-hour", type=price, metavar="P"),
+    _option("--html", "write a page as well", metavar="FILE"),
+    _option(
+        "--compare",
+        "further recipes, or 'NAME key=value' as one text",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+    ),
+    _option(
+        "--sweep",
+        "a plan for each value; several sweeps are combined",
+        type=sweep,
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+    ),
+)
 def plan(options: argparse.Namespace) -> int:
+    """Memory, time and cost before anything is rented, and advice."""
     if options.schema:
         from toolkit.planner.plan import json_schema
 
@@ -157,7 +230,9 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_option("--seconds", "about how long (60)", type=positive, default=60, metavar="N"))
 def calibrate(options: argparse.Namespace) -> int:
+    """Measure this device, for better plans."""
     from toolkit.planner.hardware.calibrate import calibrate
     from toolkit.planner.hardware.calibration import describe
 
@@ -165,7 +240,21 @@ def calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(
+    _RECIPE,
+    _FOLDER,
+    _option("--gpus", "GPUs of each machine, a process each (default: all)", type=count, metavar="N"),
+    _option("--nodes", "number of machines (1)", type=positive, default=1, metavar="N"),
+    _option("--rank", "this machine's number; the one with 0 is the head", type=count, metavar="R"),
+    _option("--head", "name or address of the head, the same on every machine", metavar="HOST"),
+    _option("--port", "port at which the processes meet", type=port, metavar="P"),
+    _option("--print", "only print what would be started", action="store_true"),
+    _option("--force", "also run what would not fit by the plan", action="store_true"),
+    _option("--slurm", "write an sbatch file instead; the options below are its", action="store_true"),
+    *_SLURM,
+)
 def launch(options: argparse.Namespace) -> int:
+    """Train a recipe on the GPUs of one machine or many."""
     loaded = _load(options)
     from toolkit.cli import launch
 
@@ -173,8 +262,9 @@ def launch(options: argparse.Namespace) -> int:
     if options.recipes:
         arguments += ["--recipes", options.recipes]
     arguments += [f"--{name}" for name in ("force", "verbose", "quiet") if getattr(options, name)]
-    if not options.slurm and (unread := [key for key in SLURM_OPTIONS if getattr(options, key) is not None]):
-        raise UserError(f"--{' and --'.join(unread)} would be ignored", "add --slurm, or leave them out")
+    unread = [name for name, _ in _SLURM if getattr(options, name.removeprefix("--")) is not None]
+    if unread and not options.slurm:
+        raise UserError(f"{' and '.join(unread)} would be ignored", "add --slurm, or leave them out")
     where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
     cluster = launch.cluster(recipe, *where)
     launch.check(recipe, cluster, options.recipes)
@@ -191,7 +281,9 @@ def launch(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_FOLDER, _option("--check", "write nothing; fail if a file is not as it would be", action="store_true"))
 def render(options: argparse.Namespace) -> int:
+    """Write accelerate_configs/ and deepspeed_configs/, one per strategy."""
     from toolkit.distributed.render import render, stale, write
     from toolkit.recipe import recipe_folders
 
@@ -207,7 +299,13 @@ def render(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(
+    _RECIPE,
+    _FOLDER,
+    _option("--show", "print N rows, trained tokens coloured", type=positive, default=0, metavar="N"),
+)
 def data(options: argparse.Namespace) -> int:
+    """Prepare and audit the data of a recipe."""
     loaded = _load(options)
     from toolkit.data.audit import DataError, check_batch
     from toolkit.data.prepare import prepare
@@ -227,7 +325,9 @@ def data(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_RUN)
 def report(options: argparse.Namespace) -> int:
+    """Write a run's report.html again."""
     run = _run_folder(options.run)
     from toolkit.report.run_page import write_report
 
@@ -235,7 +335,16 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(
+    _RUN,
+    _option("--prompt", "a prompt; may be given several times", action="append", metavar="TEXT"),
+    _option("--max-new-tokens", "longest answer (256)", type=positive, default=256, metavar="N"),
+    _option("--temperature", "0 is greedy, the default", type=float, default=0.0, metavar="T"),
+    _option("--top-p", "with a temperature: nucleus sampling", type=float, default=1.0, metavar="P"),
+    _option("--seed", "seed of the sampling (42)", type=int, default=42, metavar="N"),
+)
 def generate(options: argparse.Namespace) -> int:
+    """Sample from a run; interactive without --prompt."""
     run = _run_folder(options.run)
     if options.top_p != 1.0 and not options.temperature:
         raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
@@ -246,7 +355,9 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_RUN, _option("--output", "where the merged model goes (default: RUN/merged)", metavar="DIR"))
 def merge(options: argparse.Namespace) -> int:
+    """Merge a run's adapter into its base and prove it equal."""
     run = _run_folder(options.run)
     from toolkit.train.export import merge
 

@@ -1,4 +1,8 @@
-"""Starts a recipe on one machine or many: the `accelerate launch` line of each node, or an sbatch file for Slurm."""
+"""Starts a recipe on one machine or many: the `accelerate launch` line of each node, or an sbatch file for Slurm.
+
+The launcher only starts processes: the line names neither engine nor precision, which the recipe decides. Under Slurm
+one such launcher runs per node, and the job queues itself again until the run is finished.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
+
+from jinja2 import StrictUndefined, Template
 
 from toolkit.common import UserError
 from toolkit.distributed import World, check_launch
@@ -28,8 +33,8 @@ class Cluster:
     Args:
         gpus: GPUs on each, with a process each; 0 for one process without a GPU.
         nodes: How many.
-        head: Name or address of the first, where the processes meet; None for a single machine.
-        port: The meeting point's port there.
+        head: Name or address of the first, which holds the rendezvous; None for a single machine.
+        port: The rendezvous' port there.
         elsewhere: Whether they are other machines than this one, of which nothing is known here.
     """
 
@@ -108,12 +113,12 @@ def gpu_names() -> list[str]:
 def variables(cluster: Cluster) -> dict[str, str]:
     """What the launcher itself has to find in its environment."""
     # After Ctrl-C or SIGTERM torch's launcher kills the processes, by default after 30 s: too soon for a checkpoint.
-    found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")}
+    changes = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")}
     gpus = gpu_names()
     # A single process that sees several GPUs would be taken for a forgotten launcher.
     if len(gpus) > cluster.gpus and cluster.gpus < 2:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: cluster.gpus])
-    return found
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: cluster.gpus])
+    return changes
 
 
 def command(cluster: Cluster, rank: int, arguments: Sequence[str]) -> list[str]:
@@ -132,15 +137,15 @@ def command(cluster: Cluster, rank: int, arguments: Sequence[str]) -> list[str]:
         line += ["--machine_rank", str(rank), "--main_process_ip", str(cluster.head)]
         line += ["--main_process_port", str(cluster.port or _PORT)]
     else:
-        # 0: any free port, so that two runs on one machine do not meet.
+        # 0: any free port, so that two runs on one machine do not collide.
         line += ["--main_process_port", str(cluster.port or 0)]
     return [*line, "-m", "toolkit.run", *arguments]
 
 
 def shell_line(cluster: Cluster, rank: int, arguments: Sequence[str]) -> str:
     """The command as one would type it."""
-    words = [f"{key}={shlex.quote(value)}" for key, value in variables(cluster).items()]
-    return " ".join([*words, shlex.join(command(cluster, rank, arguments))])
+    settings = [f"{key}={shlex.quote(value)}" for key, value in variables(cluster).items()]
+    return " ".join([*settings, shlex.join(command(cluster, rank, arguments))])
 
 
 def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
@@ -152,8 +157,8 @@ def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
     if cluster.nodes > 1 and rank is None:
         raise UserError("--rank is not given", _ranks(cluster.nodes))
     # Without any GPU the processes train on the CPU.
-    if 0 < (found := len(gpu_names())) < cluster.gpus:
-        raise UserError(f"--gpus {cluster.gpus}: {found} can be seen here", f"set --gpus {found}, or leave it out")
+    if 0 < (visible := len(gpu_names())) < cluster.gpus:
+        raise UserError(f"--gpus {cluster.gpus}: {visible} can be seen here", f"set --gpus {visible}, or leave it out")
     line = command(cluster, rank or 0, arguments)
     sys.stdout.flush()
     os.execvpe(line[0], line, {**os.environ, **variables(cluster)})
@@ -199,16 +204,13 @@ def sbatch(recipe: Recipe, cluster: Cluster, job: Job, arguments: Sequence[str])
         "account": job.account,
         "signal": "B:USR1@300",
     }
-    several = cluster.processes > 1
-    return _SBATCH.substitute(
-        requests="\n".join(f"#SBATCH --{key}={value}" for key, value in requests.items() if value is not None),
-        port=f"{cluster.port}" if cluster.port else "$((20000 + SLURM_JOB_ID % 10000))",
+    text = Path(__file__).with_name("launch.sbatch.j2").read_text(encoding="utf-8")
+    return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+        requests=[f"{key}={value}" for key, value in requests.items() if value is not None],
+        cluster=cluster,
         python=shlex.quote(sys.executable),
         config=shlex.quote(str(_CONFIG)),
-        per_node=cluster.per_node,
-        multi_gpu="--multi_gpu " * several,
         arguments=shlex.join(arguments),
-        hide="export CUDA_VISIBLE_DEVICES=\n" * (cluster.gpus == 0),
     )
 
 
@@ -224,58 +226,11 @@ def save(text: str, file: Path) -> str:
     return f"wrote {file}\nstart it:  sbatch {shlex.quote(str(file))}"
 
 
-# Doubled dollars are the shell's.
-_SBATCH = Template("""\
-#!/usr/bin/env bash
-$requests
-#SBATCH --requeue
-# Written by `toolkit launch --slurm`. Start it with sbatch, from the folder of the recipes.
-# Five minutes before the time limit the run saves a checkpoint and stops, and the job is queued again and goes on from
-# there. The same happens when Slurm preempts the job or a node fails.
-set -uo pipefail
-cd "$${SLURM_SUBMIT_DIR:?start this file with sbatch}" || exit 1
-
-head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
-port=$port
-# srun does not take the cores over from the job by itself.
-export SRUN_CPUS_PER_TASK="$$SLURM_CPUS_PER_TASK"
-# How long a launcher waits for a checkpoint when it is told to stop; by default 30 s.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-$hide
-# On every node one launcher. A signal goes past it to the training processes, which save and stop.
-# shellcheck disable=SC2016
-node='
-"$$0" -m accelerate.commands.launch --machine_rank "$$SLURM_NODEID" "$$@" &
-launcher=$$!
-trap "pkill -TERM -P $$launcher" USR1 TERM
-while kill -0 "$$launcher" 2>/dev/null; do wait "$$launcher"; done
-wait "$$launcher"
-'
-srun --kill-on-bad-exit=1 bash -c "$$node" $python \\
-    --config_file $config \\
-    --num_processes "$$((SLURM_NNODES * $per_node))" --num_machines "$$SLURM_NNODES" $multi_gpu\\
-    --main_process_ip "$$head" --main_process_port "$$port" \\
-    -m toolkit.run $arguments &
-step=$$!
-
-requeue=no
-# srun hands the signal on to every node.
-trap 'requeue=yes; kill -USR1 "$$step"' USR1
-while kill -0 "$$step" 2>/dev/null; do wait "$$step"; done
-wait "$$step"
-status=$$?
-if [ "$$requeue" = yes ] && [ "$$status" -eq 0 ]; then
-    scontrol requeue "$$SLURM_JOB_ID"
-fi
-exit "$$status"
-""")
-
-
 def _accelerate() -> str:
     """The console script of this Python's accelerate, by name where the name means it."""
     script = Path(sys.executable).with_name("accelerate")
-    found = shutil.which("accelerate")
-    return "accelerate" if found and Path(found) == script else str(script)
+    first = shutil.which("accelerate")
+    return "accelerate" if first and Path(first) == script else str(script)
 
 
 def _short(path: Path) -> str:
