@@ -15,26 +15,23 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from toolkit.common import UserError, first_line
-from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
 
 _log = logging.getLogger("toolkit.distributed")
 
-_OPTIMIZER_BYTES = 16
-"""Per trained parameter: fp32 master, two moments, and the gradient while it waits (Rajbhandari et al. 2021)."""
 _STALE_SECONDS = 10 * 60
 """Compiling writes a file every minute or so: where none was written for this long, the process was killed."""
 
 
 @contextlib.contextmanager
-def swap_folder(recipe: Recipe, world: World, parameters: Callable[[], int]) -> Iterator[Path | None]:
+def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterator[Path | None]:
     """A new folder below `strategy.nvme_path` for this launch on this node, removed afterwards; None if not needed.
 
     DeepSpeed empties the folders it is given, so two runs must never share one; inside, it makes one per process.
 
     Args:
-        parameters: Counts the model's parameters; called only if something goes to NVMe.
+        need: Bytes of this node that go there, by the plan; called only if something does.
 
     Raises:
         UserError: If the folder cannot be written, is too small, or the op cannot be compiled.
@@ -57,7 +54,7 @@ def swap_folder(recipe: Recipe, world: World, parameters: Callable[[], int]) -> 
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.enter_context(FileLock(folder / ".lock", timeout=0))
             _remove_abandoned(root, folder)
-            _check_space(recipe, world, root, parameters())
+            _check_space(root, need())
         _load_op()
         yield folder
 
@@ -70,13 +67,7 @@ def _remove_abandoned(root: Path, own: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_space(recipe: Recipe, world: World, root: Path, parameters: int) -> None:
-    need = 0
-    if recipe.strategy.offload_param == "nvme":
-        need += parameters * (4 if dtypes(recipe).local == "float32" else 2)
-    if recipe.strategy.offload_optimizer == "nvme" and recipe.method.name == "full":
-        need += parameters * _OPTIMIZER_BYTES
-    need = need * world.local_world_size // world.world_size
+def _check_space(root: Path, need: int) -> None:
     free = shutil.disk_usage(root).free
     if free < need:
         raise UserError(

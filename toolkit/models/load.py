@@ -6,7 +6,6 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,14 +141,6 @@ class ModelSource:
         model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
         keep_unpacked(model)
         return model
-
-    def num_parameters(self) -> int:
-        """Parameters of the model, from its config: no weights are read."""
-        with torch.device("meta"):
-            model = auto_class(self.recipe.objective).from_config(
-                copy.deepcopy(self.config), trust_remote_code=self.recipe.model.trust_remote_code
-            )
-        return sum(parameter.numel() for parameter in model.parameters())
 
     def restore_config(self, model: PreTrainedModel) -> None:
         """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""

@@ -24,7 +24,7 @@ from toolkit.planner.advice import advise
 from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.memory.device import memory
-from toolkit.planner.memory.host import disk, host
+from toolkit.planner.memory.host import disk, host, run_folder_bytes
 from toolkit.planner.plan import Disk, Fit, Host, Memory, Plan, Range, Work
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
@@ -35,6 +35,9 @@ from toolkit.recipe import Loaded, Recipe, model_configs
 
 _FORMULAS_OFF = 0.35
 """By what share the formulas that stand in for a trace were off, for current decoders."""
+
+
+__all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)

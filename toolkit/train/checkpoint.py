@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError, write_json
-from toolkit.distributed import dtypes
 from toolkit.recipe import Recipe
 
 _RECORD = "checkpoint.json"
@@ -64,25 +63,6 @@ def newest(folder: Path) -> tuple[Path | None, list[Path]]:
 def step_of(checkpoint: Path) -> int:
     """The optimizer step at which a whole checkpoint was saved."""
     return int(_record(checkpoint)["step"])
-
-
-def size(recipe: Recipe, counts: Mapping[str, int]) -> int:
-    """Bytes of weights and optimizer state in a checkpoint, at most: some optimizers keep less than fp32 moments.
-
-    Args:
-        counts: See `adapters.parameter_counts`.
-    """
-    strategy, trained = recipe.strategy, counts["trainable"]
-    saved = counts["total"] if recipe.method.name == "full" else trained
-    moments = (3 if "ademamix" in recipe.optimizer.name else 2) * 4 * trained
-    if strategy.zero_stage:
-        # Masters, and beside them the weights as they are computed with; of those, stage 3 writes the frozen ones only.
-        width = 4 if dtypes(recipe).local == "float32" else 2
-        weights = 4 * trained + width * (saved - trained if strategy.zero_stage == 3 else saved)
-    else:
-        # FSDP writes a weight with two names twice.
-        weights = 4 * (saved + (counts["tied"] if strategy.name == "fsdp" else 0))
-    return weights + moments
 
 
 def check_named(checkpoint: Path, recipe: Recipe) -> None:

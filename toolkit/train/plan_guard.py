@@ -12,9 +12,9 @@ from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed import World
 from toolkit.models.load import ModelSource
-from toolkit.planner.build import estimate, launched_on
+from toolkit.planner.build import estimate, launched_on, run_folder_bytes
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.plan import Plan
+from toolkit.planner.plan import Plan, UnknownSize
 from toolkit.recipe import Loaded, model_configs
 from toolkit.report.load import Measured
 from toolkit.report.plan_text import brief_text
@@ -47,6 +47,11 @@ class PlanGuard:
     def text(self) -> Text:
         """The plan in a few lines."""
         return brief_text(self.plan)
+
+    @property
+    def run_folder_bytes(self) -> int:
+        """What its checkpoints and its final model take."""
+        return run_folder_bytes(self.loaded.recipe, self.plan.disk)
 
     def check(self) -> None:
         """Refuses a run that would not fit.
@@ -95,6 +100,14 @@ def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: Data
     """
     hardware = launched_on(world)
     return PlanGuard(loaded, source, hardware, _plan(loaded, source, hardware, statistics, advice=False), statistics)
+
+
+def nvme_bytes(loaded: Loaded, world: World, source: ModelSource) -> int:
+    """What a run keeps on the drives of each node; 0 if its model cannot be planned."""
+    try:
+        return plan_run(loaded, world, source, statistics=None).plan.disk.nvme
+    except UnknownSize:
+        return 0
 
 
 def measured(plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int) -> Measured:

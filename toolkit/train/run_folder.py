@@ -58,9 +58,6 @@ _WITHOUT_EFFECT = (
 _WITHOUT_EFFECT_KEYS = ("batch.micro_batch_size", "data.num_proc")
 """What may change when a run is continued, because it does not move the weights: a smaller micro-batch, for one."""
 
-_SMALL_FILES = 2**25
-"""Bytes of a checkpoint's tokenizer, random states and logs: seen up to 20 MB."""
-
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -196,20 +193,15 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     return RunFolder(Path(path), finished, Path(resume_from) if resume_from else None, [Path(each) for each in cut_off])
 
 
-def check_disk(folder: RunFolder, recipe: Recipe, counts: Mapping[str, int]) -> None:
+def check_disk(folder: RunFolder, need: int) -> None:
     """Refuses a run whose checkpoints and final model do not fit on the disk.
 
     Args:
-        counts: See `adapters.parameter_counts`.
+        need: Bytes, by the plan.
 
     Raises:
         UserError: With the bytes needed and free.
     """
-    final = 4 * counts["total" if recipe.method.name == "full" else "trainable"]
-    saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
-    # While rotating there is one more than the limit; an interrupted run saves one in any case.
-    checkpoints = recipe.checkpoint.save_total_limit + 1 if saves else 1
-    need = final + checkpoints * (checkpoint.size(recipe, counts) + _SMALL_FILES)
     free = shutil.disk_usage(folder.path).free
     if free < need:
         raise UserError(

@@ -174,7 +174,7 @@ def _plan(
     progress: Progress,
     force: bool,
 ) -> PlanGuard | None:
-    """The plan, printed and kept in the run folder. No run ends for want of a plan."""
+    """The plan, printed and kept in the run folder, for which the disk must do. No run ends for want of a plan."""
     try:
         guard = plan_run(loaded, rendezvous.world, source, prepared.statistics)
     except UnknownSize as error:
@@ -184,6 +184,7 @@ def _plan(
     progress.message(guard.text.plain)
     if not force:
         guard.check()
+    check_disk(folder, guard.run_folder_bytes)
     return guard
 
 
@@ -204,8 +205,7 @@ def _describe(
     prepared: Prepared,
     counts: dict[str, int],
 ) -> None:
-    """Writes down what is trained, unless it does not fit on the disk or is not what the run began with."""
-    check_disk(folder, loaded.recipe, counts)
+    """Writes down what is trained, unless it is not what the run began with."""
     hashes = {"data": prepared.fingerprint, "model": hash_files(source.weight_files())}
     description = describe(loaded, layout, hashes)
     if folder.resume_from:

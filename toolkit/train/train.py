@@ -7,6 +7,7 @@ taken; what comes out is saved, evaluated and reported. Only the first process t
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -27,7 +28,7 @@ from toolkit.report.card import write_card
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after, summary
 from toolkit.train import preflight
-from toolkit.train.plan_guard import measured, plan_run, ran_out
+from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now
 from toolkit.train.save import publish
@@ -76,7 +77,7 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
             if world.rank == 0:
                 _log.warning("%s", warning)
         source = ModelSource.open(recipe)
-        with swap_folder(recipe, world, source.num_parameters) as swap:
+        with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
             session = set_up(loaded, rendezvous, source, folder, swap, progress, force)
             callbacks = attach_callbacks(session)
             resume_from = folder.resume_from

@@ -17,6 +17,8 @@ _PROCESS = 2_500 * 2**20
 Transformers, TRL, the tokenizer, pages of the data."""
 _CPU_PROCESS = 600 * 2**20
 """The same where there is no CUDA; 0.55 GiB were measured."""
+_SMALL_FILES = 2**25
+"""Bytes of a checkpoint's tokenizer, random states and logs: seen up to 20 MB."""
 
 
 def host(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> Host:
@@ -86,6 +88,14 @@ def disk(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) 
         model=int(published),
         nvme=int(_nvme(recipe, types, layout, hardware, trace)),
     )
+
+
+def run_folder_bytes(recipe: Recipe, drives: Disk) -> int:
+    """What a run needs for its checkpoints and its final model."""
+    saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
+    # While rotating there is one more than the limit; an interrupted run saves one in any case.
+    checkpoints = recipe.checkpoint.save_total_limit + 1 if saves else 1
+    return drives.model + checkpoints * (drives.checkpoint + _SMALL_FILES)
 
 
 def _tied(types: Dtypes, trace: Trace) -> float:
