@@ -13,8 +13,16 @@ import torch
 import yaml
 
 from toolkit.planner.hardware import find, this_machine
-from toolkit.planner.hardware.calibrate import calibrate
+from toolkit.planner.hardware.calibrate import _Bench, calibrate
 from toolkit.planner.hardware.calibration import describe, load
+
+
+class Small(_Bench):
+    """The same measurements on less: where bf16 is emulated, the usual products take minutes."""
+
+    def __init__(self, on_gpu: bool, seconds: float) -> None:
+        super().__init__(on_gpu, seconds)
+        self.scale = 64
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +30,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOLKIT_CACHE", str(folder))
+        patch.setattr("toolkit.planner.hardware.calibrate._Bench", Small)
         return calibrate(seconds=1)
 
 

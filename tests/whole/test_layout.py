@@ -1,0 +1,60 @@
+"""The tests lie as the package does: a folder per room, a file per module; what differs says why."""
+
+from __future__ import annotations
+
+from harness import ROOT
+
+TESTS = ROOT / "tests"
+ELSEWHERE = {
+    # Tested by what a user does with them.
+    "cli/main": "cli/test_commands",
+    "cli/options": "cli/test_commands",
+    "common": "report/test_terminal",
+    "run": "whole/test_packaging",
+    "train/process": "train/test_main",
+    "train/session": "train/test_main",
+    "train/setup": "train/test_main",
+    "train/train": "train/test_main",
+    # Steps of one piece of work, which is tested as a whole.
+    "data/chat_spans": "data/test_encode",
+    "data/mixture": "data/test_prepare",
+    "data/preview": "data/test_audit",
+    "data/readers": "data/test_sources",
+    "data/rows": "data/test_formats",
+    "distributed/environment": "distributed/test_launcher",
+    "distributed/launcher_flags": "distributed/test_launcher",
+    "distributed/layout": "distributed/test_engines",
+    "models/kernels": "models/test_attention",
+    "planner/plan": "planner/test_build",
+    "planner/search": "planner/test_advice",
+    "report/charts": "report/test_run_page",
+    "report/load": "report/test_run_page",
+    "report/page": "report/test_run_page",
+    "report/plan_page": "report/test_plan_view",
+    "report/plan_text": "report/test_plan_view",
+    "train/arguments": "distributed/test_engines",
+    "train/samples": "train/test_evaluate",
+    # Tables and types, tested by what reads them.
+    "recipe/optimizers": "train/test_optimizer",
+    "recipe/schema": "recipe/test_load",
+    "recipe/sections": "recipe/test_load",
+    # Adapters are tested by training them.
+    "models/adapters": "train/test_optimizer",
+}
+"""Module to the file with its tests, where that has another name."""
+
+
+def test_every_module_has_its_tests_or_says_where_they_are() -> None:
+    without = set()
+    for module in (ROOT / "toolkit").rglob("[!_]*.py"):
+        *rooms, name = module.relative_to(ROOT / "toolkit").with_suffix("").parts
+        room, folders = (rooms[0], rooms[1:]) if rooms else ("", [])
+        # A folder of a room has a file for all of its modules; one that needs its own has the folder in its name.
+        names = [name, *folders, "_".join([*folders, name])]
+        if not any((TESTS / room / f"test_{each}.py").is_file() for each in names):
+            without.add("/".join([*rooms, name]))
+    assert without == ELSEWHERE.keys()
+
+
+def test_tests_of_modules_without_a_file_of_their_own_are_where_they_are_said_to_be() -> None:
+    assert [path for path in ELSEWHERE.values() if not (TESTS / f"{path}.py").is_file()] == []
