@@ -73,6 +73,12 @@ def prepare(
         stop_token_ids: Tokens that end generation.
         cache: Folder of prepared data; by default `data/` in the toolkit's cache.
 
+    Example:
+        >>> source = ModelSource.open(load_checked("smollm2_135m_lora_demo").recipe)
+        >>> tokenizer = source.tokenizer()
+        >>> prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer)).train.column_names
+        ['input_ids', 'labels']
+
     Raises:
         UserError: The data cannot be read or cannot be trained on.
     """

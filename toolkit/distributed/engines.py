@@ -74,6 +74,11 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
 
     Args:
         further: Settings that a recipe has no key for, by dotted key, see `launcher.Launch.taken_over`.
+
+    Example:
+        >>> recipe = load_checked("smollm2_135m_lora_demo", ["strategy=zero2"]).recipe
+        >>> deepspeed_config(recipe)["zero_optimization"]["stage"]
+        2
     """
     reduce = _SHORT[dtypes(recipe).reduce]
     config: dict[str, Any] = {
@@ -203,6 +208,12 @@ def training_arguments(
 
     Args:
         further: Settings of DeepSpeed, see `deepspeed_config`.
+
+    Example:
+        >>> recipe = load_checked("smollm2_135m_lora_demo", ["micro_batch_size=2", "global_batch_size=8"]).recipe
+        >>> layout = batch_layout(recipe, world_size=2)
+        >>> training_arguments(recipe, layout, run_length(recipe, 1000, layout))["gradient_accumulation_steps"]
+        2
     """
     optimizer, schedule = recipe.optimizer, recipe.schedule
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing

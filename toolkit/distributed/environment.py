@@ -48,7 +48,9 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str] = os.en
     }
     changes: dict[str, str | None] = {key: None for key in current if key.startswith(_ENGINE)}
     changes |= {key: current.get(key, value) for key, value in wanted.items()}
-    forced = _engine(recipe) | _meeting(recipe, world, current) | _devices(current) | _threads(recipe, world, current)
+    forced = (
+        _engine(recipe) | _process_group(recipe, world, current) | _devices(current) | _threads(recipe, world, current)
+    )
     return changes | forced
 
 
@@ -70,8 +72,8 @@ def _engine(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _meeting(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[str, str]:
-    """Ranks and the meeting point of the process group, where no launcher has written them down."""
+def _process_group(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[str, str]:
+    """Ranks and the rendezvous address of the process group, where no launcher has written them down."""
     ranks = {
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.local_rank),
@@ -83,7 +85,7 @@ def _meeting(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[s
         return {key: current.get(key, value) for key, value in (ranks | point).items()}
     if recipe.strategy.name in ("single", "ddp") or "LOCAL_RANK" in current:
         return {}
-    # An engine needs a process group even for one process; without RANK DeepSpeed looks for MPI. A meeting point left
+    # An engine needs a process group even for one process; without RANK DeepSpeed looks for MPI. An address left
     # over from elsewhere would be waited for in vain.
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
 
@@ -105,11 +107,11 @@ def _network(world: World, current: Mapping[str, str]) -> dict[str, str]:
     except OSError:
         return {}
     addresses = psutil.net_if_addrs().items()
-    found = [name for name, entries in addresses if any(entry.address == own for entry in entries)]
-    if not found or own.startswith("127."):
+    interfaces = [name for name, entries in addresses if any(entry.address == own for entry in entries)]
+    if not interfaces or own.startswith("127."):
         return {}
     # NCCL takes a name for the beginning of names, unless told that it is whole.
-    return {"GLOO_SOCKET_IFNAME": found[0], "NCCL_SOCKET_IFNAME": f"={found[0]}"}
+    return {"GLOO_SOCKET_IFNAME": interfaces[0], "NCCL_SOCKET_IFNAME": f"={interfaces[0]}"}
 
 
 def _devices(current: Mapping[str, str]) -> dict[str, str]:

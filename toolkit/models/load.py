@@ -53,7 +53,7 @@ class ModelSource:
         """Locates the model and reads its config.
 
         Example:
-            >>> source = ModelSource.open(load_checked("smollm2_135m_lora_demo", []).recipe)
+            >>> source = ModelSource.open(load_checked("smollm2_135m_lora_demo").recipe)
             >>> tokenizer = source.tokenizer()
             >>> model = source.load(dtypes(source.recipe), "sdpa")
 

@@ -126,7 +126,9 @@ def estimate(
     """What a recipe costs on some hardware, with one process per device.
 
     Example:
-        `estimate(loaded.recipe, loaded.name, find("h200x8")).fit.answer`
+        >>> loaded = load_checked("smollm2_135m_lora_demo")
+        >>> estimate(loaded.recipe, loaded.name, find("h200")).fit.answer
+        'yes'
 
     Args:
         name: The recipe's name.

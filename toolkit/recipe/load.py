@@ -70,6 +70,10 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
         overrides: `key=value` texts, see `toolkit.recipe.overrides.parse`.
         folder: The user's recipes folder, see `recipe_folders`.
 
+    Example:
+        >>> load("smollm2_135m_lora_demo", ["seq_len=512"]).recipe.batch.seq_len
+        512
+
     Raises:
         RecipeError: With every problem found.
     """

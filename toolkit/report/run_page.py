@@ -42,6 +42,10 @@ def write_report(run: Path) -> Path:
     Returns:
         Path of the page.
 
+    Example:
+        >>> write_report(Path("runs/smollm2_135m_lora_demo"))
+        PosixPath('runs/smollm2_135m_lora_demo/report.html')
+
     Raises:
         UserError: If there is no such folder.
     """

@@ -1,4 +1,8 @@
-"""This process: its devices and threads, and the TrainingArguments that start its process group."""
+"""TrainingArguments: those of the recipe, and those that this machine and this run decide.
+
+Building them starts the process group and prepares the engine, so they come before the model. What follows from the
+recipe alone is in `distributed.training_arguments`, where plans and tests can ask without torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What happens around the steps of a training: metrics, progress, evaluation, and a clean stop."""
+"""What happens around the steps of a training: metrics, progress, evaluation, sealed checkpoints, and a clean stop.
+
+The Trainer calls these after a step in the order log, evaluate, save; all that takes no step is kept out of tokens per
+second. Evaluation is a callback of our own, because the Trainer's gathers logits and rounds its mean over batches.
+"""
 
 from __future__ import annotations
 

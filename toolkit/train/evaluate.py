@@ -1,4 +1,8 @@
-"""Held-out loss that is exact per token, and what the model says before and after training."""
+"""Held-out loss that is exact per token, generated answers, and metrics of them.
+
+Sums of losses and tokens are reduced in double precision, so the figure is the same on any number of processes; a mean
+of batches' means would depend on how rows fall into batches.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +87,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def as_prompt(tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset[int]) -> list[int]:
-    """Token ids of a user's words, rendered the way the training rows were.
+    """Token ids of a user's prompt, rendered the way the training rows were.
 
     Args:
         audit: The run's audit, which says whether the rows were conversations.

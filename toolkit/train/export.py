@@ -96,6 +96,9 @@ def merge(run: Path, output: Path) -> str:
     Returns:
         What was compared and how close it was.
 
+    Example:
+        >>> print(merge(Path("runs/smollm2_135m_lora_demo"), Path("merged")))
+
     Raises:
         UserError: If there is no adapter, the output exists, or the merge is not equal; then nothing is written.
     """

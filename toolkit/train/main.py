@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from toolkit.distributed import World, check_launch, environment
 from toolkit.recipe import split_arguments
 from toolkit.recipe.rules import load_checked
 from toolkit.train.process import ahead_of_launcher, leave_process_group
+
+_log = logging.getLogger("toolkit.train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch = check_launch(loaded.recipe, world)
         loaded = dataclasses.replace(loaded, taken_over=launch.taken_over)
         if world.rank == 0:
-            print(*(f"{line}\n" for line in launch.lines()), sep="", end="", flush=True)
+            for line in launch.lines():
+                _log.info("%s", line)
         for key, value in environment(loaded.recipe, world).items():
             if value is None:
                 os.environ.pop(key, None)

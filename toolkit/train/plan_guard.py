@@ -1,4 +1,8 @@
-"""The plan of a run that is about to start: printed, refused where it would not fit, explained when memory runs out."""
+"""The plan of a run that is about to start: shown, refused where it would not fit, and explained if memory runs out.
+
+Made by the same planner as `toolkit plan`, with the devices, processes and rows that are really there, before weights
+are loaded. A model that has not been traced before costs some seconds.
+"""
 
 from __future__ import annotations
 

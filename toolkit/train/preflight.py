@@ -1,4 +1,8 @@
-"""Before the model loads: do all processes of the run see the same things, and can they exchange data?"""
+"""Before anything slow: can this machine run the recipe, and do all processes see the same things and each other?
+
+Versions, code, recipe, data, model files and folders are compared over the rendezvous store, which takes a second; what
+differs is named by rank and host. Without it, a node with another version trains something else, or hangs.
+"""
 
 from __future__ import annotations
 

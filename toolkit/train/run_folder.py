@@ -1,4 +1,8 @@
-"""The run folder: everything needed to understand, continue and repeat a training."""
+"""The run folder: claimed by one run, locked while it trains, described by a manifest.
+
+A folder is never shared by two different runs: what decides the weights is hashed, so the same command continues and
+another one is refused with the keys that differ. The manifest holds what is needed to understand and repeat a run.
+"""
 
 from __future__ import annotations
 

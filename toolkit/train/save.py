@@ -1,4 +1,8 @@
-"""The trained model or adapter as Hugging Face files, gathered from however the engine holds it."""
+"""The trained model or adapter as Hugging Face files, gathered from however the engine holds it.
+
+Full weights are written in the type the model computes in, adapters as their masters. The engines' own checkpoints are
+something else, see `checkpoint`: they hold optimizer state and are read by the engine that wrote them.
+"""
 
 from __future__ import annotations
 

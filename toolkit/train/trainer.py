@@ -1,4 +1,8 @@
-"""TRL's and Transformers' trainers, with the order of rows and the loss of held-out rows made exact."""
+"""TRL's and Transformers' trainers, with the order of rows, the norm of gradients and the held-out loss made exact.
+
+Everything else is theirs. What is overridden is what would otherwise make losses depend on the engine or on the number
+of processes, and what an engine needs to be told about weights that a loss reads past their own module.
+"""
 
 from __future__ import annotations
 

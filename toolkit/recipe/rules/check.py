@@ -79,6 +79,10 @@ def _decided(recipe: Recipe) -> Iterator[Recipe]:
 def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Loaded:
     """Loads a recipe and applies the rules; schema errors and broken rules are reported together.
 
+    Example:
+        >>> load_checked("smollm2_135m_lora_demo", ["method=qlora"]).recipe.method.quantization
+        'nf4'
+
     Raises:
         RecipeError: With every problem found.
     """
