@@ -82,7 +82,7 @@ def _write(file: Path, traces: Mapping[str, Any]) -> None:
 
 
 def _recipes() -> Iterator[tuple[Recipe, list[Recipe]]]:
-    """The shipped recipes with their variants, and for each model of the shelf without one the recipe of its kind."""
+    """The shipped recipes with their variants, and for each shipped model without one the recipe of its kind."""
     folder = shipped_recipes()
     recipes = [load(name, (), folder).recipe for name in list_recipes([folder])]
     yield from ((recipe, list(_variants(recipe))) for recipe in recipes)

@@ -22,7 +22,7 @@ from toolkit.recipe.show import json_schema
 COMMANDS = ["ls", "show", "validate", "schema", "init", "cp", "doctor", "data", "report", "generate", "merge"]
 COMMANDS += ["plan", "calibrate", "launch", "render"]
 FAST = ["ls", "show recipe=gpt2_xl_clm", "validate recipe=gpt2_xl_clm", "schema", "init", "cp recipe=gpt2_xl_clm mine"]
-SHELF = list(list_recipes([shipped_recipes()]))
+SHIPPED = list(list_recipes([shipped_recipes()]))
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("recipes/schema.json").read_text() == "{}"
 
 
-# What a user changes, one of these at random for each recipe of the shelf.
+# What a user changes, one of these at random for each shipped recipe.
 CHANGES = [
     ["seq_len=128"],
     ["method.name=lora", "method.r=4", "method.lora_dropout=0.1", "~optimizer.learning_rate"],
@@ -110,7 +110,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("parent", SHELF)
+@pytest.mark.parametrize("parent", SHIPPED)
 def test_copy_loads_to_exactly_its_parent_with_the_changes(parent: str, place: Path) -> None:
     changes = random.Random(parent).choice(CHANGES)
     # A change that this recipe cannot take is refused by `cp` just as it is by `validate`.

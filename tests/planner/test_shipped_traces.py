@@ -12,7 +12,7 @@ from toolkit.planner.trace.store import SHIPPED
 from toolkit.planner.trace.types import Trace
 
 
-def test_every_setting_of_the_shelf_is_shipped_and_nothing_else() -> None:
+def test_every_setting_of_the_shipped_recipes_is_traced_and_nothing_else() -> None:
     """After a change of what is traced, of recipes or of versions: `make traces`."""
     shipped = {key for file in SHIPPED.glob("*.json.gz") for key in json.loads(gzip.decompress(file.read_bytes()))}
 

@@ -56,7 +56,7 @@ CASES = [
 
 
 def setting(model: str = LLAMA_8B, **changes: Any) -> Setting:
-    """A model of the shelf in full fine-tuning with bf16 autocast, packed, on a current GPU."""
+    """A shipped model in full fine-tuning with bf16 autocast, packed, on a current GPU."""
     values: dict[str, Any] = {
         "config": model_configs.bundled()[model].config,
         "device": "cuda",

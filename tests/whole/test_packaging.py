@@ -104,13 +104,13 @@ def test_wheel_carries_the_package_the_recipes_and_the_model_facts(python, tmp_p
         "print(json.dumps(sorted(str(path.relative_to(root)) for path in root.rglob('*') if path.is_file())))"
     )
     installed = set(json.loads(_run(python, "-c", program, cwd=tmp_path)))
-    package, shelf = ROOT / "toolkit", ROOT / "recipes"
+    package, recipes = ROOT / "toolkit", ROOT / "recipes"
     expected = {
         str(path.relative_to(package))
         for kind in ("py", "json", "j2", "css", "js")
         for path in package.rglob(f"*.{kind}")
     }
-    expected |= {f"_recipes/{path.relative_to(shelf)}" for path in shelf.rglob("*.yaml")}
+    expected |= {f"_recipes/{path.relative_to(recipes)}" for path in recipes.rglob("*.yaml")}
     assert expected <= installed
 
 

@@ -1,4 +1,4 @@
-"""The README says what is there: its recipe is the demo's, its table lists the shelf, its commands load."""
+"""The README says what is there: its recipe is the demo's, its table lists the shipped recipes, its commands load."""
 
 from __future__ import annotations
 
