@@ -9,12 +9,12 @@ from toolkit.cli import doctor
 
 
 @pytest.fixture(scope="module")
-def facts():
+def sections():
     return doctor.collect()
 
 
-def test_report_names_what_a_bug_report_needs(facts):
-    text = doctor.render(facts)
+def test_report_names_what_a_bug_report_needs(sections):
+    text = doctor.render(sections)
     for expected in (
         "python",
         "memory",
@@ -25,18 +25,18 @@ def test_report_names_what_a_bug_report_needs(facts):
     ):
         assert expected in text
     assert importlib.metadata.version("transformers") in text
-    assert facts["libraries"]["bitsandbytes"].startswith("ok")
-    assert facts["libraries"]["deepspeed"].startswith("ok")
+    assert sections["libraries"]["bitsandbytes"].startswith("ok")
+    assert sections["libraries"]["deepspeed"].startswith("ok")
 
 
-def test_attention_backends_are_reported_one_by_one(facts):
-    assert facts["attention"]["sdpa"] == "ok"
-    assert "flash_attention_2" in facts["attention"]
+def test_attention_backends_are_reported_one_by_one(sections):
+    assert sections["attention"]["sdpa"] == "ok"
+    assert "flash_attention_2" in sections["attention"]
 
 
-def test_a_tested_environment_has_no_problems(facts):
-    assert facts["problems"] == []
-    assert doctor.render(facts).endswith("no problems found")
+def test_a_tested_environment_has_no_problems(sections):
+    assert sections["problems"] == []
+    assert doctor.render(sections).endswith("no problems found")
 
 
 def test_missing_and_untested_versions_are_flagged_with_the_pip_command(monkeypatch):
@@ -56,9 +56,9 @@ def test_a_library_that_breaks_at_import_is_a_line_and_not_a_crash(monkeypatch):
         raise OSError("libcuda.so.1: cannot open shared object file\nmore")
 
     monkeypatch.setattr(doctor, "_deepspeed", broken)
-    facts = doctor.collect()
-    assert "deepspeed: fails: OSError: libcuda.so.1: cannot open shared object file" in facts["problems"]
-    assert "libcuda.so.1" in doctor.render(facts)
+    sections = doctor.collect()
+    assert "deepspeed: fails: OSError: libcuda.so.1: cannot open shared object file" in sections["problems"]
+    assert "libcuda.so.1" in doctor.render(sections)
 
 
 def test_no_secret_and_no_home_folder_leaks(monkeypatch, tmp_path):

@@ -107,7 +107,7 @@ def test_wheel_carries_the_package_the_recipes_and_the_model_facts(python, tmp_p
     package, recipes = ROOT / "toolkit", ROOT / "recipes"
     expected = {
         str(path.relative_to(package))
-        for kind in ("py", "json", "j2", "css", "js")
+        for kind in ("py", "json", "yaml", "j2", "css", "js")
         for path in package.rglob(f"*.{kind}")
     }
     expected |= {f"_recipes/{path.relative_to(recipes)}" for path in recipes.rglob("*.yaml")}

@@ -1,4 +1,8 @@
-"""`toolkit doctor`: what this machine and environment are, as text to paste into a bug report."""
+"""`toolkit doctor`: what this machine and environment are, as text to paste into a bug report.
+
+Kernels and libraries are tried, not only looked up, since a package that is installed may still fail to import. What
+fails is a line of the report; secrets and the home folder's name are left out.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,12 @@ ENVIRONMENT = (
 
 
 def collect() -> dict[str, Any]:
-    """Sections of facts by name: `machine`, `packages`, `devices`, `attention`, `libraries`, `places`, `problems`.
+    """Sections by name: `machine`, `packages`, `devices`, `attention`, `libraries`, `places`, `problems`.
 
     Values are strings, or for `problems` a list of them; folders below the home folder start with `~`.
     """
     packages, problems = _packages()
-    facts: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "machine": _machine(),
         "packages": packages,
         "devices": _devices(),
@@ -45,21 +49,21 @@ def collect() -> dict[str, Any]:
         },
         "places": _places(),
     }
-    problems += [f"{name}: {state}" for name, state in facts["libraries"].items() if state.startswith("fails")]
-    return facts | {"problems": problems}
+    problems += [f"{name}: {state}" for name, state in sections["libraries"].items() if state.startswith("fails")]
+    return sections | {"problems": problems}
 
 
-def render(facts: dict[str, Any]) -> str:
-    """The facts as aligned plain text, problems last."""
+def render(sections: dict[str, Any]) -> str:
+    """The sections as aligned plain text, problems last."""
     lines: list[str] = []
-    for section, values in facts.items():
+    for section, values in sections.items():
         if section == "problems":
             continue
         lines.append(section)
         width = max((len(key) for key in values), default=0)
         lines += [f"  {key:<{width}}  {value}" for key, value in values.items()]
-    lines.append("problems" if facts["problems"] else "no problems found")
-    lines += [f"  {problem}" for problem in facts["problems"]]
+    lines.append("problems" if sections["problems"] else "no problems found")
+    lines += [f"  {problem}" for problem in sections["problems"]]
     return "\n".join(lines)
 
 

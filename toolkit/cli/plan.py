@@ -97,8 +97,7 @@ def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str]
     rest = [argument for argument in arguments if not argument.startswith("hardware=")]
     name, overrides = split_arguments(rest)
     own = Path(folder) if folder else None
-    found = find(named[-1], own) if named else this_machine(own)
-    return name, overrides, found
+    return name, overrides, find(named[-1], own) if named else this_machine(own)
 
 
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:

@@ -1,4 +1,8 @@
-"""The environment that libraries read when they are imported, made to say what the recipe says."""
+"""The environment that libraries read when they are imported, made to say what the recipe says.
+
+Engines fill settings that are left open from it, and some read it at import only: so it is set first, before anything
+imports torch. A user's own values stay, except those of the engines.
+"""
 
 from __future__ import annotations
 

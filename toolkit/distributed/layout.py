@@ -1,4 +1,8 @@
-"""How a run is divided: processes, the batch, and the number of steps."""
+"""How a run is divided: processes, the batch, and the number of steps.
+
+The recipe states the global batch; micro-batch and accumulation follow from the number of processes, so that a run
+trains the same wherever it is launched. What does not divide is refused with the nearest sizes that do.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ class World:
     """The processes of a run, as the launcher describes them in the environment.
 
     Args:
-        master_addr: Host and port at which the processes meet, where they do not stand in the environment already.
-        master_port: See `master_addr`.
+        master_addr: Host of the rendezvous, where the environment does not name it already.
+        master_port: Its port.
     """
 
     rank: int = 0
@@ -79,7 +83,7 @@ class World:
             }
         )
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
-        # Jobs on one machine must not meet at the same port; Linux hands out ports from 32768 on by itself.
+        # Jobs on one machine need different ports; Linux hands out ports from 32768 on by itself.
         job = int(environment.get("SLURM_JOB_ID", "0")) + int(environment.get("SLURM_STEP_ID", "0"))
         return dataclasses.replace(world, master_addr=_first_host(hosts), master_port=20_000 + job % 10_000)
 

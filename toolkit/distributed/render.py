@@ -1,4 +1,8 @@
-"""Files made from the strategies: accelerate configs and DeepSpeed JSON."""
+"""Files made from the strategies, for launchers other than `toolkit launch`: accelerate configs and DeepSpeed JSON.
+
+They start the processes and say of the engine exactly what the recipe says at run time; `stale` is how a test holds
+the committed files to that.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +63,12 @@ def write(files: dict[str, str], root: Path) -> None:
 
 def stale(files: dict[str, str], root: Path) -> list[str]:
     """Rendered files that are missing, that say something else, or whose strategy is gone."""
-    there = {
+    written = {
         file.relative_to(root).as_posix(): file.read_text(encoding="utf-8")
         for folder, suffix in ((ACCELERATE, "yaml"), (DEEPSPEED, "json"))
         for file in (root / folder).rglob(f"*.{suffix}")
     }
-    return sorted(path for path in {*files, *there} if files.get(path) != there.get(path))
+    return sorted(path for path in {*files, *written} if files.get(path) != written.get(path))
 
 
 def _default_recipe(name: str, folder: Path) -> Recipe:
