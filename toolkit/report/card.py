@@ -1,9 +1,8 @@
 """The model card beside the trained weights: what they are, how they were made, how to load them.
 
 A card is made to be published, so it holds figures that were measured and settings that were used, and nothing of the
-machine: local paths appear by their last name only, samples of the data not at all. The Trainer's own card knows
-neither the recipe nor the held-out loss, and its snippet does not run for an adapter on a local model. The metadata is
-written by `huggingface_hub`, so that it is what the Hub reads.
+machine: local paths appear by their last name only, samples of the data not at all. `huggingface_hub` writes the
+metadata, so that it is what the Hub reads.
 """
 
 from __future__ import annotations
