@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_run import AUDIT, MANIFEST, SAMPLES, example_run
+from example_plan import FITS
+from example_run import example_run
 from pages import Page, eval_line, step_line, write_metrics
 
 from toolkit.common import UserError
-from toolkit.report.charts import MAX_POINTS, Series, chart, downsample, nice_ticks, smooth
-from toolkit.report.load import read_manifest, read_metrics, read_run
-from toolkit.report.page import render
+from toolkit.report.charts import MAX_POINTS
 from toolkit.report.run_page import write_report
 
 
@@ -89,16 +88,6 @@ def test_a_manifest_of_wrong_types_still_gives_a_page(run: Path, manifest: dict[
     assert "python run.py" in text, "the readable keys are shown"
 
 
-def test_a_run_folder_is_read_as_it_was_written(run: Path) -> None:
-    manifest, problems = read_manifest(run)
-    assert not problems and manifest.model_dump(mode="json") == {
-        **MANIFEST,
-        "parameters": manifest.parameters.model_dump(),
-    }
-    record = read_run(run)
-    assert record.audit.model_dump() == AUDIT and [sample.model_dump() for sample in record.samples] == SAMPLES
-
-
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "manifest.json" in text
@@ -129,20 +118,6 @@ def test_a_loss_that_broke_is_marked_and_reported(tmp_path: Path) -> None:
     assert not re.search(r'd="[^"]*(nan|inf)', html)
 
 
-def test_a_line_cut_off_by_a_kill_is_skipped(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "run", step_line(1), step_line(2), end='{"step": 3, "loss": 1')
-    training, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in training] == [1, 2]
-
-
-def test_after_a_resume_the_abandoned_steps_are_forgotten(tmp_path: Path) -> None:
-    before = [step_line(1), step_line(2), eval_line(2, 3.0), step_line(3), step_line(4), eval_line(4, 2.0)]
-    write_metrics(tmp_path / "run", eval_line(0, 4.0), *before, step_line(3, loss=0.5))
-    record = read_run(tmp_path / "run")
-    assert [(row["step"], row["loss"]) for row in record.training] == [(1, 3.99), (2, 3.98), (3, 0.5)]
-    assert [row["step"] for row in record.evaluations] == [0, 2]
-
-
 def test_gpu_memory_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", *(step_line(step, device_memory_bytes=step * 2**30) for step in (1, 2)))
     text = Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
@@ -157,70 +132,24 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert max(path.count("L") for path in re.findall(r' d="([^"]*)"', page.read_text(encoding="utf-8"))) < MAX_POINTS
 
 
-def drawn(title: str, series: list[Series], **options: Any) -> str:
-    return render("chart.html.j2", chart=chart(title, series, **options))
-
-
-def test_downsampling_keeps_ends_and_extremes() -> None:
-    y = [math.sin(index / 500) for index in range(100_000)]
-    y[31_337], y[77_777], y[50_000] = 99.0, -99.0, math.nan
-    points = downsample(range(100_000), y)
-    assert len(points) <= MAX_POINTS
-    assert points[0][0] == 0 and points[-1][0] == 99_999
-    assert (31_337, 99.0) in points and (77_777, -99.0) in points
-    assert [x for x, _ in points] == sorted(x for x, _ in points)
-    assert downsample([1, 2], [3, 4]) == [(1, 3), (2, 4)]
-
-
-def test_smoothing_follows_the_curve_and_ignores_spikes() -> None:
-    line = [5.0 - 0.01 * index for index in range(400)]
-    assert smooth(line)[200] == pytest.approx(line[200])
-    spiked = [*line]
-    spiked[200], spiked[100] = 1e6, math.nan
-    assert max(abs(a - b) for a, b in zip(smooth(spiked), line, strict=True)) < 0.1
-    assert smooth([]) == []
-    assert smooth([1.0]) == [1.0]
-    assert all(math.isnan(value) for value in smooth([math.nan] * 50))
+def test_the_report_sets_the_plan_against_what_was_measured(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", step_line(1), step_line(2))
+    measured = {"allocated": int(FITS.memory[0].allocated / 1.02), "step_seconds": 1.25, "tokens": None}
+    manifest = tmp_path / "run" / "manifest.json"
+    manifest.write_text(json.dumps({"plan": FITS.model_dump(), "measured": measured}))
+    text = Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
+    assert re.search(r"memory allocated 38\.7 GiB 37\.9 GiB \+2\.0%", text)
+    assert re.search(r"time of a step 1\.00 s \(900 ms to 1\.20 s\) 1\.25 s \N{MINUS SIGN}20\.0%", text)
+    assert "memory reserved" not in text and "host RAM" not in text, "what was not measured has no row"
+    assert "activations 20.0 GiB" in text
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0, 1, (0, 0.2, 0.4, 0.6, 0.8, 1)),
-        (2.1, 4.3, (2, 2.5, 3, 3.5, 4, 4.5)),
-        (0, 2e-5, (0, 5e-6, 1e-5, 1.5e-5, 2e-5)),
-        (1, 100_000, (0, 20_000, 40_000, 60_000, 80_000, 100_000)),
-        (-3, 7, (-4, -2, 0, 2, 4, 6, 8)),
-    ],
+    "manifest",
+    [{"plan": {"old": 1}, "measured": {"allocated": 1}}, {"plan": 3, "measured": []}, {"measured": {"allocated": 5}}],
+    ids=["other-version", "odd", "no-plan"],
 )
-def test_ticks_are_round_numbers_around_the_data(low: float, high: float, ticks: tuple[float, ...]) -> None:
-    assert nice_ticks(low, high) == pytest.approx(ticks)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [0.0, 0.0],
-        [5.0, 5.0],
-        [-1.0, -2.0],
-        [1e-30, 2e-30],
-        [1e-300, 1e299],
-        [math.inf, math.nan],
-        [1.0, 1.0 + 1e-12],
-        [3.4e38, 1.0],
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"from_zero": True}, {"may_log": True}])
-def test_any_values_make_a_chart(values: list[float], options: dict[str, bool]) -> None:
-    html = drawn("Anything", [Series("line", [1.0, 2.0], values)], **options)
-    Page(html)
-    for y in re.findall(r'(?:cy|y1)="(-?[\d.]+|nan|inf)"', html):
-        assert -1 <= float(y) <= 185
-
-
-def test_few_large_values_get_a_logarithmic_axis() -> None:
-    x = [float(step) for step in range(1, 101)]
-    y = [1.0 + step % 3 for step in range(99)] + [8000.0]
-    html = drawn("Gradient norm", [Series("norm", x, y)], may_log=True)
-    assert "logarithmic" in html
-    assert "10000</text>" in html
+def test_a_report_without_a_readable_plan_is_a_report(tmp_path: Path, manifest: dict[str, object]) -> None:
+    write_metrics(tmp_path / "run", step_line(1))
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    assert "Planned and measured" not in Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text

@@ -12,11 +12,9 @@ import textwrap
 
 import pytest
 
-from toolkit.common import bytes_text, compact, duration
 from toolkit.data.rows import Sample
 from toolkit.report import terminal
 from toolkit.report.terminal import Progress, prompts_before_after, summary
-from toolkit.train.callbacks import TimeLeft
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
@@ -183,67 +181,3 @@ def test_samples_are_wrapped_and_cannot_steer_the_terminal() -> None:
     assert "Sample 2 of 2" in text
     assert text.count("reference") == 1
     assert max(len(line) for line in prompts_before_after(samples, width=500).splitlines()) <= 100
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (86400, "1d 00h"), (float("nan"), "?")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (857, "857"), (999.7, "1k"), (51_700, "51.7k"), (134_515_008, "135M"), (8.03e9, "8.03B")],
-)
-def test_compact_numbers(value: float, text: str) -> None:
-    assert compact(value) == text
-
-
-def test_bytes() -> None:
-    assert [bytes_text(value) for value in (0, 512, 3.6 * 2**30, 141 * 2**30)] == [
-        "0 bytes",
-        "512 bytes",
-        "3.6 GiB",
-        "141 GiB",
-    ]
-
-
-def test_time_left_is_planned_first_and_measured_after_ten_steps() -> None:
-    left = TimeLeft(100, planned_step_seconds=2.0)
-    assert left.after(0) == 200
-    for seconds in (60.0, 30.0):  # compiling and allocating
-        left.steps(1, seconds)
-    for _ in range(9):
-        left.steps(1, 3.0)
-    assert left.after(11) == 2.0 * 89
-    left.steps(1, 50.0)  # one slow step among ten
-    assert left.after(12) == 3.0 * 88
-
-
-def test_time_left_without_a_plan_comes_from_what_there_is() -> None:
-    left = TimeLeft(100)
-    assert left.after(0) is None
-    left.steps(1, 9.0)
-    assert left.after(1) == 9.0 * 99
-    left.steps(1, 5.0)
-    left.steps(5, 10.0)  # logged every five steps
-    assert left.after(7) == 2.0 * 93
-
-
-def test_time_left_follows_a_machine_that_becomes_slower() -> None:
-    left = TimeLeft(1000)
-    left.steps(2, 2.0)
-    left.steps(300, 300.0)
-    left.steps(60, 240.0)
-    assert left.after(362) == 4.0 * 638
-
-
-def test_time_left_counts_pauses_to_come() -> None:
-    left = TimeLeft(100, 1.0, evaluation_steps=20, save_steps=30)
-    assert left.after(10) == 90  # nothing is known of them yet
-    left.pause("evaluation", 7.0)
-    left.pause("save", 5.0)
-    assert left.after(60) == 40 + 2 * 7 + 1 * 5
-    assert left.after(100) == 0

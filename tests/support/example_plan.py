@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.planner.plan import Plan
+from toolkit.planner.plan import Plan, Refused
 
 GIB = 2**30
 _STATE = {"parameters": 15 * GIB, "adapters": GIB // 6, "optimizer": GIB // 3}
@@ -127,3 +127,14 @@ def with_memory(plan: Plan, **amounts: int) -> Plan:
     fit = plan.fit.model_dump() | {"answer": answer, "needed": needed, "margin": available - needed}
     fit["decides"] = max(phases[memory.peak_phase], key=phases[memory.peak_phase].__getitem__)
     return Plan.model_validate(plan.model_dump() | {"memory": [changed], "fit": fit})
+
+
+FITS = example_plan()
+TIGHT = with_memory(example_plan(overrides=["seq_len=4096", "batch.micro_batch_size=8"]), activations=105 * GIB)
+TOO_LARGE = with_memory(example_plan(overrides=["seq_len=4096", "strategy=fsdp"]), activations=150 * GIB)
+REFUSED = Refused(
+    recipe=FITS.recipe,
+    overrides=["seq_len=4096", "strategy=zero3"],
+    hardware="h200x8",
+    reason="strategy: <b>no</b> such thing, for reasons that take more than a single line of a terminal\nchange it",
+)

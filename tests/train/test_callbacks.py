@@ -10,7 +10,7 @@ import pytest
 from toolkit.distributed import Length
 from toolkit.report.terminal import Progress
 from toolkit.train import callbacks
-from toolkit.train.callbacks import Meter, StepTokens
+from toolkit.train.callbacks import Meter, StepTokens, TimeLeft
 from toolkit.train.run_folder import RunFolder
 from toolkit.train.trainer import FixedOrder
 
@@ -64,3 +64,42 @@ def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch
         assert meter.last["tokens_per_second"] == 50
     assert meter.time_left.measured == 2.0
     assert meter.time_left.after(12) == 8 * 2.0 + 2 * 30.0 + 2 * 11.0
+
+
+def test_time_left_is_planned_first_and_measured_after_ten_steps() -> None:
+    left = TimeLeft(100, planned_step_seconds=2.0)
+    assert left.after(0) == 200
+    for seconds in (60.0, 30.0):  # compiling and allocating
+        left.steps(1, seconds)
+    for _ in range(9):
+        left.steps(1, 3.0)
+    assert left.after(11) == 2.0 * 89
+    left.steps(1, 50.0)  # one slow step among ten
+    assert left.after(12) == 3.0 * 88
+
+
+def test_time_left_without_a_plan_comes_from_what_there_is() -> None:
+    left = TimeLeft(100)
+    assert left.after(0) is None
+    left.steps(1, 9.0)
+    assert left.after(1) == 9.0 * 99
+    left.steps(1, 5.0)
+    left.steps(5, 10.0)  # logged every five steps
+    assert left.after(7) == 2.0 * 93
+
+
+def test_time_left_follows_a_machine_that_becomes_slower() -> None:
+    left = TimeLeft(1000)
+    left.steps(2, 2.0)
+    left.steps(300, 300.0)
+    left.steps(60, 240.0)
+    assert left.after(362) == 4.0 * 638
+
+
+def test_time_left_counts_pauses_to_come() -> None:
+    left = TimeLeft(100, 1.0, evaluation_steps=20, save_steps=30)
+    assert left.after(10) == 90  # nothing is known of them yet
+    left.pause("evaluation", 7.0)
+    left.pause("save", 5.0)
+    assert left.after(60) == 40 + 2 * 7 + 1 * 5
+    assert left.after(100) == 0

@@ -1,4 +1,8 @@
-"""What the data is, in figures, before anything is trained on it; and which of those figures forbid training."""
+"""What the data is, in figures, before anything is trained on it; and which of those figures forbid training.
+
+Everything is counted on the rows as they will be trained, after templates, cutting and mixing, so that a figure is
+never about something else than the batches. It costs one pass over columns that tokenising has written anyway.
+"""
 
 from __future__ import annotations
 

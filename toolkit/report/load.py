@@ -159,7 +159,11 @@ class Record:
 
 
 def read_run(folder: Path) -> Record:
-    """Reads a run folder; never raises for what is in it."""
+    """Reads a run folder; never raises for what is in it.
+
+    Example:
+        `read_run(Path("runs/demo")).manifest.parameters.trainable`
+    """
     manifest, problems = read_manifest(folder)
     record = Record(folder, manifest, problems=problems)
     record.training, record.evaluations = read_metrics(folder / "metrics.jsonl")

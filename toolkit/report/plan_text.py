@@ -1,4 +1,8 @@
-"""A plan for the terminal: one screen, 80 columns, plain text where there is no terminal."""
+"""A plan for the terminal: one screen, 80 columns, plain text where there is no terminal.
+
+Blocks are `rich.text.Text`, which has colours and can be cut and measured. `rich.table` lays out none of them: its rows
+would hold neither the bars that begin where the one above ends, nor the lines of reasons and parts between two rows.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +105,8 @@ def memory_text(plan: Plan, columns: int = 80) -> Text:
     if reserved.high > memory.allocated:
         figures += f"reserved {unit.text(reserved.value)} ({unit.text(reserved.low)} to {unit.text(reserved.high)}), "
     text.append(f"\n  {figures}total {unit.text(total.low)} to {unit.text(total.high)}", "dim")
-    for ranks, words in view.other_ranks(plan):
-        text.append(f"\n  {ranks}: {words}", "dim")
+    for ranks, total in view.other_ranks(plan):
+        text.append(f"\n  {ranks}: {total}", "dim")
     return text
 
 
@@ -160,10 +164,10 @@ def _headline(plan: Plan, columns: int) -> Text:
 
 def _rows(title: str, rows: Iterable[tuple[str, str]], columns: int) -> Text:
     text = Text()
-    for name, words in rows:
+    for name, value in rows:
         if title and not text.plain:
             text.append(title, "bold")
-        lines = textwrap.wrap(words, columns - _NAME - 2, break_on_hyphens=False) or [""]
+        lines = textwrap.wrap(value, columns - _NAME - 2, break_on_hyphens=False) or [""]
         start = "\n" if text.plain else ""
         # A name too long for its column has a line of its own.
         head = f"  {name:<{_NAME}}" if len(name) < _NAME else f"  {name}\n  {'':<{_NAME}}"
@@ -209,8 +213,8 @@ def _advice(plan: Plan, columns: int) -> Text:
             text.append(figures)
         else:
             text.append(f"\n{indent}{figures.strip()}")
-        for words in view.trade_texts(advice):
-            text.append(_indented(words, columns, indent), "dim")
+        for trade in view.trade_texts(advice):
+            text.append(_indented(trade, columns, indent), "dim")
     return text
 
 
@@ -222,8 +226,8 @@ def _notes(plan: Plan, columns: int) -> Text:
     return text
 
 
-def _indented(words: str, columns: int, indent: str) -> str:
-    lines = [line for part in words.splitlines() for line in textwrap.wrap(part, columns - len(indent))]
+def _indented(content: str, columns: int, indent: str) -> str:
+    lines = [line for part in content.splitlines() for line in textwrap.wrap(part, columns - len(indent))]
     return "".join(f"\n{indent}{line}" for line in lines)
 
 

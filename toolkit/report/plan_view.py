@@ -1,4 +1,7 @@
-"""A plan in words and figures, the same for the terminal, the page and the report."""
+"""Figures of a plan as texts and rows, the same for the terminal, the plan's page and a run's page.
+
+Units, rounding and wording are decided once, here; who shows them decides only how they are laid out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ OVERHEAD = {
     "fragmentation": "what the allocator holds and cannot hand out",
     "context": "CUDA context, NCCL and loaded kernels; on a CPU the interpreter and its libraries",
 }
-"""What lies on the device beside `result.PARTS`."""
+"""What lies on the device beside `plan.PARTS`."""
 ALL_PARTS: Mapping[str, str] = {**PARTS, **OVERHEAD}
 ANSWERS = {"yes": "fits", "tight": "tight", "no": "does not fit"}
 _FOLDED_SHARE = 0.002
@@ -77,14 +80,14 @@ def fit_text(plan: Plan) -> str:
 def time_text(plan: Plan) -> str:
     """Time, speed and money on one line."""
     work = plan.work
-    words = [f"{seconds_text(work.step_seconds.value)} a step", f"{compact(work.tokens_per_second)} tokens/s"]
+    parts = [f"{seconds_text(work.step_seconds.value)} a step", f"{compact(work.tokens_per_second)} tokens/s"]
     if work.total_seconds is not None:
-        words.append(f"{duration(work.total_seconds.value)} in all")
+        parts.append(f"{duration(work.total_seconds.value)} in all")
     if work.gpu_hours is not None and plan.devices > 1:
-        words.append(f"{number_text(work.gpu_hours)} {hours_name(plan)}")
+        parts.append(f"{number_text(work.gpu_hours)} {hours_name(plan)}")
     if work.cost is not None:
-        words.append(f"costs {money_text(work.cost)}")
-    return ", ".join(words)
+        parts.append(f"costs {money_text(work.cost)}")
+    return ", ".join(parts)
 
 
 def setting_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -171,10 +174,10 @@ def labels(rows: Sequence[Plan | Refused]) -> list[str]:
     common = set(rows[0].overrides).intersection(*(row.overrides for row in rows)) if rows else set()
     texts = []
     for row in rows:
-        words = [] if same_recipe else [row.recipe]
-        words += [] if same_hardware else [f"hardware={row.hardware}"]
-        words += [override for override in row.overrides if override not in common]
-        texts.append(" ".join(words) or row.recipe)
+        parts = [] if same_recipe else [row.recipe]
+        parts += [] if same_hardware else [f"hardware={row.hardware}"]
+        parts += [override for override in row.overrides if override not in common]
+        texts.append(" ".join(parts) or row.recipe)
     return texts
 
 

@@ -1,0 +1,35 @@
+"""What a run left is read as it was written, and as far as it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from example_run import AUDIT, MANIFEST, SAMPLES, example_run
+from pages import eval_line, step_line, write_metrics
+
+from toolkit.report.load import read_manifest, read_metrics, read_run
+
+
+def test_a_run_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "demo")
+    manifest, problems = read_manifest(run)
+    assert not problems and manifest.model_dump(mode="json") == {
+        **MANIFEST,
+        "parameters": manifest.parameters.model_dump(),
+    }
+    record = read_run(run)
+    assert record.audit.model_dump() == AUDIT and [sample.model_dump() for sample in record.samples] == SAMPLES
+
+
+def test_a_line_cut_off_by_a_kill_is_skipped(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", step_line(1), step_line(2), end='{"step": 3, "loss": 1')
+    training, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in training] == [1, 2]
+
+
+def test_after_a_resume_the_abandoned_steps_are_forgotten(tmp_path: Path) -> None:
+    before = [step_line(1), step_line(2), eval_line(2, 3.0), step_line(3), step_line(4), eval_line(4, 2.0)]
+    write_metrics(tmp_path / "run", eval_line(0, 4.0), *before, step_line(3, loss=0.5))
+    record = read_run(tmp_path / "run")
+    assert [(row["step"], row["loss"]) for row in record.training] == [(1, 3.99), (2, 3.98), (3, 0.5)]
+    assert [row["step"] for row in record.evaluations] == [0, 2]

@@ -1,0 +1,125 @@
+"""A plan in the terminal: the answer first, a line that stands where the device ends, 80 columns."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+from example_plan import FITS, REFUSED, TIGHT, TOO_LARGE, example_plan
+from pages import Page
+from rich.cells import cell_len
+
+from toolkit.planner.plan import Plan
+from toolkit.report import plan_text, plan_view
+from toolkit.report.plan_page import plan_page
+
+
+def plain(text: plan_text.Text) -> str:
+    stream = io.StringIO()
+    plan_text.show(text, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_the_phases_stay_apart_in_a_narrow_terminal(columns: int) -> None:
+    lines = plain(plan_text.plan_text(FITS, columns)).splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("Allocated by phase"))
+    assert len(lines[start + 1].split()) == len(FITS.memory[0].phases)
+    assert cell_len(lines[start + 1]) <= columns
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (FITS, "FITS: 41.6 of 140.0 GiB device memory, 98.4 GiB free; largest part: activations"),
+        (TIGHT, "TIGHT: 130.9 of 140.0 GiB device memory, up to 149.4 possible"),
+        (TOO_LARGE, "DOES NOT FIT: 178.1 of 140.0 GiB device memory, 38.1 GiB too much"),
+    ],
+    ids=["fits", "tight", "too-large"],
+)
+def test_the_first_lines_answer(plan: Plan, words: str) -> None:
+    lines = plain(plan_text.plan_text(plan)).splitlines()
+    assert lines[0] == f"{' '.join([plan.recipe, *plan.overrides])} on h200x8"
+    assert words in " ".join(line.strip() for line in lines[1:3])
+    assert re.search(r"1\.00 s a step, 65\.5k tokens/s, 18m 20s in all, 2\.44 GPU-hours, costs 6\.10", "\n".join(lines))
+
+
+@pytest.mark.parametrize("plan", [FITS, TIGHT, TOO_LARGE], ids=["fits", "tight", "too-large"])
+def test_bars_follow_each_other_and_the_line_stands_where_the_device_ends(plan: Plan) -> None:
+    lines = plain(plan_text.memory_text(plan)).splitlines()
+    bars = {line.split()[0]: line[16:60] for line in lines[1:-1]}
+    columns = {name: [at for at, mark in enumerate(bar) if mark not in " │0123456789."] for name, bar in bars.items()}
+    line = {bar.index("│") for bar in bars.values() if "│" in bar}
+    total = max(columns["total"])
+    assert len(line) <= 1, "one line for all parts"
+    # Where all fits, the line is the scale's end.
+    assert (total > min(line)) == (plan.fit.answer == "no") if line else plan.fit.answer != "no"
+    starts = [min(marks) for name, marks in columns.items() if name != "total" and marks]
+    assert starts == sorted(starts)
+    assert max(max(marks) for marks in columns.values()) == total
+    assert columns["activations"], "the largest part has a bar"
+
+
+def test_every_part_and_phase_is_in_the_table() -> None:
+    memory = FITS.memory[0]
+    phases, table = plan_view.phase_table(memory)
+    assert phases == ["load", "forward", "backward", "step", "evaluation", "save", "resume"]
+    columns = zip(*(row for part, row in table.items() if part != "allocated"), strict=True)
+    assert [sum(column) for column in columns] == table["allocated"]
+    assert max(table["allocated"]) == memory.allocated
+    shown = plain(plan_text.plan_text(FITS))
+    assert re.search(r"^  activations +· +20\.0 +20\.0 +· +1\.00 +· +·$", shown, re.M)
+    assert re.search(r"^  other +· +<0\.01", shown, re.M), "a batch of 256 KiB has no row of its own"
+
+
+def test_nothing_is_wider_than_80_columns_and_nothing_steers_the_terminal() -> None:
+    long = example_plan(
+        recipe="a_recipe_with_quite_a_long_name_for_a_large_model",
+        overrides=["data.sources=[first.jsonl,second.jsonl]", "batch.seq_len=131072", "optimizer.name=adamw_8bit"],
+        chosen={"strategy.name": "fsdp, because every other one needs more memory than a device of this kind has"},
+        notes=["a note that is much longer than a line of the terminal has columns " * 3],
+    )
+    for text in (plan_text.plan_text(long), plan_text.comparison_text([long, FITS, TOO_LARGE, REFUSED])):
+        shown = plain(text)
+        assert max(map(cell_len, shown.splitlines())) <= 80
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", shown)
+
+
+def test_a_terminal_without_these_characters_still_gets_a_plan() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    plan_text.show(plan_text.plan_text(FITS), stream)
+    stream.flush()
+    assert b"FITS: 41.6 of 140.0 GiB" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_unknown_length_is_said_and_no_price_is_made_up() -> None:
+    unknown = {"steps": None, "tokens": None, "total_seconds": None, "gpu_hours": None, "cost": None}
+    plan = example_plan(work=FITS.work.model_dump() | unknown | {"pflop_days": None})
+    shown = plain(plan_text.plan_text(plan))
+    assert "unknown length: prepare the data" in shown
+    assert "costs" not in shown.split("What to change")[0] and "GPU-hours" not in shown
+    assert "in all" not in shown.splitlines()[2]
+    assert "?" in plain(plan_text.comparison_text([plan, FITS]))
+    Page(plan_page([plan]))
+
+
+def test_a_small_model_is_shown_in_small_units() -> None:
+    memory = FITS.memory[0].model_dump()
+    small = json.loads(re.sub(r"\d{7,}(\.\d+)?", lambda found: str(int(float(found[0])) >> 12), json.dumps(memory)))
+    shown = plain(plan_text.plan_text(example_plan(memory=[small])))
+    assert re.search(r"Allocated by phase, MiB\n.*\n  parameters +3\.75", shown)
+
+
+def test_a_comparison_names_only_what_differs_and_says_why_a_row_is_refused() -> None:
+    shown = plain(plan_text.comparison_text([FITS, TIGHT, TOO_LARGE, REFUSED]))
+    assert "seq_len=4096" not in shown, "all of them have it"
+    assert re.search(r"^batch\.micro_batch_size=8 +tight +130\.9 ", shown, re.M)
+    assert re.search(r"^strategy=fsdp +no +178\.1 ", shown, re.M)
+    assert re.search(r"^strategy=zero3 +refused\n  strategy: <b>no</b> such thing", shown, re.M)
+    bars = [line for line in shown.splitlines() if re.match(r"  P+", line)]
+    assert len(bars) == 3 and len({bar.index("│") for bar in bars}) == 1
+    beyond = [bar[bar.index("│") + 1 :].strip() for bar in bars]
+    assert beyond[0] == beyond[1] == "" and beyond[2].endswith("F"), "only what does not fit crosses the line"
+    assert re.fullmatch(r"  P{6}[DGO]*A{8}L*F*X+ +│", bars[0]), "letters in proportion to bytes"
