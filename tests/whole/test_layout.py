@@ -9,7 +9,6 @@ ELSEWHERE = {
     # Tested by what a user does with them.
     "cli/main": "cli/test_commands",
     "cli/options": "cli/test_commands",
-    "common": "report/test_terminal",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",
@@ -27,11 +26,7 @@ ELSEWHERE = {
     "models/kernels": "models/test_attention",
     "planner/plan": "planner/test_build",
     "planner/search": "planner/test_advice",
-    "report/charts": "report/test_run_page",
-    "report/load": "report/test_run_page",
     "report/page": "report/test_run_page",
-    "report/plan_page": "report/test_plan_view",
-    "report/plan_text": "report/test_plan_view",
     "train/arguments": "distributed/test_engines",
     "train/samples": "train/test_evaluate",
     # Tables and types, tested by what reads them.

@@ -105,8 +105,8 @@ def memory_text(plan: Plan, columns: int = 80) -> Text:
     if reserved.high > memory.allocated:
         figures += f"reserved {unit.text(reserved.value)} ({unit.text(reserved.low)} to {unit.text(reserved.high)}), "
     text.append(f"\n  {figures}total {unit.text(total.low)} to {unit.text(total.high)}", "dim")
-    for ranks, total in view.other_ranks(plan):
-        text.append(f"\n  {ranks}: {total}", "dim")
+    for ranks, peak in view.other_ranks(plan):
+        text.append(f"\n  {ranks}: {peak}", "dim")
     return text
 
 
