@@ -1,4 +1,9 @@
-"""What to change: the fastest and the cheapest setting that fits, and what other changes would buy and cost."""
+"""What to change: the fastest and the cheapest setting that fits, and what other changes would buy and cost.
+
+Settings come from `search` and every figure from a plan; here they are compared, picked and put into words. Only
+plans of known traces are asked for, so that advice takes about a second; of a model that was never planned before, it
+knows the recipe as it stands and what `build` traces to find something that fits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What `auto` in a recipe stands for: the fastest setting that fits, with the reason."""
+"""What `auto` in a recipe stands for: the fastest setting that fits, with the reason.
+
+The candidates of `search` are planned, also those that have to be traced first: an answer that depended on what was
+planned before would differ between the processes of a launch. The alternative, to try micro-batches until one runs out
+of memory, takes minutes on the rented devices and finds no strategy.
+"""
 
 from __future__ import annotations
 

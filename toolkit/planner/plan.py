@@ -1,4 +1,8 @@
-"""The plan itself: what `toolkit plan --json` prints. Bytes, seconds and FLOPs everywhere; no rounding."""
+"""The plan itself: what `toolkit plan --json` prints, a run's manifest keeps and reports show.
+
+Bytes, seconds and FLOPs everywhere, without rounding. The texts beneath the fields are the descriptions in
+`toolkit plan --schema`, so each stands alone. Another form of the same figures, for people, is made of it in `report`.
+"""
 
 from __future__ import annotations
 
@@ -41,30 +45,32 @@ class Range(Figures):
     value: float
     """Best estimate."""
     low: float
-    """Lower end."""
+    """Lower end of the range in which the real figure is expected."""
     high: float
-    """Upper end."""
+    """Upper end of the range in which the real figure is expected."""
 
 
 class Memory(Figures):
     """Bytes on one device of one kind of rank."""
 
     ranks: str
-    """`every rank`, or which ones."""
+    """The ranks that hold this much: `every rank`, `rank 0` or `other ranks`."""
     phases: dict[str, dict[str, int]]
     """Phase (load, forward, backward, step, evaluation, save, resume) to part to bytes, at the phase's own peak. Parts
     that hold nothing are left out."""
     peak_phase: str
     """The phase with the largest sum."""
     allocated: int
-    """That sum: what torch's `max_memory_allocated` will show, or on a CPU the bytes of live tensors."""
+    """Bytes at the peak phase, all parts together: what torch's `max_memory_allocated` will show, or on a CPU the bytes
+    of live tensors."""
     reserved: Range
     """What the allocator will have taken from the device (`max_memory_reserved`): the allocated bytes and
     fragmentation."""
     context: int
-    """What the CUDA context, NCCL and loaded kernels take beside it. On a CPU: the interpreter and its libraries."""
+    """Bytes that the CUDA context, NCCL and loaded kernels take beside the allocator. On a CPU: the interpreter and its
+    libraries."""
     total: Range
-    """Reserved and context: what must fit."""
+    """Reserved memory and context together: the bytes that must fit on the device."""
 
 
 class Host(Figures):
@@ -74,96 +80,99 @@ class Host(Figures):
     """Offloaded optimizer state, masters, gradients and parameters, pinned staging buffers, activations, loading,
     saving, data, processes."""
     peak: int
-    """What is needed at once: parts that come one after the other, as loading and training do, are not added up."""
+    """Bytes of host RAM needed at once: parts that come one after the other, as loading and training do, are not added
+    up."""
 
 
 class Disk(Figures):
     """Bytes on drives."""
 
     checkpoint: int
-    """One checkpoint, all ranks together."""
+    """Bytes of one checkpoint, all ranks together."""
     kept: int
-    """All checkpoints that `checkpoint.save_total_limit` keeps, and the one being written."""
+    """Bytes of all checkpoints that `checkpoint.save_total_limit` keeps, and the one being written."""
     model: int
-    """The published model or adapter."""
+    """Bytes of the published model or adapter."""
     nvme: int
-    """Per node, offloaded to NVMe while training."""
+    """Bytes offloaded to the NVMe drives of each node while training."""
 
 
 class Fit(Figures):
     """Whether it fits."""
 
     answer: Literal["yes", "tight", "no"]
-    """`tight`: the estimate fits and the upper end of its range does not."""
+    """Whether the recipe fits; `tight` means that the estimate fits and the upper end of its range does not."""
     where: str
-    """What is scarcest: device memory, host RAM or NVMe."""
+    """The scarcest place: device memory, host RAM or NVMe."""
     needed: int
-    """Bytes needed there, by the estimate."""
+    """Bytes needed in the scarcest place, by the estimate."""
     available: int
-    """Bytes there are."""
+    """Bytes that the scarcest place has."""
     margin: int
-    """Available less needed."""
+    """Bytes available less bytes needed, in the scarcest place."""
     decides: str
-    """The largest part at the peak."""
+    """The part of memory that is largest at the peak."""
 
 
 class Link(Figures):
     """Traffic of one rank over one link in one optimizer step."""
 
     name: str
-    """NVLink, PCIe (between devices, or to the host), network, NVMe."""
+    """Name of the link: NVLink, xGMI, PCIe (between devices, or to the host), network, NVMe."""
     bytes: int
-    """Bytes sent by one rank (for host and NVMe: both directions)."""
+    """Bytes sent by one rank in an optimizer step (for host and NVMe: both directions)."""
     seconds: float
-    """At the link's effective rate."""
+    """Seconds that these bytes take at the link's effective rate."""
 
 
 class Work(Figures):
     """FLOPs, tokens, traffic, time and money."""
 
     parameters: int
-    """All parameters, tied ones once; 4-bit ones count as what they stand for."""
+    """Parameters of the model and its adapters, tied ones once; 4-bit ones count as what they stand for."""
     trained_parameters: int
-    """Those that get gradients."""
+    """Parameters that get gradients."""
     steps: int | None
-    """Optimizer steps; None where the data is not prepared and the recipe counts epochs."""
+    """Optimizer steps of the run; None where the data is not prepared and the recipe counts epochs."""
     tokens_per_step: float
-    """Tokens that pass through the model in a step, over all ranks."""
+    """Tokens that pass through the model in an optimizer step, over all ranks."""
     tokens: float | None
-    """In all steps."""
+    """Tokens that pass through the model in all steps."""
     tokens_from: Literal["counted", "upper bound"]
-    """`counted` from prepared data, or full sequences assumed."""
+    """Where tokens come from: `counted` in prepared data, or an `upper bound` for which full sequences are assumed."""
     model_flops_per_step: float
-    """Traced FLOPs of forward and backward, over all ranks, without recomputation; causal attention counted half."""
+    """FLOPs of an optimizer step as traced: forward and backward, over all ranks, without recomputation; causal
+    attention counted half."""
     hardware_flops_per_step: float
-    """The same with what is recomputed, as executed."""
+    """FLOPs of an optimizer step as executed, with what is recomputed, over all ranks."""
     rule_flops_per_step: float
-    """The rule of thumb: 6 x parameters that a token meets x tokens (2 for the forward pass, 2 for the gradients of
-    inputs and 2 for those of weights, the last only of trained ones)."""
+    """FLOPs of an optimizer step by the rule of thumb: 6 x parameters that a token meets x tokens (2 for the forward
+    pass, 2 for the gradients of inputs and 2 for those of weights, the last only of trained ones)."""
     links: list[Link]
-    """Traffic per step."""
+    """Traffic of one rank in an optimizer step, by link."""
     compute_seconds: Range
-    """Per step: kernels and their launches."""
+    """Seconds of an optimizer step in kernels and their launches."""
     communication_seconds: float
-    """Per step, not hidden behind computation."""
+    """Seconds of an optimizer step in which devices wait for each other's data."""
     offload_seconds: float
-    """Per step, not hidden behind computation."""
+    """Seconds of an optimizer step in which a device waits for its host or drive."""
     step_seconds: Range
-    """One optimizer step."""
+    """Seconds of one optimizer step."""
     total_seconds: Range | None
-    """All steps, with evaluations and checkpoints."""
+    """Seconds of all steps, evaluations and checkpoints; None where the number of steps is not known."""
     tokens_per_second: float
-    """Over all ranks."""
+    """Tokens per second over all ranks, while training."""
     mfu: float
-    """Model FLOPs per second as a share of the devices' dense peak in the compute dtype."""
+    """Model FLOPs utilisation: FLOPs of the model per second as a share of the devices' dense peak in the compute
+    dtype."""
     pflop_days: float | None
     """Model FLOPs of the whole run, in days of 1e15 FLOP/s."""
     gpu_hours: float | None
-    """Devices x hours."""
+    """Hours of the run times devices."""
     cost: float | None
-    """At the given price per GPU-hour."""
+    """Price of the run, in the currency of the price per GPU-hour that was given."""
     chinchilla_tokens: float | None
-    """Pre-training from scratch: 20 tokens per parameter (Hoffmann et al. 2022)."""
+    """Tokens for pre-training from scratch: 20 per parameter (Hoffmann et al. 2022)."""
 
 
 class Advice(Figures):
@@ -173,19 +182,19 @@ class Advice(Figures):
     """What it is best at: `as asked` is the recipe as it stands or, where that does not fit, with the smallest change
     that does; `option` shows what one change does."""
     changes: dict[str, str]
-    """Key to value, as on the command line."""
+    """What the setting changes: key to value, as on the command line."""
     buys: str
-    """What gets better, in words with figures."""
+    """What gets better with these changes, with figures."""
     costs: str
-    """What gets worse."""
+    """What gets worse with these changes, with figures."""
     fits: Literal["yes", "tight", "no"]
-    """On the same hardware."""
+    """Whether the changed setting fits."""
     total: int
-    """Device memory of a rank, bytes."""
+    """Bytes of device memory on the fullest rank with these changes."""
     step_seconds: float
-    """One optimizer step."""
+    """Seconds of one optimizer step with these changes."""
     gpu_seconds_per_token: float
-    """What a token costs."""
+    """Device-seconds for each token with these changes."""
 
 
 class Plan(Figures):
@@ -194,47 +203,47 @@ class Plan(Figures):
     schema_version: int = 1
     """Raised when a key changes its meaning."""
     recipe: str
-    """Name."""
+    """Name of the recipe."""
     overrides: list[str]
     """What was set on the command line."""
     hardware: str
-    """Name, such as `h200x8`."""
+    """Name of the hardware, such as `h200x8`."""
     devices: int
-    """Number of them, which is the number of processes."""
+    """Number of devices, which is the number of processes."""
     nodes: int
-    """Machines."""
+    """Number of machines."""
     device_memory: int
     """Bytes of one device."""
     strategy: str
-    """As it will run."""
+    """Name of the strategy as it will run, and what it offloads."""
     attention: str
-    """Backend, as it will run."""
+    """Attention backend as it will run."""
     micro_batch_size: int
     """Sequences per device and pass."""
     gradient_accumulation_steps: int
-    """Micro-batches per step."""
+    """Micro-batches per optimizer step."""
     global_batch_size: int
-    """Sequences per step."""
+    """Sequences per optimizer step."""
     seq_len: int
     """Tokens per sequence, at most."""
     chosen: dict[str, str]
-    """Values that `auto` stood for, with the reason."""
+    """Keys that `auto` decided: key to value and reason."""
     memory: list[Memory]
-    """Per kind of rank, the fullest first."""
+    """Device memory per kind of rank, the fullest first."""
     host: Host
-    """RAM of one node."""
+    """Host RAM that one node needs."""
     host_memory: int
-    """Bytes of RAM of one node."""
+    """Bytes of host RAM that one node has."""
     disk: Disk
-    """Drives."""
+    """Bytes on drives: checkpoints, the final model, what is offloaded to NVMe."""
     fit: Fit
-    """Whether it fits."""
+    """Whether the recipe fits on this hardware, and what is scarcest."""
     work: Work
-    """FLOPs, tokens, time, money."""
+    """FLOPs, tokens, traffic, time and money."""
     advice: list[Advice]
-    """What to change."""
+    """What to change: settings that fit, are faster or cheaper."""
     origin: Literal["traced", "formulas"]
-    """Where activations come from."""
+    """Where activations come from: `traced` on the model's code, or `formulas` on its config."""
     notes: list[str]
     """What the figures leave out or rest on."""
 
@@ -243,13 +252,13 @@ class Refused(Figures):
     """A setting of `--compare` or `--sweep` that cannot run."""
 
     recipe: str
-    """Name."""
+    """Name of the recipe."""
     overrides: list[str]
     """What was set on the command line."""
     hardware: str
-    """Name, such as `h200x8`."""
+    """Name of the hardware, such as `h200x8`."""
     reason: str
-    """What is wrong, and what to change."""
+    """Why the setting cannot run, and what to change."""
 
 
 def json_schema() -> dict[str, Any]:

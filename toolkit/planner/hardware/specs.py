@@ -1,4 +1,8 @@
-"""What a plan needs to know of a machine. Sizes in bytes, speeds in bytes/s or FLOP/s, times in seconds."""
+"""What a plan needs to know of a machine: peaks, and what share of each is reached, with a range.
+
+Sizes in bytes, speeds in bytes/s or FLOP/s, times in seconds. Shares are estimates until `toolkit calibrate` measures
+them on such a device.
+"""
 
 from __future__ import annotations
 

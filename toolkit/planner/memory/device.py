@@ -1,4 +1,9 @@
-"""Device memory of a rank, phase by phase: the states it holds, and what each moment of a pass puts on top."""
+"""Device memory of a rank, phase by phase: the states it holds, and what each moment of a pass puts on top.
+
+States are counted per parameter (`states`), engines add their buffers (`engines`, `zero`, `fsdp`), the trace adds what
+the model's code keeps and allocates. The peak is the fullest moment: a sum of each part's maximum would count what is
+never there at once. What remains uncertain, fragmentation and the CUDA context, is a range.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What an engine holds on a device beside its share of the states; here without one, and for DDP."""
+"""What an engine holds on a device beside its share of the states; here without one, and for DDP.
+
+An engine answers for each moment of a pass: which gradients are there, and which buffers of its own. `zero` and `fsdp`
+do the same for DeepSpeed and FSDP2, read from the sources of the versions that are installed; trainings on two
+processes hold them to it (tests/planner/test_engines.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine moves off the device, and what it needs there to do so."""
+"""What an engine moves off the device into host memory, and the pinned buffers it needs there to do so."""
 
 from __future__ import annotations
 

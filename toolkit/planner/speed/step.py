@@ -2,7 +2,8 @@
 
 Time follows the roofline model (Williams et al. 2009): matrix products and attention at a share of the device's dense
 peak, everything else at a share of its memory bandwidth, and never faster than Python launches kernels. What engines
-send overlaps with the pass it belongs to.
+send overlaps with the pass it belongs to. A simulation of streams and kernels would know more of single kernels, and as
+little of what decides: the shares of peaks that a device reaches, which `toolkit calibrate` measures.
 """
 
 from __future__ import annotations

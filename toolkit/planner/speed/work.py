@@ -1,4 +1,9 @@
-"""FLOPs, tokens, time and money of a run."""
+"""FLOPs, tokens, time and money of a run.
+
+FLOPs are those of the traced operations, not 6 N D, which leaves out attention and counts experts that no token meets;
+the rule stands beside them. Tokens are counted from prepared data where it is there. Seconds come from `step`, at the
+best guess and at both ends of what is expected of the hardware.
+"""
 
 from __future__ import annotations
 

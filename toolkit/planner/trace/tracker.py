@@ -1,4 +1,9 @@
-"""Counts what lives and what is computed while a model runs, real or fake, by watching every operation."""
+"""Counts what lives and what is computed while a model runs, real or fake, by watching every operation.
+
+A dispatch mode sees each operation's tensors: a storage counts from the operation that makes it until it is freed,
+rounded as CUDA's allocator does. Where a GPU would do otherwise than the traced CPU, the difference is added here.
+Hooks on modules, the alternative, miss what is allocated inside of them.
+"""
 
 from __future__ import annotations
 

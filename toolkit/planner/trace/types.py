@@ -1,6 +1,8 @@
 """What one micro-batch does to memory and to the compute units, as functions of its shape.
 
-A trace is measured by `fit` on the real model code, and read here without torch.
+A trace is measured by `fit` on the real model code, and read here without torch. It is linear in the layers and in 1,
+tokens and tokens x length, so one trace serves every shape of micro-batch; what changes the operations themselves is a
+`Setting` of its own, whose hash is the trace's name. A second of fake tensors thus replaces a run on the device.
 """
 
 from __future__ import annotations
