@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from figures import pytest_terminal_summary  # noqa: F401
-from ranks import Ranks, untraced
+from harness import untraced
+from ranks import Ranks
 
 # Kept between sessions and shared by parallel workers: the built-in model is converted once.
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"

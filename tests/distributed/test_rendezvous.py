@@ -69,8 +69,11 @@ def wait(started: list[subprocess.Popen[str]], seconds: float = 240) -> list[str
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [(["zero2"], 2), (["fsdp"], 2), (["fsdp", "strategy.sharding=hybrid_shard"], 4)],
-    ids=["zero2", "fsdp", "hybrid_shard"],
+    [
+        pytest.param(["zero2"], 2, id="zero2"),
+        pytest.param(["fsdp", "strategy.sharding=hybrid_shard"], 4, id="hybrid_shard"),
+        pytest.param(["fsdp"], 2, id="fsdp", marks=pytest.mark.matrix),
+    ],
 )
 def test_two_nodes_train_as_one_process_does(
     nodes: tuple[Node, Node], place: Path, strategy: list[str], processes: int

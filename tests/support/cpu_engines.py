@@ -2,7 +2,8 @@
 
 `torchrun … tests/support/cpu_engines.py recipe=NAME key=value …` is `toolkit/run.py` with two of accelerate's methods
 replaced: the process group is gloo, and the device is the CPU. 16-bit types pass as supported, which torch computes
-with slowly. Nothing else differs from a run on GPUs.
+with slowly. Nothing else differs from a run on GPUs,
+but that nothing is traced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from harness import untraced
 
 sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -46,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, as `toolkit.run` does."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     use_cpu_processes()
+    from toolkit.planner.trace import fit
     from toolkit.train.main import main as train
 
+    fit.trace = untraced
     return train(arguments)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import environment
+from harness import environment, untraced
 
 ON_CPU = "cpu_engines"
 """Entry of trainings with DeepSpeed or FSDP2 on CPU processes."""
@@ -129,11 +129,6 @@ class Ranks:
         assert self._server.stdin
         self._server.stdin.close()
         self._server.wait(timeout=30)
-
-
-def untraced(setting: Any) -> Any:
-    """Instead of `fit.trace`, which takes far longer than a tiny training: formulas plan it then."""
-    raise NotImplementedError("only tests of the planner trace")
 
 
 def _serve() -> None:

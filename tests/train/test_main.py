@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import RUN, environment, launch, losses, metrics, write_recipe
+from harness import RUN, environment, losses, metrics, write_recipe
+from ranks import Launch, Ranks
 from tiny import chat_rows, tiny_model
 
 from toolkit.train.callbacks import Evaluator
@@ -61,13 +62,20 @@ def start(place: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subpr
     )
 
 
-def wait_for(condition: object, process: subprocess.Popen[str], seconds: float = 120) -> None:
-    """Waits until `condition()` holds."""
+def wait_for(condition: Callable[[], bool], running: Callable[[], bool], seconds: float = 120) -> None:
+    """Waits until the condition holds."""
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert process.poll() is None, process.communicate()[0][-3000:]
+    while not condition():
+        assert running(), "the run has ended"
         assert time.monotonic() < end, "the run did not get that far"
         time.sleep(0.02)
+
+
+def kill(launch: Launch, condition: Callable[[], bool]) -> None:
+    """Kills a run once the condition holds."""
+    wait_for(condition, launch.running)
+    launch.send(signal.SIGKILL)
+    launch.wait()
 
 
 def test_run_folder_holds_all_that_is_needed(place: Path) -> None:
@@ -89,13 +97,10 @@ def test_run_folder_holds_all_that_is_needed(place: Path) -> None:
     assert rows[-1]["tokens_per_second" if "loss" in rows[-1] else "eval_loss"] > 0
 
 
-def test_killed_run_continues_to_the_same_losses(place: Path) -> None:
+def test_killed_run_continues_to_the_same_losses(place: Path, ranks: Ranks) -> None:
     assert main(["recipe=small", "output.name=straight"]) == 0
-    process = start(place, "recipe=small", "output.name=killed")
     run = place / "runs" / "killed"
-    wait_for(lambda: steps_done(run) >= 7, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    kill(ranks.start(place, "recipe=small", "output.name=killed"), lambda: steps_done(run) >= 7)
     assert main(["recipe=small", "output.name=killed"]) == 0
     assert losses(run) == pytest.approx(losses(place / "runs" / "straight"), rel=1e-7)
     assert [row["step"] for row in metrics(run)] == [0, *range(1, 13), 12]
@@ -106,13 +111,11 @@ def losses_so_far(run: Path) -> list[str]:
     return [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
 
 
-def test_half_saved_checkpoint_is_passed_over(place: Path) -> None:
+def test_half_saved_checkpoint_is_passed_over(place: Path, ranks: Ranks) -> None:
     assert main(["recipe=small", "output.name=straight"]) == 0
-    process = start(place, "recipe=small", "output.name=cut")
     run = place / "runs" / "cut"
-    wait_for(lambda: (run / "checkpoints" / "checkpoint-6" / "trainer_state.json").is_file(), process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    saved = run / "checkpoints" / "checkpoint-6" / "trainer_state.json"
+    kill(ranks.start(place, "recipe=small", "output.name=cut"), saved.is_file)
     newest = max(run.glob("checkpoints/checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
     (newest / "optimizer.pt").unlink()
     assert main(["recipe=small", "output.name=cut"]) == 0
@@ -139,7 +142,7 @@ def test_first_ctrl_c_in_a_terminal_saves_and_stops(place: Path, launcher: tuple
 def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> None:
     run = place / "runs" / "small"
     process = start(place, *ENDLESS, launcher=TORCHRUN)
-    wait_for(lambda: steps_done(run) >= 3, process)
+    wait_for(lambda: steps_done(run) >= 3, lambda: process.poll() is None)
     os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to the launcher and to what it started.
     process.communicate(timeout=120)
     assert_continues(place, run)
@@ -149,7 +152,7 @@ def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> Non
 def test_training_saves_and_stops_when_its_launcher_dies(place: Path) -> None:
     run = place / "runs" / "small"
     process = start(place, *ENDLESS, launcher=ACCELERATE)
-    wait_for(lambda: steps_done(run) >= 3, process)
+    wait_for(lambda: steps_done(run) >= 3, lambda: process.poll() is None)
     process.kill()
     end = time.monotonic() + 60
     while not list(run.glob("checkpoints/*/trainer_state.json")):
@@ -260,13 +263,13 @@ def test_one_clear_message_for_bad_input(
         assert word in message
 
 
-def test_full_disk_is_one_message_and_loses_nothing(place: Path) -> None:
+def test_full_disk_is_one_message_and_loses_nothing(place: Path, ranks: Ranks) -> None:
     disk = place / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("mounting a small file system is not permitted here")
     try:
-        done = launch(place, "recipe=small", "output.dir=disk/runs")
+        done = ranks.run(place, "recipe=small", "output.dir=disk/runs")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
     assert done.returncode == 1
@@ -308,8 +311,8 @@ def test_audit_of_data_that_cannot_be_trained_on_is_saved(place: Path, capsys: p
     assert {problem["level"] for problem in audit["problems"]} == {"fatal"}
 
 
-def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stop_at_step(place, 4)
+def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[str], ranks: Ranks) -> None:
+    kill(ranks.start(place, "recipe=small"), lambda: steps_done(place / "runs" / "small") >= 4)
     rows = (place / "chat.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (place / "chat.jsonl").write_text("".join(rows[:-5]), encoding="utf-8")
     assert main(["recipe=small"]) == 1
@@ -319,24 +322,14 @@ def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[st
     assert main(["recipe=small", "batch.micro_batch_size=1"]) == 0  # As after running out of memory.
 
 
-def stop_at_step(place: Path, step: int) -> Path:
-    """A run of `small` that was killed after its first checkpoint."""
-    process = start(place, "recipe=small")
-    run = place / "runs" / "small"
-    wait_for(lambda: steps_done(run) >= step, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    return run
-
-
-def test_second_process_is_kept_out_of_a_run_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    process = start(place, *ENDLESS)
-    wait_for(lambda: steps_done(place / "runs" / "small") >= 1, process)
-    try:
-        assert main([*ENDLESS]) == 1
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def test_second_process_is_kept_out_of_a_run_folder(
+    place: Path, capsys: pytest.CaptureFixture[str], ranks: Ranks
+) -> None:
+    first = ranks.start(place, *ENDLESS)
+    wait_for(lambda: steps_done(place / "runs" / "small") >= 1, first.running)
+    assert main([*ENDLESS]) == 1
+    first.send(signal.SIGKILL)
+    first.wait()
     assert "another process is training" in capsys.readouterr().err
 
 
