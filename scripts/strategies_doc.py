@@ -178,8 +178,8 @@ def _checkpointing() -> dict[str, dict[str, Any]]:
 def _optimizers(strategies: Mapping[str, Any]) -> str:
     """Optimizers that every strategy treats alike share a row."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    for name in OPTIMIZERS:
-        schedule = {"name": "constant"} if name.startswith("schedule_free") else {}
+    for name, traits in OPTIMIZERS.items():
+        schedule = {"name": "constant"} if traits.family == "schedule_free" else {}
         # What updates during the backward pass cannot clip.
         column = {"optimizer": {"name": name, "max_grad_norm": 0.0}, "schedule": schedule}
         cells = tuple(_cell({"strategy": strategy, **column}) for strategy in strategies.values())

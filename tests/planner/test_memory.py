@@ -46,6 +46,7 @@ _CASES = {
     # Nothing is padded, so there is no mask.
     "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
     "llama_8bit_optimizer": ["optimizer.name=adamw_8bit"],
+    "llama_muon": ["optimizer.name=muon"],
     "llama_lora": [*LORA, *_BF16],
     "llama_qlora": NF4,
     "llama_qdora": [*NF4, "method.use_dora=true"],

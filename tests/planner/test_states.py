@@ -85,6 +85,24 @@ def test_torchs_optimizers_hold_what_is_stated(name):
     assert sum(each.nbytes for each in held) == moment_bytes(_optimizer(name), (64, 128), "bfloat16")
 
 
+def test_muon_holds_one_momentum_for_a_matrix_of_a_layer_and_two_moments_for_the_rest():
+    from toolkit.train.muon import Muon
+
+    matrix, embedding, norm = parameters = [
+        torch.nn.Parameter(torch.zeros(*shape)) for shape in ((64, 128), (300, 64), (64,))
+    ]
+    optimizer = Muon([{"params": parameters}], {matrix})
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    for each, place in ((matrix, "layer"), (embedding, "embeddings"), (norm, "layer")):
+        held = [value for value in optimizer.state[each].values() if torch.is_tensor(value) and value.ndim]
+        assert sum(value.nbytes for value in held) == moment_bytes(_optimizer("muon"), tuple(each.shape), place=place)
+    # A head that is not tied, positions, and experts, which are one tensor of three dimensions.
+    for shape, place in (((300, 64), "head"), ((128, 64), "other"), ((8, 64, 128), "layer")):
+        assert moment_bytes(_optimizer("muon"), shape, place=place) == 8 * math.prod(shape)
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "ademamix_8bit", "lion"])
 @pytest.mark.parametrize("rows", [8, 64], ids=["small", "large"])
 def test_bitsandbytes_optimizers_hold_what_is_stated(name, rows):

@@ -211,6 +211,8 @@ CASES = [
     ("fsdp-optimizer", [*FSDP, "optimizer=lion"], ["optimizer.name=adamw"]),
     ("fsdp-optimizer", [*FSDP, "optimizer=rmsprop_bnb_32bit"], ["optimizer.name=rmsprop"]),
     ("fsdp-optimizer", [*FSDP, "optimizer=adafactor"], ["optimizer.name=adamw_torch_8bit"]),
+    ("fsdp-muon", [*FSDP, "optimizer=muon"], ["optimizer.name=adamw", "strategy.name=ddp"]),
+    ("zero-optimizer", [*ZERO2, "optimizer=muon"], ["optimizer.name=adamw"]),
 ]
 
 

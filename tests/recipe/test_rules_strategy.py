@@ -18,7 +18,8 @@ from tiny import tiny_model
 from toolkit.common import UserError
 from toolkit.distributed import World, batch_layout, environment, fsdp_dtypes, run_length, training_arguments
 from toolkit.recipe import Recipe
-from toolkit.recipe.rules.strategy import FSDP_OPTIMIZERS, KEYS, STRATEGY_RULES, ZERO_OPTIMIZERS
+from toolkit.recipe.optimizers import OPTIMIZERS as TABLE
+from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
 from toolkit.recipe.sections import STRATEGIES, Strategy
 
 OTHER: dict[str, Any] = {
@@ -164,7 +165,7 @@ def test_zero_optimizer(zero: Ran, name: str, stage: int) -> None:
     if "8bit" in name:
         # Blocks of the flattened parameters are rounded, not blocks of each: as far off as rounding itself is.
         assert found < 2e-3
-    elif name in ZERO_OPTIMIZERS:
+    elif not TABLE[name].zero_alternative:
         assert found < 1e-6
     elif (name, stage) != ("schedule_free_adamw", 2):  # It trains there, see below.
         assert isinstance(found, str) or found > 5e-5
@@ -214,7 +215,12 @@ def test_zero3_shards_4_bit_weights_but_not_8_bit_ones(zero: Ran) -> None:
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw_torch_8bit"])
 def test_fsdp_optimizer(fsdp: Ran, name: str) -> None:
     found = fsdp[f"optimizer {name}"]
-    assert found < 1e-6 if name in FSDP_OPTIMIZERS else "DTensor" in found or "sharding strategy" in found
+    if name == "muon":
+        assert found > 5e-5
+    elif TABLE[name].fsdp_alternative:
+        assert "DTensor" in found or "sharding strategy" in found
+    else:
+        assert found < 1e-6
 
 
 @pytest.mark.slow
@@ -242,7 +248,14 @@ CONSISTENCY = {
     *("strategy-keys", "fsdp-offload-optimizer", "nvme-needs-path", "nvme-path-unused", "pin-memory-unused"),
     "reshard-contradicts",
 }
-BY_NAME = {"zero-optimizer", "fsdp-optimizer", "fsdp-encoder-decoder", "int8-sharded", "fsdp-tied-embeddings"}
+BY_NAME = {
+    "zero-optimizer",
+    "fsdp-optimizer",
+    "fsdp-muon",
+    "fsdp-encoder-decoder",
+    "int8-sharded",
+    "fsdp-tied-embeddings",
+}
 
 
 def test_every_strategy_rule_has_its_failure_or_a_reference() -> None:

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lion": ("bitsandbytes.optim", "Lion", {}),
     "ademamix": ("bitsandbytes.optim", "AdEMAMix", {}),
     "rmsprop_bnb": ("bitsandbytes.optim", "RMSprop", {}),
+    "muon": ("toolkit.train.muon", "Muon", {}),
     "adamw_8bit": ("bitsandbytes.optim", "AdamW8bit", {"min_8bit_size": 64}),
     # These are tried where their packages are installed.
     "adamw_torch_8bit": ("torchao.optim", "AdamW8bit", {}),
@@ -41,6 +42,8 @@ def build(name: str, parameters: Any) -> Any:
     """The optimizer with two groups, as the Trainer makes them: matrices, and all that is not decayed."""
     module, kind, arguments = OPTIMIZERS[name]
     parameters = list(parameters)
+    if name == "muon":
+        arguments = {"matrices": {each for each in parameters if each.ndim == 2}}
     groups = [[each for each in parameters if (each.ndim > 1) == matrices] for matrices in (True, False)]
     return getattr(importlib.import_module(module), kind)(
         [{"params": group} for group in groups if group], **{"lr": 0.01, **arguments}

@@ -242,7 +242,7 @@ def _randomise_adapters(model: torch.nn.Module) -> None:
 RUN_ON_ANY_CPU = {
     *("adamw", "lion", "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "ademamix"),
     *("ademamix_8bit", "sgd", "adagrad", "adafactor", "lion_32bit", "lion_8bit", "rmsprop", "rmsprop_bnb"),
-    *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "muon"),
 }
 
 
@@ -261,6 +261,16 @@ def test_every_optimizer_trains_or_says_what_it_needs_before_the_model_loads(nam
     training.trainer.train()
     after = training.trainer.model.parameters()
     assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", ["lion", "ademamix", "rmsprop", "rmsprop_bnb", "muon"])
+def test_moments_in_pure_bf16_are_as_the_table_says(name: str) -> None:
+    trainer = set_up(f"optimizer.name={name}", "precision=pure_bf16").trainer
+    trainer.train()  # The run itself compares what it finds.
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    moments = [each for each in states if isinstance(each, torch.Tensor) and each.numel() > 1]
+    wanted = FP32 if OPTIMIZERS[name].module == "bitsandbytes" else BF16
+    assert {each.dtype for each in moments} == {wanted}
 
 
 def test_short_names_mean_what_the_schema_says() -> None:

@@ -186,7 +186,7 @@ def _optimizer_rows(recipe: Recipe) -> dict[str, Row]:
         "params.betas": Row((betas,), f"optimizer.beta1={betas[0]} and optimizer.beta2={betas[1]}"),
         "params.eps": _row("optimizer.eps", optimizer.eps),
         "params.weight_decay": _row("optimizer.weight_decay", optimizer.weight_decay),
-        "params.momentum": _row("optimizer.momentum", optimizer.momentum),
+        "params.momentum": _row("optimizer.momentum", optimizer.stated_momentum),
         "params.adam_w_mode": Row((True,), "decoupled weight decay"),
         "params.torch_adam": Row((True, False)),
     }

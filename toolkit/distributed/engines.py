@@ -196,9 +196,6 @@ def loads_on_first_process(recipe: Recipe) -> bool:
     return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and recipe.method.quantization == "none"
 
 
-_OPTIMIZERS = {"adamw": "adamw_torch_fused", "lion": "lion_32bit"}
-
-
 def training_arguments(
     recipe: Recipe, layout: BatchLayout, length: Length, further: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -228,7 +225,7 @@ def training_arguments(
         "adam_beta2": optimizer.beta2,
         "adam_epsilon": optimizer.eps,
         "max_grad_norm": optimizer.max_grad_norm,
-        "optim": _OPTIMIZERS.get(optimizer.name, optimizer.name),
+        "optim": optimizer.traits.transformers_name or optimizer.name,
         "lr_scheduler_type": schedule.name,
         "lr_scheduler_kwargs": dict(schedule.args),
         "warmup_steps": length.warmup_steps,
@@ -273,9 +270,6 @@ def checkpointing_kwargs(checkpointing: ActivationCheckpointing) -> dict[str, An
     if checkpointing.mode == "offload":
         kwargs["offload"] = True
     return kwargs
-
-
-_KEEPS_MASTER_DTYPE = ("adamw", "adamw_torch", "adamw_torch_fused", "lion", "lion_32bit", "sgd", "adagrad")
 
 
 Spread = Literal["whole", "sharded"]
@@ -368,9 +362,10 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         state |= {key: getattr(strategy, key) for key in ("offload_optimizer", "offload_param")}
     elif strategy.name == "fsdp":
         state["offload_param"] = strategy.offload_param
-    if recipe.optimizer.name in _KEEPS_MASTER_DTYPE:
-        state["moments_dtype"] = types.master
-    if recipe.optimizer.name.endswith("layerwise"):
+    traits = recipe.optimizer.traits
+    if traits.bits == 32 and traits.module in ("torch", "bitsandbytes"):
+        state["moments_dtype"] = traits.state_dtype(types.master)
+    if traits.layerwise:
         # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
         del state["optimizer"], state["not_updated"], state["master_dtype"]
     return EngineState(**state)

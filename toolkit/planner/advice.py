@@ -16,6 +16,7 @@ from toolkit.planner.plan import Advice, Plan
 from toolkit.planner.search import TIE, Candidate, Changes, Estimate, cheapest, consider, explore, fastest, fitting
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
+from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import check
 
 MOST = 6
@@ -24,11 +25,6 @@ _WORTH = 0.05
 """The share of time, memory or money that a change has to save to be worth a line."""
 _COUNTS = (1, 2, 4, 8)
 _FREE = ("batch.micro_batch_size", "activation_checkpointing.mode", "strategy.name")
-_IN_8_BITS = {
-    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), "adamw_8bit"),
-    **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion_8bit"),
-    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), "ademamix_8bit"),
-}
 
 
 def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -> list[Advice]:
@@ -105,10 +101,10 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
 
 
 def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
-    method, optimizer = recipe.method, recipe.optimizer.name
-    if optimizer in _IN_8_BITS:
-        name = "adamw_torch_8bit" if recipe.strategy.name == "fsdp" else _IN_8_BITS[optimizer]
-        yield {"optimizer.name": name}
+    method = recipe.method
+    if name := recipe.optimizer.traits.eight_bit:
+        other = OPTIMIZERS[name].fsdp_alternative if recipe.strategy.name == "fsdp" else ""
+        yield {"optimizer.name": other or name}
     if method.name == "full":
         yield {"method.name": "lora"}
         yield {"method.name": "lora", "method.quantization": "nf4"}

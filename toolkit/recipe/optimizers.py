@@ -1,21 +1,211 @@
-"""The recipe: every key a user may write, its type, its default and what it means.
+"""What is known of each optimizer: one table, which the rules, the engines, the plan and the trainer ask.
 
-This module and `strategy` are the only places where a default is stated. The text beneath a field is its documentation
-and goes into the JSON Schema that editors read.
+A new optimizer is an entry of `OPTIMIZERS`. The classes are those of Transformers' Trainer; Muon's is `train/muon.py`.
+Nothing here imports torch, so that recipes are checked at once.
 """
 
 from __future__ import annotations
 
-OPTIMIZERS = (
-    # Short names of the field first, then what Transformers' Trainer offers under its own names.
-    *("adamw", "lion"),
-    *("adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_anyprecision"),
-    *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_8bit", "adamw_bnb_8bit"),
-    *("paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit"),
-    *("paged_ademamix_8bit", "sgd", "adagrad", "adafactor", "lion_32bit", "lion_8bit", "paged_lion_32bit"),
-    *("paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-    *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise"),
-    *("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"),
-    *("lomo", "adalomo", "grokadamw", "stable_adamw"),
-    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+Family = Literal[
+    "adam", "ademamix", "lion", "sgd", "rmsprop", "adagrad", "adafactor", "muon", "galore", "apollo", "lomo",
+    "schedule_free",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Traits:
+    """One optimizer."""
+
+    name: str
+    """As recipes spell it."""
+    family: Family
+    """What kind of update it makes."""
+    transformers_name: str = ""
+    """`TrainingArguments.optim`, where that is another name."""
+
+    module: str = "torch"
+    """What its class is imported from."""
+    package: str = ""
+    """What pip installs that module from; empty for what the toolkit requires itself."""
+    gpu_only: bool = False
+    """Whether it has no code for a CPU."""
+    args: tuple[str, ...] = ()
+    """Entries of `optimizer.args` that are no keyword of its class, because Transformers turns them into something else
+    (`trainer_optimizer`)."""
+    momentum: float | None = None
+    """What `optimizer.momentum` is by default; None where it has no meaning."""
+
+    moments: int = 2
+    """Tensors of a parameter's shape that it keeps for it."""
+    bits: Literal[4, 8, 32] = 32
+    """Of an element of a moment. 8 and 4 bits have a scale for each block of elements."""
+    unpaged: str = ""
+    """For bitsandbytes' paged optimizers, whose state is in memory that host and device share: the same with its state
+    on the device."""
+    factored: bool = False
+    """Whether the second moment is stored as sums over rows and columns (Shazeer & Stern 2018)."""
+    rank: int = 0
+    """Rank to which gradients of matrices are projected (GaLore: Zhao et al. 2024; APOLLO: Zhu et al. 2024) unless
+    `optimizer.args.rank` says otherwise: Transformers' default."""
+    rest: str = ""
+    """The optimizer that updates everything but the matrices of hidden layers, where this one updates only those."""
+    eight_bit: str = ""
+    """The same optimizer with 8-bit state."""
+
+    layerwise: bool = False
+    """Whether there is an optimizer for each parameter, called by hooks."""
+    decays: bool = True
+    """Whether it applies `optimizer.weight_decay`."""
+    foreach: bool = False
+    """Whether a step on a GPU makes a copy of all that it updates: torch's `foreach` implementations take tensors
+    together."""
+    copies: int = 0
+    """Copies that a step makes of one parameter at a time: on a CPU in the masters' dtype for `foreach` ones (3 where
+    it has not been measured), for all others in fp32 on every device."""
+
+    zero_alternative: str = ""
+    """The optimizer most like it that ZeRO can use; empty where ZeRO can use this one. ZeRO updates vectors cut out of
+    all parameters laid end to end: what updates each element by itself trains on them as on whole parameters."""
+    fsdp_alternative: str = ""
+    """The same for FSDP, which needs operations that torch knows for sharded tensors and computes as for whole ones."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it updates each parameter as soon as its gradient is there and frees that, so that no gradient is
+        left to accumulate, to average or to clip."""
+        return self.layerwise or self.family == "lomo"
+
+    def updates(self, shape: tuple[int, ...], place: str) -> bool:
+        """Whether it updates a parameter itself, and does not leave it to `rest`; for `place` see `Tensors`."""
+        return not self.rest or (place == "layer" and len(shape) == 2)
+
+    def state_dtype(self, master: str) -> str:
+        """Dtype of 32-bit moments: bitsandbytes' are in fp32 whatever it updates, all others are like the masters."""
+        return "float32" if self.module == "bitsandbytes" else master
+
+
+_AO_8BIT = "adamw_torch_8bit"
+_adam = partial(Traits, family="adam")
+_torchao = partial(_adam, module="torchao", package="torchao", copies=4)
+_bnb = partial(Traits, module="bitsandbytes")
+_ademamix = partial(_bnb, family="ademamix", args=("beta3",), moments=3)
+_lion = partial(_bnb, family="lion", moments=1)
+_rmsprop = partial(_bnb, family="rmsprop", moments=1)
+_low_rank = partial(Traits, rank=128, decays=False, copies=3, zero_alternative="adamw_8bit")
+_galore = partial(
+    _low_rank,
+    family="galore",
+    module="galore_torch",
+    package="galore-torch",
+    args=("rank", "update_proj_gap", "scale", "proj_type"),
+    fsdp_alternative="galore_adamw",
 )
+_apollo = partial(
+    _low_rank,
+    family="apollo",
+    module="apollo_torch",
+    package="apollo-torch",
+    args=("rank", "update_proj_gap", "scale", "proj_type", "proj", "scale_type"),
+    fsdp_alternative=_AO_8BIT,
+)
+_lomo = partial(
+    Traits, family="lomo", module="lomo_optim", package="lomo-optim", decays=False, zero_alternative="adamw_8bit"
+)
+_schedule_free = partial(
+    Traits, family="schedule_free", module="schedulefree", package="schedulefree", foreach=True, copies=3
+)
+
+OPTIMIZERS = {
+    each.name: each
+    for each in (
+        # Short names of the field, then what Transformers' Trainer offers under its own names.
+        _adam("adamw", transformers_name="adamw_torch_fused", eight_bit="adamw_8bit"),
+        _lion("lion", transformers_name="lion_32bit", eight_bit="lion_8bit", fsdp_alternative="adamw"),
+        Traits(
+            "muon",
+            "muon",
+            # Transformers has no Muon; what it makes of this name is the half for the rest.
+            transformers_name="adamw_torch_fused",
+            momentum=0.95,
+            moments=1,
+            rest="adamw",
+            copies=2,
+            zero_alternative="adamw",
+            fsdp_alternative="adamw",
+        ),
+        _adam("adamw_torch", eight_bit="adamw_8bit", foreach=True, copies=2),
+        _adam("adamw_torch_fused", eight_bit="adamw_8bit"),
+        _torchao("adamw_torch_4bit", bits=4),
+        _torchao("adamw_torch_8bit", bits=8),
+        _bnb("adamw_8bit", "adam", bits=8, fsdp_alternative=_AO_8BIT),
+        _bnb("adamw_bnb_8bit", "adam", bits=8, fsdp_alternative=_AO_8BIT),
+        _bnb(
+            "paged_adamw_32bit",
+            "adam",
+            gpu_only=True,
+            unpaged="adamw",
+            eight_bit="adamw_8bit",
+            fsdp_alternative="adamw",
+        ),
+        _bnb("paged_adamw_8bit", "adam", gpu_only=True, bits=8, unpaged="adamw_8bit", fsdp_alternative=_AO_8BIT),
+        _ademamix("ademamix", eight_bit="ademamix_8bit", fsdp_alternative="adamw"),
+        _ademamix("ademamix_8bit", bits=8, fsdp_alternative=_AO_8BIT),
+        _ademamix(
+            "paged_ademamix_32bit",
+            gpu_only=True,
+            unpaged="ademamix",
+            eight_bit="ademamix_8bit",
+            fsdp_alternative="adamw",
+        ),
+        _ademamix("paged_ademamix_8bit", gpu_only=True, bits=8, unpaged="ademamix_8bit", fsdp_alternative=_AO_8BIT),
+        Traits("sgd", "sgd", momentum=0.9, moments=1),
+        Traits("adagrad", "adagrad", moments=1, foreach=True, copies=1, zero_alternative="rmsprop"),
+        Traits(
+            "adafactor",
+            "adafactor",
+            module="transformers",
+            factored=True,
+            copies=2,
+            zero_alternative="adamw_8bit",
+            fsdp_alternative=_AO_8BIT,
+        ),
+        _lion("lion_32bit", eight_bit="lion_8bit", fsdp_alternative="adamw"),
+        _lion("lion_8bit", bits=8, fsdp_alternative=_AO_8BIT),
+        _lion("paged_lion_32bit", gpu_only=True, unpaged="lion", eight_bit="lion_8bit", fsdp_alternative="adamw"),
+        _lion("paged_lion_8bit", gpu_only=True, bits=8, unpaged="lion_8bit", fsdp_alternative=_AO_8BIT),
+        Traits("rmsprop", "rmsprop", moments=1, foreach=True, copies=1),
+        _rmsprop("rmsprop_bnb", fsdp_alternative="rmsprop"),
+        _rmsprop("rmsprop_bnb_8bit", bits=8, fsdp_alternative=_AO_8BIT),
+        _rmsprop("rmsprop_bnb_32bit", fsdp_alternative="rmsprop"),
+        _galore("galore_adamw", fsdp_alternative=""),
+        _galore("galore_adamw_8bit", bits=8, gpu_only=True),
+        _galore("galore_adafactor", factored=True),
+        _galore("galore_adamw_layerwise", layerwise=True),
+        _galore("galore_adamw_8bit_layerwise", bits=8, gpu_only=True, layerwise=True),
+        _galore("galore_adafactor_layerwise", factored=True, layerwise=True),
+        _apollo("apollo_adamw"),
+        _apollo("apollo_adamw_layerwise", layerwise=True),
+        _lomo("lomo", moments=0),
+        _lomo("adalomo", gpu_only=True, factored=True, copies=3, fsdp_alternative="lomo"),
+        _adam(
+            "grokadamw",
+            module="grokadamw",
+            package="grokadamw",
+            moments=3,
+            foreach=True,
+            copies=3,
+            zero_alternative="adamw",
+        ),
+        _adam(
+            "stable_adamw", module="optimi", package="torch-optimi", foreach=True, copies=3, zero_alternative="adamw"
+        ),
+        _schedule_free("schedule_free_radam", zero_alternative="adamw"),
+        _schedule_free("schedule_free_adamw", zero_alternative="adamw"),
+        _schedule_free("schedule_free_sgd", momentum=0.9, moments=1, zero_alternative="sgd"),
+    )
+}
+"""Name to what is known of it."""

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 SCHEDULES = (
@@ -148,8 +148,9 @@ class Optimizer(Section):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal[OPTIMIZERS] = "adamw"  # type: ignore[valid-type]
-    """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion; all other names are those of Transformers' Trainer."""
+    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
+    """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion, `muon` torch's Muon for the matrices of hidden layers
+    with AdamW for all else; all other names are those of Transformers' Trainer."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -160,12 +161,22 @@ class Optimizer(Section):
     """Decay of the second moment (Adam and Lion families)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator (Adam family)."""
-    momentum: Fraction = 0.9
-    """Momentum of SGD."""
+    momentum: Fraction | None = None
+    """Momentum of SGD (0.9 by default) and of Muon (0.95)."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 switches clipping off."""
     args: Arguments = {}
     """Further arguments of the chosen optimizer, by its own names."""
+
+    @property
+    def stated_momentum(self) -> float | None:
+        """`momentum`, or what it is by default; None for optimizers to which it means nothing."""
+        return self.traits.momentum if self.momentum is None else self.momentum
+
+    @property
+    def traits(self) -> Traits:
+        """What is known of the optimizer of this name."""
+        return OPTIMIZERS[self.name]
 
 
 class Schedule(Section):

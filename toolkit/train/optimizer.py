@@ -16,34 +16,8 @@ from transformers import Trainer, get_scheduler
 from toolkit.common import UserError
 from toolkit.distributed import Length
 from toolkit.recipe import Recipe
+from toolkit.train.muon import Muon, hidden_matrices
 
-_PACKAGES = {
-    "adamw_torch_4bit": ("torchao", "torchao"),
-    "adamw_torch_8bit": ("torchao", "torchao"),
-    "adamw_anyprecision": ("torchdistx", "git+https://github.com/pytorch/torchdistx"),
-    "adamw_torch_xla": ("torch_xla", "torch_xla"),
-    "adamw_torch_npu": ("torch_npu", "torch_npu"),
-    "galore": ("galore_torch", "galore-torch"),
-    "apollo": ("apollo_torch", "apollo-torch"),
-    "lomo": ("lomo_optim", "lomo-optim"),
-    "adalomo": ("lomo_optim", "lomo-optim"),
-    "grokadamw": ("grokadamw", "grokadamw"),
-    "stable_adamw": ("optimi", "torch-optimi"),
-    "schedule_free": ("schedulefree", "schedulefree"),
-}
-"""Start of an optimizer's name to the module it imports and what pip installs it from."""
-
-_ON_GPU = ("paged", "adalomo", "galore_adamw_8bit")
-_LOW_RANK = ("galore", "apollo")
-_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-"""These update each parameter during the backward pass, so no gradient is left to accumulate or to clip."""
-_PROJECTION_ARGS = {
-    "galore": ("rank", "update_proj_gap", "scale", "proj_type"),
-    "apollo": ("rank", "update_proj_gap", "scale", "proj_type", "proj", "scale_type"),
-    "ademamix": ("beta3",),
-    "paged_ademamix": ("beta3",),
-}
-"""Arguments that Transformers turns into something else than a keyword of the optimizer's class."""
 _OWN_KEYS = {
     "lr": "optimizer.learning_rate",
     "weight_decay": "optimizer.weight_decay",
@@ -61,15 +35,14 @@ def check_available(recipe: Recipe) -> None:
     Raises:
         UserError: If not; names the package to install.
     """
-    name = recipe.optimizer.name
-    for module, package in (_PACKAGES[start] for start in _PACKAGES if name.startswith(start)):
-        if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"optimizer.name={name} needs the package {module}, which is not installed",
-                f"run `pip install {package}`, or set optimizer.name=adamw",
-            )
-    if name.startswith(_ON_GPU) and not torch.cuda.is_available():
-        raise UserError(f"optimizer.name={name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
+    traits = recipe.optimizer.traits
+    if importlib.util.find_spec(traits.module) is None:
+        raise UserError(
+            f"optimizer.name={traits.name} needs the package {traits.module}, which is not installed",
+            f"run `pip install {traits.package}`, or set optimizer.name=adamw",
+        )
+    if traits.gpu_only and not torch.cuda.is_available():
+        raise UserError(f"optimizer.name={traits.name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
 
 
 def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:
@@ -78,21 +51,22 @@ def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:
     Raises:
         UserError: In the optimizer's or the schedule's own words.
     """
-    if recipe.optimizer.name.endswith(_IN_BACKWARD) and arguments.gradient_accumulation_steps > 1:
+    in_backward, what = recipe.optimizer.traits.in_backward, f"optimizer.name={recipe.optimizer.name}"
+    if in_backward and arguments.gradient_accumulation_steps > 1:
         raise UserError(
-            f"optimizer.name={recipe.optimizer.name} cannot accumulate gradients",
+            f"{what} cannot accumulate gradients",
             f"set batch.micro_batch_size={arguments.train_batch_size * arguments.gradient_accumulation_steps}",
         )
-    if recipe.optimizer.name.endswith(_IN_BACKWARD) and arguments.world_size > 1 and recipe.strategy.name == "ddp":
+    if in_backward and arguments.world_size > 1 and recipe.strategy.name == "ddp":
         raise UserError(
-            f"optimizer.name={recipe.optimizer.name} updates before the processes have averaged their gradients",
+            f"{what} updates before the processes have averaged their gradients",
             "set optimizer.name=adamw, or launch one process",
         )
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     key = "optimizer"
     try:
         kind, kwargs = optimizer_class(recipe, arguments, model)
-        parameters = kwargs.pop("model", None) or kwargs.pop("params", model.parameters())
+        parameters = kwargs.pop("model", None) or kwargs.pop("params", [{"params": [*model.parameters()]}])
         if "optimizer_dict" not in kwargs:
             kind(parameters, **kwargs)
         key = "schedule"
@@ -117,28 +91,28 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     Raises:
         UserError: If one of `optimizer.args` is unknown to this optimizer, or has a key of its own in the recipe.
     """
-    settings = recipe.optimizer
-    family = next((start for start in _PROJECTION_ARGS if settings.name.startswith(start)), "")
-    projection = _PROJECTION_ARGS.get(family, ())
-    arguments.optim_args = ",".join(f"{key}={settings.args[key]}" for key in projection if key in settings.args)
-    if family in _LOW_RANK:
+    settings, traits = recipe.optimizer, recipe.optimizer.traits
+    arguments.optim_args = ",".join(f"{key}={settings.args[key]}" for key in traits.args if key in settings.args)
+    if traits.rank:
         arguments.optim_target_modules = "all-linear"
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    if traits.family == "muon":
+        kind, kwargs = Muon, {**kwargs, "matrices": hidden_matrices(model)}
     known = {} if "optimizer_dict" in kwargs else inspect.signature(kind.__init__).parameters
-    allowed = sorted({*projection, *known} - {"self", "params", "model", "args", "kwargs", *_OWN_KEYS})
+    allowed = sorted({*traits.args, *known} - {"self", "params", "model", "matrices", "args", "kwargs", *_OWN_KEYS})
     for key, value in settings.args.items():
-        if key in _OWN_KEYS and key not in projection:
+        if key in _OWN_KEYS and key not in traits.args:
             raise UserError(f"optimizer.args.{key} has a key of its own", f"set {_OWN_KEYS[key]}")
         if key not in allowed:
             raise UserError(
                 f"optimizer.args.{key}: optimizer {settings.name} has no such argument",
                 f"remove it, or use one of: {', '.join(allowed) or 'none'}",
             )
-        if key not in projection:
+        if key not in traits.args:
             kwargs[key] = value
     if "betas" in known and "betas" not in kwargs:
         kwargs["betas"] = (settings.beta1, settings.beta2)
         kwargs |= {"eps": settings.eps} if "eps" in known else {}
-    if "momentum" in known and settings.name.endswith("sgd"):
-        kwargs["momentum"] = settings.momentum
+    if traits.momentum is not None:
+        kwargs["momentum"] = settings.stated_momentum
     return kind, kwargs

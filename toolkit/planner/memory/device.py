@@ -39,18 +39,6 @@ _COLLECTIVES = {"cuda": (400, 150, 1000), "rocm": (400, 150, 1000), "cpu": (0, 0
 _WORKSPACE, _OLDER_WORKSPACE = 2 * 4096 * 8 * 1024, 2 * (4096 * 2 + 16 * 8) * 1024
 """cuBLAS's workspaces, which cuBLASLt shares, one for each thread that launches (forward and backward): 32 MiB from
 Hopper on, 8.1 MiB before (torch's `CublasHandlePool.cpp`, `parseChosenWorkspaceSize`)."""
-_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-"""End of names of optimizers that update each parameter as soon as its gradient is there, and free that."""
-_FOREACH = (
-    *("adamw_torch", "adagrad", "rmsprop", "grokadamw", "stable_adamw", "adamw_anyprecision"),
-    *("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
-)
-"""These make a copy of all that they update on a GPU, where torch's `foreach` implementations take tensors together."""
-_ONE_BY_ONE = {"adamw_torch": 2, "adagrad": 1, "rmsprop": 1}
-"""Copies of one parameter at a time that they make on a CPU; of others that are not measured, 3."""
-_BY_TENSOR = {"adafactor": 2, "adalomo": 3, "galore": 3, "apollo": 3, "adamw_torch_8bit": 4, "adamw_torch_4bit": 4}
-"""Start of a name to copies in fp32 of one parameter at a time. A copy of the
-one before, at most as large as the largest of a layer, is still there."""
 
 
 def memory(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> list[Memory]:
@@ -184,7 +172,7 @@ class _Ranks:
     def _device_share(self, held: Held) -> Held:
         """Without gradients, where FSDP keeps them on the host, or the optimizer frees each as soon as it is made."""
         strategy = self.recipe.strategy
-        if self.recipe.optimizer.name.endswith(_IN_BACKWARD):
+        if self.recipe.optimizer.traits.in_backward:
             return Held(0.0, held.engine)
         away = self.kind != "cpu" and strategy.name == "fsdp" and strategy.offload_param != "none"
         return Held(0.0, held.engine) if away and not self.engine.accumulates else held
@@ -202,21 +190,20 @@ class _Ranks:
 
     def _temporaries(self) -> float:
         """What the optimizer allocates while it updates."""
-        name = self.recipe.optimizer.name
+        traits = self.recipe.optimizer.traits
         if self.kind != "cpu" and self.recipe.strategy.offload_optimizer != "none":
             return 0.0
-        width, flat = WIDTH[self.types.master], self.recipe.strategy.zero_stage > 0
+        flat = self.recipe.strategy.zero_stage > 0
         updated = self.trace.elements(trained=True) / self.over.optimizer
-        trained = [each for each in self.trace.tensors if each.trained]
+        trained = [each for each in self.trace.tensors if each.trained and traits.updates(each.shape, each.place)]
         share = 1 / self.over.optimizer if self.recipe.strategy.name == "fsdp" else 1.0
         one = updated if flat else max((each.numel for each in trained), default=0) * share
+        # A copy of the one before is still there, at most as large as the largest of a layer.
         before = 0.0 if flat else max((each.numel for each in trained if each.place == "layer"), default=0) * share
-        for start, copies in _BY_TENSOR.items():
-            if name.startswith(start):
-                return 4 * (copies * one + before)
-        if name not in _FOREACH:
-            return 0.0
-        return width * (_ONE_BY_ONE.get(name, 3) * one + before if self.kind == "cpu" else updated)
+        copied = traits.copies * one + before if traits.copies else 0.0
+        if traits.foreach:
+            return WIDTH[self.types.master] * (copied if self.kind == "cpu" else updated)
+        return 4 * copied
 
     def _loading(self, first: bool) -> Parts:
         """What comes on top of weights and masters while they are put in place."""

@@ -17,6 +17,8 @@ from typing import Any
 from toolkit.distributed import Dtypes
 from toolkit.planner.trace.types import Tensors, Trace
 from toolkit.recipe import Recipe
+from toolkit.recipe.optimizers import OPTIMIZERS, Traits
+from toolkit.recipe.sections import Optimizer
 
 WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element."""
@@ -29,79 +31,60 @@ BLOCK_4BIT = 128
 PAGED = 100_000
 """Elements from which bitsandbytes puts the state of a paged optimizer into unified memory (`get_state_buffer`)."""
 
-# Moments that each optimizer keeps for a parameter: tensors of its shape, in its dtype unless `_FP32` has the name.
-_MOMENTS = {
-    "adamw": 2, "adamw_torch": 2, "adamw_torch_fused": 2, "adamw_torch_xla": 2, "adamw_torch_npu_fused": 2,
-    "adamw_torch_4bit": 2, "adamw_torch_8bit": 2, "adamw_8bit": 2, "adamw_bnb_8bit": 2, "stable_adamw": 2,
-    "paged_adamw_32bit": 2, "paged_adamw_8bit": 2, "galore_adamw": 2, "galore_adamw_8bit": 2, "apollo_adamw": 2,
-    "galore_adamw_layerwise": 2, "galore_adamw_8bit_layerwise": 2, "apollo_adamw_layerwise": 2,
-    "schedule_free_radam": 2, "schedule_free_adamw": 2, "schedule_free_sgd": 1,
-    "ademamix": 3, "ademamix_8bit": 3, "paged_ademamix_32bit": 3, "paged_ademamix_8bit": 3, "grokadamw": 3,
-    "lion": 1, "lion_32bit": 1, "lion_8bit": 1, "paged_lion_32bit": 1, "paged_lion_8bit": 1,
-    "rmsprop": 1, "rmsprop_bnb": 1, "rmsprop_bnb_8bit": 1, "rmsprop_bnb_32bit": 1, "adagrad": 1, "sgd": 1,
-    "lomo": 0,
-}  # fmt: skip
-_FACTORED = ("adafactor", "adalomo", "galore_adafactor", "galore_adafactor_layerwise")
-"""These keep the second moment's sums over rows and columns (Shazeer & Stern 2018)."""
-_FP32 = ("lion", "rmsprop_bnb", "paged_", "ademamix")
-"""Start of names of bitsandbytes' optimizers whose 32-bit state is fp32 whatever the parameter is."""
-_PROJECTED, RANK = ("galore", "apollo"), 128
-"""Optimizers that project gradients, and Transformers' default rank of the projection (`trainer_optimizer`)."""
-
 
 def moment_bytes(
-    optimizer: Any, shape: tuple[int, ...], master: str = "float32", flat: bool = False, embedding: bool = False
+    optimizer: Optimizer, shape: tuple[int, ...], master: str = "float32", flat: bool = False, place: str = "layer"
 ) -> float:
     """Optimizer state of one parameter, without its master.
 
     Args:
-        optimizer: The recipe's section `optimizer`.
         shape: Of the parameter, or of the shard of it that this rank updates.
         master: Dtype of what the optimizer updates; torch's own optimizers keep their moments in it.
         flat: Whether the engine hands over one long vector instead of matrices (ZeRO).
-        embedding: Whether it is an embedding, which Transformers keeps out of 8 bits (`GlobalOptimManager`).
+        place: Of the parameter in the model, see `Tensors`. Embeddings are kept out of 8 bits by Transformers
+            (`GlobalOptimManager`), and embeddings and head out of Muon.
     """
-    name, numel = optimizer.name, math.prod(shape)
-    matrix = len(shape) > 1 and not flat
-    if name == "sgd" and not optimizer.momentum:
+    traits, numel = optimizer.traits, math.prod(shape)
+    matrix, embedding = len(shape) > 1 and not flat, place == "embeddings"
+    if traits.family == "sgd" and optimizer.momentum == 0:
         return 0.0
-    if name == "adamw_anyprecision":
-        return numel * (4 + 2)  # torchdistx as Transformers calls it: momentum in fp32, variance in bf16.
-    if name.startswith(_PROJECTED) and matrix and not embedding:
-        return _projected(name, shape, dict(optimizer.args), WIDTH[master])
-    if name in _FACTORED:
+    if not traits.updates(shape, place):
+        traits = OPTIMIZERS[traits.rest]
+    if traits.rank and matrix and not embedding:
+        return _projected(traits, shape, dict(optimizer.args), WIDTH[master])
+    if traits.factored:
         # Sums of squares in fp32, of each row and each column; vectors whole.
         return 4.0 * (numel // shape[-1] + numel // shape[-2]) if matrix else 4.0 * numel
-    return _MOMENTS[name] * numel * _moment_width(name, numel, master, embedding and not flat)
+    return traits.moments * numel * _moment_width(traits, numel, master, embedding and matrix)
 
 
-def _moment_width(name: str, numel: int, master: str, embedding: bool) -> float:
+def _moment_width(traits: Traits, numel: int, master: str, embedding: bool) -> float:
     """Bytes of an element of one moment."""
-    torchao, bits = name.startswith("adamw_torch_"), 8 if "8bit" in name else 4 if "4bit" in name else 32
-    if bits == 32:
-        return 4 if name.startswith(_FP32) else WIDTH[master]
-    block = BLOCK_4BIT if bits == 4 else BLOCK
+    torchao = traits.module == "torchao"
+    if traits.bits == 32:
+        return WIDTH[traits.state_dtype(master)]
+    block = BLOCK_4BIT if traits.bits == 4 else BLOCK
     if numel < SMALLEST or (torchao and numel % block) or (embedding and not torchao):
         return WIDTH[master] if torchao else 4
-    return bits / 8 + 4 * math.ceil(numel / block) / numel
+    return traits.bits / 8 + 4 * math.ceil(numel / block) / numel
 
 
-def _projected(name: str, shape: tuple[int, ...], arguments: Mapping[str, Any], width: int) -> float:
+def _projected(traits: Traits, shape: tuple[int, ...], arguments: Mapping[str, Any], width: int) -> float:
     """GaLore (Zhao et al. 2024, table 1) and APOLLO (Zhu et al. 2024): moments of the gradient projected to rank r.
 
     For an m x n matrix with m <= n that is a projection of m r elements, and moments of n r each.
     """
     rows, columns = sorted((math.prod(shape[:-1]), shape[-1]))
-    rank = min(int(arguments.get("rank", RANK)), rows)
+    rank = min(int(arguments.get("rank", traits.rank)), rows)
     projection = rows * rank * width
-    if name in _FACTORED:
+    if traits.factored:
         return projection + 4.0 * (columns + rank)
-    return projection + 2 * columns * rank * _moment_width(name, columns * rank, "float32", False)
+    return projection + traits.moments * columns * rank * _moment_width(traits, columns * rank, "float32", False)
 
 
-def paged_bytes(optimizer: Any, shape: tuple[int, ...], flat: bool = False) -> float:
+def paged_bytes(optimizer: Optimizer, shape: tuple[int, ...], flat: bool = False) -> float:
     """The part of `moment_bytes` in memory that host and device share, where the driver moves pages as needed."""
-    paged = optimizer.name.startswith("paged_") and math.prod(shape) >= PAGED
+    paged = optimizer.traits.unpaged and math.prod(shape) >= PAGED
     return moment_bytes(optimizer, shape, flat=flat) if paged else 0.0
 
 
@@ -151,7 +134,7 @@ class States:
 
 
 def per_parameter(
-    optimizer: Any, weights: str = "float32", gradients: str = "float32", masters: str | None = None
+    optimizer: Optimizer, weights: str = "float32", gradients: str = "float32", masters: str | None = None
 ) -> States:
     """Bytes per parameter of a large matrix that is trained in full.
 
@@ -228,9 +211,9 @@ def states(recipe: Recipe, types: Dtypes, trace: Trace, over: Division) -> State
             each, each.numel * WIDTH[types.reduce if zero else types.local], over.gradients, fsdp
         )
         if not zero:
-            embedding = each.place == "embeddings" and len(each.shape) > 1
-            state = moment_bytes(recipe.optimizer, share, types.master, False, embedding)
+            state = moment_bytes(recipe.optimizer, share, types.master, place=each.place)
             sums["optimizer"] += each.count * state
+            embedding = each.place == "embeddings" and len(each.shape) > 1
             sums["paged"] += each.count * (paged_bytes(recipe.optimizer, share) if not embedding else 0)
     if zero:
         flat = (math.ceil(trace.elements(trained=True) / over.optimizer),)

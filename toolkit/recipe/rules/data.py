@@ -181,9 +181,7 @@ SCHEDULE_RULES = (
     Rule(
         "schedule-constant-warmup",
         "schedule.name",
-        lambda r, _: (
-            r.schedule.name == "constant" and _warms_up(r) and not r.optimizer.name.startswith("schedule_free")
-        ),
+        lambda r, _: r.schedule.name == "constant" and _warms_up(r) and r.optimizer.traits.family != "schedule_free",
         "a constant learning rate has no warm-up",
         "set schedule.name=constant_with_warmup",
     ),
@@ -211,7 +209,7 @@ SCHEDULE_RULES = (
     Rule(
         "schedule-free",
         "schedule.name",
-        lambda r, _: r.optimizer.name.startswith("schedule_free") and r.schedule.name != "constant",
+        lambda r, _: r.optimizer.traits.family == "schedule_free" and r.schedule.name != "constant",
         "this optimizer replaces the schedule; a second one would fight it",
         "set schedule.name=constant; schedule.warmup_steps is then the optimizer's own",
     ),

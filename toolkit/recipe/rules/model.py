@@ -9,8 +9,6 @@ from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
 
 _BY_BOUNDARIES = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-_NO_DECAY = ("galore", "apollo", "lomo", "adalomo")
-_IN_BACKWARD = ("lomo", "layerwise")
 
 
 def adapter_keys(recipe: Recipe) -> list[str]:
@@ -195,14 +193,14 @@ OPTIMIZER_RULES = (
     Rule(
         "optimizer-no-decay",
         "optimizer.weight_decay",
-        lambda r, _: bool(r.optimizer.weight_decay) and r.optimizer.name.startswith(_NO_DECAY),
+        lambda r, _: bool(r.optimizer.weight_decay) and not r.optimizer.traits.decays,
         "optimizer {optimizer} would not apply it",
         "set optimizer.weight_decay=0",
     ),
     Rule(
         "optimizer-no-clipping",
         "optimizer.max_grad_norm",
-        lambda r, _: bool(r.optimizer.max_grad_norm) and r.optimizer.name.endswith(_IN_BACKWARD),
+        lambda r, _: bool(r.optimizer.max_grad_norm) and r.optimizer.traits.in_backward,
         "optimizer {optimizer} updates during the backward pass, so gradients cannot be clipped",
         "set optimizer.max_grad_norm=0",
     ),

@@ -30,35 +30,6 @@ KEYS = {
 }
 """Key of the section to the strategies that read it."""
 
-_ELEMENTWISE = (
-    *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_torch_4bit", "adamw_torch_8bit"),
-    *("sgd", "rmsprop"),
-)
-ZERO_OPTIMIZERS = (
-    *_ELEMENTWISE,
-    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
-    *("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
-    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-)
-"""Update each element by itself, so that parameters laid end to end and cut into parts train as whole ones do."""
-FSDP_OPTIMIZERS = (
-    *_ELEMENTWISE,
-    *("adagrad", "grokadamw", "stable_adamw", "galore_adamw", "lomo"),
-    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-)
-"""Made of operations that torch knows for sharded tensors."""
-_NEAREST = {
-    "zero": {"adagrad": "rmsprop", "schedule_free_sgd": "sgd", "stable": "adamw", "grok": "adamw", "schedule": "adamw"},
-    "fsdp": {
-        **{"ademamix": "adamw", "paged_adamw_32bit": "adamw", "paged_ademamix": "adamw", "rmsprop": "rmsprop"},
-        **{"lion": "adamw", "paged_lion": "adamw", "galore": "galore_adamw", "adalomo": "lomo"},
-    },
-}
-"""Start of a refused optimizer's name to the allowed one that is most like it."""
-_REST = {"zero": "adamw_8bit", "fsdp": "adamw_torch_8bit"}
-"""For those refused whose point is little memory."""
-_WITHOUT = ("adamw_anyprecision", "adamw_torch_xla", "adamw_torch_npu_fused")
 _EMBEDDINGS = {"embed_tokens", "lm_head"}
 
 
@@ -74,32 +45,20 @@ def owners(keys: Iterable[str]) -> list[str]:
     return [name for name in STRATEGIES if all(name in KEYS[key] for key in keys)]
 
 
-def nearest_optimizer(recipe: Recipe) -> str:
-    """The optimizer most like the recipe's that its engine can use."""
-    name, engine = recipe.optimizer.name, "fsdp" if recipe.strategy.name == "fsdp" else "zero"
-    if name in _WITHOUT:
-        return "adamw"
-    # The longest start is the closest kin.
-    starts = sorted((start for start in _NEAREST[engine] if name.startswith(start)), key=len)
-    return _NEAREST[engine][starts[-1]] if starts and not _low_bit(name, engine) else _REST[engine]
-
-
 def strategy_figures(recipe: Recipe) -> dict[str, object]:
     """What the texts of these rules may name in braces."""
     keys = foreign_keys(recipe)
     names = owners(keys)
+    traits = recipe.optimizer.traits
     return {
         "strategy": recipe.strategy.name,
         "foreign_keys": ", ".join(f"strategy.{key}" for key in keys),
         "owners": f", or set strategy.name={' or '.join(names)}" if keys and names else "",
-        "nearest_optimizer": nearest_optimizer(recipe),
-        "unpaged_optimizer": recipe.optimizer.name.removeprefix("paged_").replace("_32bit", ""),
+        "zero_alternative": traits.zero_alternative,
+        "fsdp_alternative": traits.fsdp_alternative,
+        "unpaged_optimizer": traits.unpaged,
         "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
     }
-
-
-def _low_bit(name: str, engine: str) -> bool:
-    return engine == "fsdp" and "8bit" in name and "galore" not in name
 
 
 def _changed(strategy: Strategy, key: str) -> bool:
@@ -268,14 +227,14 @@ STRATEGY_RULES = (
     Rule(
         "zero-optimizer",
         "optimizer.name",
-        lambda r, _: _zero(r) and r.optimizer.name not in ZERO_OPTIMIZERS,
+        lambda r, _: _zero(r) and bool(r.optimizer.traits.zero_alternative),
         "ZeRO lays parameters end to end and cuts them: {optimizer} needs their shapes, norms or own state",
-        "set optimizer.name={nearest_optimizer}",
+        "set optimizer.name={zero_alternative}",
     ),
     Rule(
         "zero-offload-paged",
         "optimizer.name",
-        lambda r, _: _zero(r) and r.strategy.offload_optimizer != "none" and r.optimizer.name.startswith("paged"),
+        lambda r, _: _zero(r) and r.strategy.offload_optimizer != "none" and bool(r.optimizer.traits.unpaged),
         "optimizer state is in host memory already; paging would bring it back to the GPU",
         "set optimizer.name={unpaged_optimizer}",
         reference="(https://huggingface.co/docs/bitsandbytes/main/en/explanations/optimizers#paged-optimizers)",
@@ -283,8 +242,15 @@ STRATEGY_RULES = (
     Rule(
         "fsdp-optimizer",
         "optimizer.name",
-        lambda r, _: _fsdp(r) and r.optimizer.name not in FSDP_OPTIMIZERS,
+        lambda r, _: _fsdp(r) and bool(r.optimizer.traits.fsdp_alternative) and r.optimizer.traits.family != "muon",
         "{optimizer} has operations that torch does not know for sharded tensors",
-        "set optimizer.name={nearest_optimizer}",
+        "set optimizer.name={fsdp_alternative}",
+    ),
+    Rule(
+        "fsdp-muon",
+        "optimizer.name",
+        lambda r, _: _fsdp(r) and r.optimizer.traits.family == "muon",
+        "torch adds up the products of a sharded matrix in bf16, so Muon takes other steps than with whole matrices",
+        "set optimizer.name={fsdp_alternative}, or strategy.name=ddp",
     ),
 )
