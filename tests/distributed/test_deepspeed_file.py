@@ -9,10 +9,38 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed import World, check_launch, deepspeed_config
+from toolkit.distributed import Length, World, batch_layout, check_launch, deepspeed_config, training_arguments
 from toolkit.distributed.launcher import Launch
 from toolkit.recipe import Recipe
 
+# The example for ZeRO-3 in the documentation of Transformers.
+EXAMPLE = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16}
+    | {"hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"), "auto"),
+    "train_micro_batch_size_per_gpu": "auto",
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
 BATCH = {"global_batch_size": 32, "micro_batch_size": 4}
 
 
@@ -144,12 +172,29 @@ def test_what_no_recipe_states_is_taken_over_to_deepspeed(launched: Any, tmp_pat
     plain, given = deepspeed_config(made), deepspeed_config(made, launch.taken_over)
     assert given["fp16"] == {**plain["fp16"], "initial_scale_power": 12, "loss_scale_window": 500}
     zero = {**plain["zero_optimization"], "sub_group_size": 1e9, "round_robin_gradients": True}
-    assert given == plain | {
-        "fp16": given["fp16"],
-        "zero_optimization": zero,
-        "aio": content["aio"],
-        "wall_clock_breakdown": True,
-    }
+    arguments = training_arguments(made, batch_layout(made, 1), Length(1, None, 0, None), launch.taken_over)
+    assert (
+        arguments["deepspeed"]
+        == given
+        == plain
+        | {
+            "fp16": given["fp16"],
+            "zero_optimization": zero,
+            "aio": content["aio"],
+            "wall_clock_breakdown": True,
+        }
+    )
+
+
+def test_the_example_of_the_field_starts_a_recipe_of_the_same_strategy(launched: Any) -> None:
+    offloads = {"name": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}
+    made = recipe(offloads, precision="fp16", schedule={"name": "constant_with_warmup"})
+    launch = launched(made, EXAMPLE)
+    assert launch.ignored == ("scheduler.params.warmup_type=log (DeepSpeed's default)",)
+    scaling = ("fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale")
+    assert tuple(launch.taken_over) == (*scaling, "zero_optimization.sub_group_size")
+    with pytest.raises(UserError, match=r"schedule.name=cosine, the launcher says scheduler.type=WarmupLR"):
+        launched(recipe(offloads), EXAMPLE)
 
 
 @pytest.mark.parametrize("content", ["not an object", [1]])

@@ -1,7 +1,7 @@
 """The recipe as the engines are told it, and the state that they must then be in.
 
 Masters, clipping and sums of gradients are the same on every engine, so every value that an engine would choose by
-itself is stated.
+itself is stated. In this order: dtypes, DeepSpeed, FSDP2, TrainingArguments, the expected state.
 """
 
 from __future__ import annotations
