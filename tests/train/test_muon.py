@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import launch, losses
+from harness import losses
+from ranks import Ranks
 from small import LORA, populate, set_up
 
 from toolkit.train.main import main
@@ -125,8 +126,8 @@ def test_a_continued_run_equals_one_that_was_never_stopped() -> None:
     assert losses(Path("runs/continued")) == losses(Path("runs/whole"))[3:]
 
 
-def test_two_replicas_take_the_same_steps_as_one_process(place: Path) -> None:
+def test_two_replicas_take_the_same_steps_as_one_process(place: Path, ranks: Ranks) -> None:
     assert main(["recipe=small", *MUON, "output.name=alone"]) == 0
-    done = launch(place, "recipe=small", *MUON, "output.name=two", processes=2)
+    done = ranks.run(place, "recipe=small", *MUON, "output.name=two", processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(place / "runs/two") == pytest.approx(losses(place / "runs/alone"), rel=1e-3)
