@@ -31,8 +31,8 @@ ELSEWHERE = {
     "train/samples": "train/test_evaluate",
     # Tables and types, tested by what reads them.
     "recipe/optimizers": "train/test_optimizer",
-    "recipe/schema": "recipe/test_load",
-    "recipe/sections": "recipe/test_load",
+    "recipe/schema": "recipe/test_show",
+    "recipe/sections": "recipe/test_show",
     # Adapters are tested by training them.
     "models/adapters": "train/test_optimizer",
 }

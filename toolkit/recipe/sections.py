@@ -152,15 +152,15 @@ class Optimizer(Section):
     """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion, `muon` torch's Muon for the matrices of hidden layers
     with AdamW for all else; all other names are those of Transformers' Trainer."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Peak learning rate."""
+    """Peak learning rate, reached after warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay; norm weights and biases are never decayed."""
     beta1: Fraction = 0.9
-    """Decay of the first moment (Adam and Lion families)."""
+    """Decay rate of the first moment, for optimizers of the Adam and Lion families."""
     beta2: Fraction = 0.999
-    """Decay of the second moment (Adam and Lion families)."""
+    """Decay rate of the second moment, for optimizers of the Adam and Lion families."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator (Adam family)."""
+    """Added to the denominator of the update, for optimizers of the Adam family."""
     momentum: Fraction | None = None
     """Momentum of SGD (0.9 by default) and of Muon (0.95)."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
