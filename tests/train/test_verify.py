@@ -25,8 +25,8 @@ import toolkit.distributed.engines as engines
 
 honest = engines.deepspeed_config
 
-def silently(recipe):
-    config = honest(recipe)
+def silently(*given):
+    config = honest(*given)
     del config["gradient_clipping"]
     config["data_types"]["grad_accum_dtype"] = config["communication_data_type"] = "bf16"
     config["zero_optimization"]["stage"] = 1
