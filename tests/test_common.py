@@ -1,10 +1,71 @@
-"""Values as people read them."""
+"""What every room shares: what is said and to whom, errors in a line, files written in one go, values as text."""
 
 from __future__ import annotations
 
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from toolkit.common import bytes_text, compact, duration
+from toolkit.common import (
+    add_verbosity,
+    bytes_text,
+    compact,
+    duration,
+    first_line,
+    start_logging,
+    write_atomically,
+)
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """Gives the toolkit's logger back as it was."""
+    logger = logging.getLogger("toolkit")
+    before = logger.level, logger.handlers, logger.propagate
+    yield
+    logger.level, logger.handlers, logger.propagate = before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "shown"),
+    [
+        ([], True, ["where the cache is", "compiling", "warning: low on disk"]),
+        (["--verbose"], True, ["chosen and why", "where the cache is", "compiling", "warning: low on disk"]),
+        (["--quiet"], True, ["warning: low on disk"]),
+        (["--verbose"], False, ["warning: low on disk"]),
+    ],
+)
+def test_what_is_said(arguments: list[str], first: bool, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_verbosity(parser)
+    for _ in range(2):  # Once more, as by a second command in one process, nothing is said twice.
+        start_logging(parser.parse_args(arguments), first)
+    logging.getLogger("toolkit.models").debug("chosen and why")
+    logging.getLogger("toolkit").info("where the cache is")
+    logging.getLogger("toolkit.distributed").info("compiling")
+    logging.getLogger("toolkit.train").warning("low on disk")
+    logging.getLogger("library").info("not ours")
+    said = capsys.readouterr()
+    assert (said.err.splitlines(), said.out) == (shown, "")
+
+
+def test_first_line_of_an_error() -> None:
+    assert first_line(ValueError("Error in file:\n  line 3\nmore")) == "Error in file: line 3"
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "\ud800")
+    assert file.read_text() == "old"
+    write_atomically(file, "new")
+    assert file.read_text() == "new"
 
 
 @pytest.mark.parametrize(

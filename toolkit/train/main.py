@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loaded = decide_for_launch(loaded, world, options.recipes)
         launch = check_launch(loaded.recipe, world)
         loaded = dataclasses.replace(loaded, taken_over=launch.taken_over)
-        if world.rank == 0:
-            for line in launch.lines():
-                _log.info("%s", line)
+        for line in launch.lines():
+            _log.info("%s", line)
         for key, value in environment(loaded.recipe, world).items():
             if value is None:
                 os.environ.pop(key, None)
