@@ -45,6 +45,11 @@ def populate(folder: Path, *models: str) -> None:
 
 def set_up(*overrides: str) -> Any:
     """A training of the recipe `small` in the current folder, ready for its first step."""
+    return with_callbacks(*overrides)[0]
+
+
+def with_callbacks(*overrides: str) -> tuple[Any, Any]:
+    """The same, and its callbacks."""
     from toolkit.distributed import World
     from toolkit.distributed.rendezvous import Rendezvous
     from toolkit.models.load import ModelSource
@@ -56,7 +61,8 @@ def set_up(*overrides: str) -> Any:
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
     preflight.check_devices(loaded.recipe, World())
     source = ModelSource.open(loaded.recipe)
-    return setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress())
+    session = setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress())
+    return session, setup.attach_callbacks(session)
 
 
 def loss_and_gradients(training: Any, rows: int = 4) -> tuple[float, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import INT8, LORA, NF4, SEQ2SEQ, populate, set_up
+from small import INT8, LORA, NF4, SEQ2SEQ, populate, with_callbacks
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
@@ -73,7 +73,8 @@ def test_merged_files_say_what_the_adapter_says(kind: str) -> None:
     assert cli(["merge", str(run)]) == 0
     proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
     assert proof["distance"] < 1e-5 < 1e-2 < proof["effect"]
-    recipe, adapted, _ = load_trained(run)
+    source, adapted, _ = load_trained(run)
+    recipe = source.recipe
     bf16 = "precision=bf16" in MERGES[kind]
     auto = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
     merged = auto.from_pretrained(run / "merged", attn_implementation="eager")
@@ -137,11 +138,11 @@ def test_adapter_names_its_base_by_the_recipe() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
 def test_final_model_is_what_was_trained(model: str, precision: str) -> None:
     kind = SEQ2SEQ if model == "blenderbot" else [f"model.path={model}"]
-    training = set_up(
+    training, callbacks = with_callbacks(
         *kind, f"precision={precision}", "activation_checkpointing.mode=full", f"output.name={model}-{precision}"
     )
     training.trainer.train()
-    train.finish(training)
+    train.finish(training, callbacks)
     final = training.folder.final
     auto = AutoModelForSeq2SeqLM if model == "blenderbot" else AutoModelForCausalLM
     loaded, info = auto.from_pretrained(final, output_loading_info=True)
