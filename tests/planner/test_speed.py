@@ -63,7 +63,10 @@ def plan(
     wanted: Recipe, hardware: Hardware | str = "h200", counted: DataStatistics | None = None, **kwargs: Any
 ) -> Work:
     on = find(hardware) if isinstance(hardware, str) else hardware
-    return work(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted), counted, **kwargs)
+    # Torch's own kernels from Ampere on.
+    usual = "torch_varlen" if on.device.kind == "cuda" and float(on.device.capability or 0) >= 8 else "sdpa"
+    backend = usual if wanted.model.attention == "auto" else wanted.model.attention
+    return work(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted), counted, attention=backend, **kwargs)
 
 
 def sent(wanted: Recipe, hardware: str) -> dict[str, float]:
@@ -309,5 +312,5 @@ def test_measured_steps_on_an_h200(row: str, tmp_path: Any, monkeypatch: pytest.
     rows, documents = 1000, 1000 * 4096 // 700
     squares = int(documents * 700**2 * math.exp(0.8**2))
     counted = DataStatistics(rows, rows * 4096, rows * 4096, documents, squares, (4096.0, 4096.0))
-    planned = work(wanted, batch_layout(wanted, 1), find("h200"), found, counted)
+    planned = work(wanted, batch_layout(wanted, 1), find("h200"), found, counted, attention="flash_attention_2")
     assert 0.95 * measured < planned.tokens_per_second < 1.25 * measured

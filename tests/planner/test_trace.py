@@ -27,7 +27,7 @@ from toolkit.planner.trace.__main__ import _resolves as resolves
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.shallow import Shallow, _layers
-from toolkit.planner.trace.tracker import Ledger
+from toolkit.planner.trace.tracker import Tracker
 from toolkit.planner.trace.types import Moment, Setting, Shape, Trace, setting_of
 from toolkit.recipe import Recipe, model_configs
 
@@ -279,9 +279,9 @@ def test_the_estimate_of_an_encoder_decoder_has_both(kind: str) -> None:
 def test_a_gpu_is_spared_what_only_watching_allocates() -> None:
     def live_at_the_sum(on_gpu: bool) -> int:
         x = torch.randn(2**16, requires_grad=True)
-        ledger = Ledger([x], [], on_gpu)
-        timeline = ledger.begin()
-        with ledger:
+        tracker = Tracker([x], [], on_gpu)
+        timeline = tracker.begin()
+        with tracker:
             (x.sin() + x.cos()).sum().backward()
         return sum(timeline.live[len(timeline.names) - 1 - timeline.names[::-1].index("aten::add.Tensor")])
 
@@ -327,7 +327,7 @@ def test_heads_are_joined_without_a_copy_on_a_gpu() -> None:
 
 
 def test_two_gradients_of_a_tensor_are_added_in_place_where_nobody_watches() -> None:
-    """What `ledger.py` says of torch, and why a GPU's trace is not what was seen under its own eyes."""
+    """What `tracker.py` says of torch, and why a GPU's trace is not what was seen under its own eyes."""
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
 
-MICRO_BATCH_TOKENS = 16_384
+_MICRO_BATCH_TOKENS = 16_384
 """A micro-batch of this many tokens keeps a current GPU busy; more only costs memory."""
 
 
@@ -168,13 +168,15 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
             change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     per_process = total // world_size
-    fitting = max(1, MICRO_BATCH_TOKENS // batch.seq_len)
-    micro_batch = batch.micro_batch_size or max(size for size in _divisors(per_process) if size <= fitting)
+    micro_batch = batch.micro_batch_size or micro_batch_sizes(recipe, world_size)[-1]
     return BatchLayout(total, micro_batch, per_process // micro_batch, world_size, batch.seq_len)
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
+    """Sizes that divide a process's share of the global batch, ascending, up to what keeps a current GPU busy."""
+    share = max(1, recipe.batch.sequences_per_step // world_size)
+    largest = max(1, _MICRO_BATCH_TOKENS // recipe.batch.seq_len)
+    return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 
 @dataclass(frozen=True)

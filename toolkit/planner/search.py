@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from toolkit.common import UserError
 from toolkit.distributed import World, batch_layout, check_launch
-from toolkit.distributed.layout import MICRO_BATCH_TOKENS
+from toolkit.distributed.layout import micro_batch_sizes
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Plan
 from toolkit.recipe import Recipe
@@ -130,10 +130,8 @@ def strategies(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Change
 
 
 def micro_batches(recipe: Recipe, devices: int) -> list[Changes]:
-    """Sizes of a micro-batch that divide the global batch and are not larger than what keeps a device busy."""
-    share = max(1, recipe.batch.sequences_per_step // devices)
-    most = max(1, MICRO_BATCH_TOKENS // recipe.batch.seq_len)
-    sizes = {size for size in range(1, min(share, most) + 1) if share % size == 0}
+    """Sizes of a micro-batch that are worth a plan, and the one that the recipe asks for."""
+    sizes = set(micro_batch_sizes(recipe, devices))
     if isinstance(asked := recipe.batch.micro_batch_size, int):
         sizes.add(asked)
     return [{"batch.micro_batch_size": size} for size in sorted(sizes)]

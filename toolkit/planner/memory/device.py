@@ -50,7 +50,7 @@ def memory(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace
         hardware: What it runs on; on a CPU what is offloaded stays in the same memory and counts.
         trace: Of the recipe's model.
     """
-    ranks = _Ranks(recipe, layout, hardware, trace)
+    ranks = _RankMemory(recipe, layout, hardware, trace)
     first = ranks.describe("every rank", ranks.phases(first=True))
     if layout.world_size == 1 or first.peak_phase != "save":
         return [first]
@@ -58,7 +58,7 @@ def memory(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace
     return [first.model_copy(update={"ranks": "rank 0"}), others]
 
 
-class _Ranks:
+class _RankMemory:
     """One recipe on one machine."""
 
     def __init__(self, recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> None:

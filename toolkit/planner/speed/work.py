@@ -33,7 +33,7 @@ def work(
     counted: DataStatistics | None = None,
     price: float | None = None,
     *,
-    attention: str | None = None,
+    attention: str,
     experts: tuple[int, int] = (1, 1),
     checkpoint_bytes: int = 0,
 ) -> Work:
@@ -46,12 +46,11 @@ def work(
         trace: Of the recipe's model.
         counted: Of its data; without it full sequences are assumed.
         price: Of a device-hour.
-        attention: Backend as it will run; by default `model.attention`, and for `auto` the usual one of the device.
+        attention: Backend as it will run.
         experts: Of the model, see `model_configs.experts`.
         checkpoint_bytes: Of one checkpoint, all ranks together.
     """
-    backend = attention or _usual_attention(recipe, hardware)
-    load = micro_load(recipe, layout, counted, backend)
+    load = micro_load(recipe, layout, counted, attention)
     ranks = layout.world_size * layout.gradient_accumulation_steps
     tokens = load.tokens * ranks
     parameters, trained = trace.elements(), trace.elements(trained=True)
@@ -63,7 +62,7 @@ def work(
     steps, total = None, None
     if counted or recipe.schedule.max_steps:
         steps = run_length(recipe, counted.rows if counted else None, layout).total_steps
-        total = _total(ends, steps, recipe, layout, counted, backend, checkpoint_bytes)
+        total = _total(ends, steps, recipe, layout, counted, attention, checkpoint_bytes)
     peak = hardware.device.flops[peak_dtype(recipe, hardware)]
     hours = hardware.devices * total.value / 3600 if total else None
     return Work(
@@ -150,14 +149,6 @@ def load_of(recipe: Recipe, backend: str, size: int, mean: float, squared: float
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
     return Load(tokens, padded, within, attended, grid, longest)
-
-
-def _usual_attention(recipe: Recipe, hardware: Hardware) -> str:
-    """What `auto` comes to where it is not known better: torch's own kernels from Ampere on."""
-    if recipe.model.attention != "auto":
-        return recipe.model.attention
-    capability = float(hardware.device.capability or 0)
-    return "torch_varlen" if hardware.device.kind == "cuda" and capability >= 8 else "sdpa"
 
 
 def _links(sent: list[Transfer], hardware: Hardware) -> list[Link]:

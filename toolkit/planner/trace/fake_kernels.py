@@ -1,6 +1,6 @@
 """What cannot be traced as it is: kernels that fake tensors do not know, and CUDA's ways on a machine without it.
 
-Each stand-in allocates and computes what the real operation does, so that the ledger counts the same.
+Each stand-in allocates and computes what the real operation does, so that the tracker counts the same.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.kernels import keep_attention
 from toolkit.planner.trace.shallow import Shallow
-from toolkit.planner.trace.tracker import Ledger, Timeline
+from toolkit.planner.trace.tracker import Timeline, Tracker
 from toolkit.planner.trace.types import CHUNK, Setting
 from toolkit.recipe.sections import ActivationCheckpointing
 
@@ -48,7 +48,7 @@ def run(
     Args:
         fake: The mode in which tensors are made.
         period: So many layers at either end stand for those between them.
-        deadline: See `Ledger`.
+        deadline: See `Tracker`.
     """
     model = shallow.model
     _prepare(shallow, setting)
@@ -56,22 +56,22 @@ def run(
         inputs = _inputs(setting, batch, length)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *_tensors(inputs)]
         chunked = batch * length > CHUNK
-        ledger = Ledger(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
+        tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
         timelines: dict[str, Timeline] = {}
-        with _watched(shallow, ledger, period) as boundary, ledger:
+        with _watched(shallow, tracker, period) as boundary, tracker:
             for suffix in ("", "+"):
-                timelines[f"forward{suffix}"] = ledger.begin()
-                ledger.place = "embeddings"
+                timelines[f"forward{suffix}"] = tracker.begin()
+                tracker.place = "embeddings"
                 loss = _loss(shallow, setting, inputs)
-                timelines[f"backward{suffix}"] = ledger.begin()
+                timelines[f"backward{suffix}"] = tracker.begin()
                 loss.backward()
                 del loss
                 for parameter in model.parameters():
                     if parameter.grad is not None:
-                        ledger.forget(parameter.grad)
+                        tracker.forget(parameter.grad)
             model.eval()
-            timelines["evaluation"] = ledger.begin()
-            ledger.place = "embeddings"
+            timelines["evaluation"] = tracker.begin()
+            tracker.place = "embeddings"
             with torch.no_grad():
                 _evaluate(shallow, setting, inputs)
             model.train()
@@ -153,8 +153,8 @@ def _nll(shallow: Shallow, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.
 
 
 @contextlib.contextmanager
-def _watched(shallow: Shallow, ledger: Ledger, period: int) -> Iterator[list[int]]:
-    """Tells the ledger where the pass is, and which gradients are done."""
+def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[list[int]]:
+    """Tells the tracker where the pass is, and which gradients are done."""
     handles: list[Any] = []
     last = len(shallow.layers) - 1
     boundary = [0]
@@ -165,16 +165,16 @@ def _watched(shallow: Shallow, ledger: Ledger, period: int) -> Iterator[list[int
     def before(index: int, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         boundary[0] = hidden.numel() * hidden.element_size()
-        ledger.place = enter(index)
+        tracker.place = enter(index)
         if hidden.requires_grad and index == 0:
-            hidden.register_hook(lambda grad: setattr(ledger, "place", "embeddings"))
+            hidden.register_hook(lambda grad: setattr(tracker, "place", "embeddings"))
 
     def after(index: int, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda grad: setattr(ledger, "place", enter(index)))
+            hidden.register_hook(lambda grad: setattr(tracker, "place", enter(index)))
         if index == last:
-            ledger.place = "head"
+            tracker.place = "head"
 
     for index, layer in enumerate(shallow.layers):
         handles.append(
@@ -186,7 +186,7 @@ def _watched(shallow: Shallow, ledger: Ledger, period: int) -> Iterator[list[int
 
     def made(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # T5 gives parameters to autograd that end up without.
-            ledger.move(parameter.grad, "gradients")
+            tracker.move(parameter.grad, "gradients")
 
     for parameter in shallow.model.parameters():
         if parameter.requires_grad:

@@ -43,7 +43,7 @@ class Timeline:
     """What happened in one pass: for every operation where it was and what was live after it.
 
     Args:
-        places: Place of each operation, as given to `Ledger.at`.
+        places: Place of each operation, as given to `Tracker.at`.
         names: Its name.
         live: Bytes by category, in the order of `CATEGORIES`, after each operation.
         work: FLOPs and bytes by kind, see `trace.Pass`.
@@ -57,7 +57,7 @@ class Timeline:
     recomputed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WORK, 0.0))
 
 
-class Ledger(TorchDispatchMode):
+class Tracker(TorchDispatchMode):
     """A dispatch mode that keeps the books.
 
     Args:
