@@ -314,3 +314,26 @@ def test_measured_steps_on_an_h200(row: str, tmp_path: Any, monkeypatch: pytest.
     counted = DataStatistics(rows, rows * 4096, rows * 4096, documents, squares, (4096.0, 4096.0))
     planned = work(wanted, batch_layout(wanted, 1), find("h200"), found, counted, attention="flash_attention_2")
     assert 0.95 * measured < planned.tokens_per_second < 1.25 * measured
+
+
+def test_muon_multiplies_each_matrix_of_a_layer_five_times():
+    from toolkit.planner.speed.step import newton_schulz_flops
+    from toolkit.planner.trace.types import Amount, Tensors, Trace
+    from toolkit.recipe import Recipe
+
+    none = Amount()
+    # Embeddings, norms and experts are AdamW's; what is frozen is nobody's.
+    shapes = (("embeddings", (9000, 512), True), ("layer", (512,), True), ("layer", (8, 64, 64), True))
+    tensors = [Tensors(place, shape, 1, trained, "base") for place, shape, trained in shapes]  # type: ignore[arg-type]
+    tensors += [Tensors("layer", (512, 2048), 3, True, "base"), Tensors("layer", (512, 512), 1, False, "base")]
+    trace = Trace(1, tuple(tensors), (), {}, none, 0, (1,))
+
+    def flops(**optimizer: object) -> float:
+        sections = {"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, "optimizer": optimizer}
+        return newton_schulz_flops(Recipe.model_validate(sections), trace)
+
+    # X X^T, its square, and both times X.
+    products = 2 * (512 * 512 * 2048 + 512**3 + 512 * 512 * 2048)
+    assert flops(name="muon") == 3 * 5 * products
+    assert flops(name="muon", args={"ns_steps": 2}) == 3 * 2 * products
+    assert flops(name="adamw") == 0

@@ -63,6 +63,24 @@ def peak_dtype(recipe: Recipe, hardware: Hardware) -> str:
     return name if name in flops else "fp32"
 
 
+def newton_schulz_flops(recipe: Recipe, trace: Trace) -> float:
+    """FLOPs of Muon's iteration, which every rank does for all matrices; 0 for other optimizers.
+
+    Each iteration on a k x n matrix with k <= n forms its Gram matrix, squares that, and multiplies the matrix by both:
+    4 k k n + 2 k k k (Jordan et al. 2024, section "Runtime analysis").
+    """
+    traits = recipe.optimizer.traits
+    if traits.family != "muon":
+        return 0.0
+    shapes = (
+        (sorted(each.shape), each.count)
+        for each in trace.tensors
+        if each.trained and traits.updates(each.shape, each.place)
+    )
+    once = sum(count * (4.0 * k * k * n + 2.0 * k**3) for (k, n), count in shapes)
+    return once * int(recipe.optimizer.args.get("ns_steps", 5))
+
+
 class Step:
     """One optimizer step at one end of what is expected of the hardware.
 
@@ -143,7 +161,7 @@ class Step:
         return strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
 
     def _update_seconds(self) -> float:
-        """Clipping and the optimizer, which only move bytes.
+        """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.
 
         Masters and moments are read and written; gradients are read by the norm and by the optimizer, and read and
         written by clipping; ZeRO writes the parameters as copies.
@@ -159,7 +177,11 @@ class Step:
             hardware = self._hardware
             host = min(HOST_BANDWIDTH, CORE_BANDWIDTH * hardware.node.cores) / hardware.devices_per_node
             return moved / (host * _GUESSED[self._rates])
-        return moved / (device.bandwidth * self._of(device.efficiency.optimizer))
+        moving = moved / (device.bandwidth * self._of(device.efficiency.optimizer))
+        name = "bf16" if "bf16" in device.flops else "fp32"
+        return moving + newton_schulz_flops(recipe, self._trace) / (
+            device.flops[name] * self._of(device.efficiency.matmul_in(name))
+        )
 
     def _accumulation_seconds(self) -> float:
         """Sums of gradients over micro-batches: each reads two and writes one."""
