@@ -1,4 +1,4 @@
-"""What docs/data.md says about shapes and settings is so."""
+"""What docs/data.md says about formats and settings is so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.formats import SHAPES, recognise
+from toolkit.data.formats import FORMATS, Task, recognise
 from toolkit.data.readers import COMPRESSIONS, KINDS
 from toolkit.data.sources import SPLITS
 from toolkit.recipe.schema import Data, Source
@@ -17,16 +17,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-
 EXAMPLES = dict(re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE))
 
 
-def test_every_shape_has_an_example() -> None:
-    assert EXAMPLES.keys() == SHAPES.keys()
+def test_every_format_has_an_example() -> None:
+    assert EXAMPLES.keys() == FORMATS.keys()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_what_they_say(name: str) -> None:
     objective = "seq2seq" if name == "source_target" else "sft"
     row = json.loads(EXAMPLES[name])
-    shape = recognise([row], Source(path="d"), objective, "auto", True)
-    assert shape.format == name and shape.convert(row, "d:1")
+    row_format = recognise([row], Source(path="d"), Task(objective, "auto", True))
+    assert row_format.name == name and row_format.convert(row, "d:1")
 
 
 def test_all_settings_and_file_types_are_explained() -> None:

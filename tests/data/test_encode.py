@@ -13,9 +13,10 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
-from toolkit.data.encode import CHATML, IGNORE, Encoded, Encoder, load_chat_template
+from toolkit.data.encode import IGNORE, Encoded, Encoder, load_chat_template
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 
+CHATML = load_chat_template("chatml")
 LLAMA_3 = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -184,7 +185,7 @@ STOP_BEFORE_NEXT = """\
     {{- '<|' + message.role + '|>\\n' + message.content }}
 {%- endfor %}
 {{- '<|end|>' }}{{ '\\n<|assistant|>\\n' if add_generation_prompt }}"""
-# No loop over the messages, and a join that marks would disturb.
+# No loop over the messages, and a join that markers would disturb.
 JOINED = "{{ messages | map(attribute='content') | join('<|end|>') }}<|end|>"
 RECURSIVE_MACRO = """\
 {%- macro turn(i) %}{% if i < messages|length %}
@@ -332,7 +333,7 @@ def test_reasoning_that_the_template_strips_from_history_is_trained_only_where_i
     ]
 
 
-def test_generation_marks_give_the_mask_of_transformers() -> None:
+def test_generation_blocks_give_the_mask_of_transformers() -> None:
     encoder = encoder_for(GENERATION)
     row = Chat([USER, HELLO, MORE, FOUR])
     mask = encoder.tokenizer.apply_chat_template(row.messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -383,7 +384,7 @@ def test_what_a_template_refuses_is_a_user_error() -> None:
         Encoder(plain_tokenizer(), "auto", frozenset())(Chat([USER, HELLO]))
 
 
-def test_marks_and_flags_never_reach_the_tokens() -> None:
+def test_markers_and_flags_never_reach_the_tokens() -> None:
     dump = "{% for m in messages %}{{ m | tojson }}<|end|>{% endfor %}"
     encoder = encoder_for(dump)
     text = encoder.tokenizer.decode(encoder(Chat([USER, {**HELLO, "train": True, "weight": 1}])).input_ids)
@@ -459,7 +460,6 @@ def test_tokenizers_without_offsets_or_end_of_sequence_are_refused() -> None:
 def test_chat_templates_come_by_name_or_file(tmp_path: Path) -> None:
     path = tmp_path / "own.jinja"
     path.write_text(ZEPHYR, encoding="utf-8")
-    assert load_chat_template("chatml") == CHATML
     assert load_chat_template(str(path)) == ZEPHYR
     path.write_text("fine\n{% for m in messages %}", encoding="utf-8")
     with pytest.raises(UserError, match=r"own\.jinja, line 2"):

@@ -1,4 +1,4 @@
-"""Rows of every shape become the right normal form; wrong ones are named with row and cure."""
+"""Rows of every format become the right normal form; wrong ones are named with row and cure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.formats import recognise
+from toolkit.data.formats import Task, recognise
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text, from_json, to_json
 from toolkit.recipe.schema import Source
 
@@ -20,8 +20,8 @@ def convert(
     template: bool = True,
     **settings: Any,
 ) -> Row:
-    shape = recognise(rows, Source(path="d.jsonl", **settings), objective, train_on, template)
-    return shape.convert(rows[0], "d.jsonl:1")
+    row_format = recognise(rows, Source(path="d.jsonl", **settings), Task(objective, train_on, template))
+    return row_format.convert(rows[0], "d.jsonl:1")
 
 
 def refused(*rows: dict[str, Any], **settings: Any) -> str:
@@ -141,21 +141,21 @@ def test_columns_rename_and_decide() -> None:
     swapped = {"prompt": "completion", "completion": "prompt"}
     assert convert({"prompt": "a", "completion": "q"}, columns=swapped) == Completion("q", "a")
     assert "no column `frage`" in refused(row, columns={"prompt": "frage"})
-    assert "which no shape has" in refused(row, columns={"promt": "question"})
+    assert "which no format has" in refused(row, columns={"promt": "question"})
 
 
 def test_used_columns() -> None:
     row = {"q": "q", "completion": "a", "id": 1}
-    shape = recognise([row], Source(path="d", columns={"prompt": "q"}), "sft", "auto", True)
-    assert shape.used_columns() >= {"q", "completion"} and "id" not in shape.used_columns()
+    row_format = recognise([row], Source(path="d", columns={"prompt": "q"}), Task("sft", "auto", True))
+    assert row_format.used_columns() >= {"q", "completion"} and "id" not in row_format.used_columns()
 
 
-def test_unknown_and_ambiguous_shapes_list_columns_and_choices() -> None:
+def test_unknown_and_ambiguous_formats_list_columns_and_choices() -> None:
     message = refused({"question": "q", "answer": "a"})
     assert "`question`, `answer`" in message and "prompt_completion (prompt, completion)" in message
     assert "data.columns" in message
     message = refused({"text": "t", "instruction": "i", "output": "o"})
-    assert "fits several shapes: text, alpaca" in message and "data.format" in message
+    assert "fits several formats: text, alpaca" in message and "data.format" in message
     assert convert({"text": "t", "instruction": "i", "output": "o"}, format="text") == Text("t")
     assert "needs" in refused({"text": "t"}, format="messages")
 
@@ -191,7 +191,7 @@ def test_preference_pairs_are_refused_with_a_word() -> None:
     assert convert({"prompt": "p", "chosen": "a", "rejected": "b"}, columns=columns) == Completion("p", "a")
 
 
-def test_shape_must_suit_train_on_and_the_tokenizer() -> None:
+def test_format_must_suit_train_on_and_the_tokenizer() -> None:
     assert "data.train_on" in refused({"text": "t"}, train_on="assistant")
     assert "data.train_on" in refused({"prompt": "p", "completion": "c"}, train_on="last_assistant")
     assert "model.chat_template" in refused({"messages": []}, template=False)
@@ -223,9 +223,9 @@ def test_wrong_types_name_the_row(row: dict[str, Any], words: str) -> None:
 
 
 def test_missing_column_in_a_later_row() -> None:
-    shape = recognise([{"text": "a"}], Source(path="d"), "sft", "auto", True)
+    row_format = recognise([{"text": "a"}], Source(path="d"), Task("sft", "auto", True))
     with pytest.raises(UserError, match="d:7 has no column `text`; it has `txt`"):
-        shape.convert({"txt": "b"}, "d:7")
+        row_format.convert({"txt": "b"}, "d:7")
 
 
 def test_empty_conversations_are_no_error() -> None:

@@ -106,8 +106,8 @@ from pathlib import Path
 import toolkit.data.prepare as module
 from data_fixtures import chatml_tokenizer
 from data_fixtures import STOP, recipe
-build = module._Build.run
-module._Build.run = lambda *args: (print("built"), build(*args))[1]
+collect = module.collect
+module.collect = lambda *args: (print("built"), collect(*args))[1]
 prepared = module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
 print("rows", len(prepared.train))
 """

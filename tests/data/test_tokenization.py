@@ -6,10 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
+from data_fixtures import plain_tokenizer
 from datasets import Dataset
 
-from toolkit.data.encode import IGNORE
-from toolkit.data.tokenization import pack, split_row
+from toolkit.data.encode import IGNORE, Encoder
+from toolkit.data.rows import Text
+from toolkit.data.tokenization import Chunker, pack
 
 
 def documents_dataset(lengths: list[int]) -> Dataset:
@@ -67,8 +69,11 @@ def test_packs_a_dataset_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_split_without_losing_tokens() -> None:
-    ids = list(range(25))
-    pieces = split_row(ids, [IGNORE, *ids[1:]], 10)
-    assert [token for piece, _ in pieces for token in piece] == ids
-    assert [len(piece) for piece, _ in pieces] == [10, 10, 5]
-    assert all(labels == [IGNORE, *piece[1:]] for piece, labels in pieces)
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset())
+    text = Text("A text of some length.")
+    ids = encoder(text).input_ids
+    chunks = Chunker(encoder, 10, "split")(text, "d:1")
+    assert [token for chunk in chunks for token in chunk["input_ids"]] == ids
+    assert len(chunks) > 1 and all(len(chunk["input_ids"]) == 10 for chunk in chunks[:-1])
+    assert all(chunk["labels"] == [IGNORE, *chunk["input_ids"][1:]] for chunk in chunks)
+    assert [chunk["stops"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]

@@ -1,7 +1,9 @@
 """What the data is, in figures, before anything is trained on it; and which of those figures forbid training.
 
-Everything is counted on the rows as they will be trained, after templates, cutting and mixing, so that a figure is
-never about something else than the batches. It costs one pass over columns that tokenising has written anyway.
+Most trainings that teach nothing fail in the data: no answer is trained, no stop token, half of it is cut off, which a
+loss curve does not show. Everything is counted on the rows as they will be trained, after templates, cutting and
+mixing, so that a figure is never about something else than the batches; it costs one pass over columns that tokenising
+has written anyway. What cannot teach anything stops the run; what may be meant is a warning. Each says what to change.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ class SourceFigures(BaseModel):
     path: str
     split: str
     format: str
-    rows: int
-    empty_rows: int
+    rows: int = 0
+    empty_rows: int = 0
     """Rows without content."""
-    unused_columns: list[str]
+    unused_columns: list[str] = []
     role: Literal["train", "eval"] = "train"
     used_rows: int = 0
     """Rows that are trained on or held out, with their repeats."""
@@ -148,127 +150,115 @@ class DataError(UserError):
 
 
 def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Side:
-    """Figures of one side (train or eval), over all rows with their repeats.
-
-    Args:
-        figures: One entry per row.
-        seq_len: Longest row in tokens.
-        over_long: What happened to longer rows.
-        longest: Where the longest row stands.
-    """
-    length, trained, tokens = figures["length"], figures["trained"], figures["tokens"]
-    used = trained > 0
+    """Figures of one side (train or eval), over all rows with their repeats; for the arguments see `Side`."""
+    used = figures["trained"] > 0
     return Side(
         rows=int(used.sum()),
-        tokens=int(tokens[used].sum()),
-        trained_tokens=int(trained.sum()),
+        tokens=int(figures["tokens"][used].sum()),
+        trained_tokens=int(figures["trained"].sum()),
         untrained_rows=int((~used & ~(figures["over_long"] & (over_long == "drop"))).sum()),
         over_long=OverLong(rows=int(figures["over_long"].sum()), action=over_long, seq_len=seq_len),
         longest=longest,
         stop_trained_rows=int((figures["stops"] & used).sum()),
         boundary_merged_rows=int((figures["merged"] & used).sum()),
-        lengths=_lengths(length),
+        lengths=_lengths(figures["length"]),
     )
 
 
 def _lengths(length: NDArray[np.int64]) -> Lengths:
     if not len(length):
         return Lengths(percentiles={}, histogram=[])
-    percentiles = np.percentile(length, [0, 10, 50, 90, 99, 100], method="nearest").astype(int).tolist()
-    edges = [0, *(2**power for power in range(4, 64) if power == 4 or 2 ** (power - 1) <= length.max())]
+    shares = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    percentiles = {name: int(np.percentile(length, share, method="nearest")) for name, share in shares.items()}
+    edges = [0, *(2**power for power in range(4, max(4, percentiles["max"].bit_length()) + 1))]
     counts, _ = np.histogram(length, edges)
     buckets = [
-        Bucket(low=low, high=high - 1, rows=int(count))
-        for low, high, count in zip(edges, edges[1:], counts, strict=False)
+        Bucket(low=low, high=high - 1, rows=count)
+        for low, high, count in zip(edges, edges[1:], counts.tolist(), strict=False)
+        if low >= edges[np.flatnonzero(counts)[0]]
     ]
-    while buckets and not buckets[0].rows:
-        buckets.pop(0)
-    names = ("min", "p10", "p50", "p90", "p99", "max")
-    return Lengths(percentiles=dict(zip(names, percentiles, strict=True)), histogram=buckets)
+    return Lengths(percentiles=percentiles, histogram=buckets)
 
 
 def find_problems(audit: Audit) -> list[Problem]:
     """What is wrong with this data."""
     problems: list[Problem] = []
 
-    def add(level: Literal["fatal", "warning"], what: str, change: str) -> None:
-        problems.append(Problem(level=level, what=what, change=change))
+    def fatal(what: str, change: str) -> None:
+        problems.append(Problem(level="fatal", what=what, change=change))
+
+    def warn(what: str, change: str) -> None:
+        problems.append(Problem(level="warning", what=what, change=change))
 
     train, held_out = audit.train, audit.eval
-    for name, part in (("training", train), ("held-out", held_out)):
-        if part is not None and part.over_long.rows:
-            problems += _over_long(name, part, audit.kinds)
+    for name, side in (("training", train), ("held-out", held_out)):
+        if side is not None and side.over_long.rows:
+            problems += _over_long(name, side, audit.kinds)
     untrained = audit.untrained_rows
     seen = train.rows + untrained
     action = train.over_long.action
+    check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
-        add(
-            "fatal",
+        fatal(
             f"no usable row: {untrained:,} rows have no trained token, {train.over_long.rows:,} are too long "
             f"(`data.over_long: {action}`)",
-            "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`",
+            check_settings,
         )
     elif untrained > MIN_UNTRAINED_FATAL * seen:
-        add(
-            "fatal",
+        fatal(
             f"{untrained:,} of {seen:,} rows have no trained token (no answer, or it was cut off)",
-            "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`",
+            check_settings,
         )
     elif untrained:
-        add("warning", f"{untrained:,} of {seen:,} rows have no trained token and are left out", "fill or remove them")
+        warn(f"{untrained:,} of {seen:,} rows have no trained token and are left out", "fill or remove them")
     learns_to_stop = audit.objective != "language_modelling"
     if learns_to_stop and train.rows and not train.stop_trained_rows:
-        add(
-            "fatal",
+        fatal(
             "the stop token is trained in no row, so the model would not learn to stop",
             "choose a `model.chat_template` that ends a turn with the model's stop token"
             + (", or raise `batch.seq_len` so that ends are not cut off" if action == "truncate" else ""),
         )
     elif learns_to_stop and train.stop_trained_rows < 0.9 * train.rows:
-        add(
-            "warning",
+        warn(
             f"the stop token is trained in only {train.stop_trained_rows:,} of {train.rows:,} rows",
             "raise `batch.seq_len` or set `data.over_long: drop` if ends are cut off",
         )
     if audit.objective == "sft" and audit.kinds == ["Completion"] and audit.chat_template.source != "none":
-        add(
-            "warning",
+        warn(
             "prompts and completions are trained as they are, without the chat template that this model has",
             "for answers in a chat name the columns `instruction` and `output` with `data.columns`; to keep plain "
             "text, ask the trained model in plain text, too",
         )
     if audit.duplicates and not audit.deduplicate:
-        add("warning", f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
+        warn(f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
     if audit.in_train_and_eval:
-        add(
-            "warning",
+        warn(
             f"{audit.in_train_and_eval:,} held-out rows are also trained on, so the held-out loss is too low",
             "remove them from one side, or hold a fraction out with `data.eval_split: 0.05`",
         )
     if train.boundary_merged_rows:
-        add(
-            "warning",
+        warn(
             f"in {train.boundary_merged_rows:,} rows one token holds the end of the prompt and the start of the answer",
             "end prompts with a line break, or start completions with a space",
         )
     if held_out is not None and not held_out.rows:
-        add("fatal", "no usable held-out row", "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`")
+        fatal("no usable held-out row", "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`")
     return problems
 
 
-def _over_long(name: str, part: Side, kinds: list[str]) -> list[Problem]:
+def _over_long(name: str, side: Side, kinds: list[str]) -> list[Problem]:
     """What there is to say about rows longer than `batch.seq_len`."""
-    seq_len, action = part.over_long.seq_len, part.over_long.action
+    seq_len, action = side.over_long.seq_len, side.over_long.action
     if action == "split" and kinds == ["Text"]:
         return []
-    sizes = part.lengths.percentiles
+    lengths = side.lengths.percentiles
     what = (
-        f"{part.over_long.rows:,} of {part.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
-        f"the longest has {sizes['max']:,} tokens ({part.longest})"
+        f"{side.over_long.rows:,} of {side.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
+        f"the longest has {lengths['max']:,} tokens ({side.longest})"
     )
-    change = f"raise `batch.seq_len` (99% of the rows have at most {sizes['p99']:,} tokens)"
-    if done := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
-        return [Problem(level="warning", what=f"{what}; {done}", change=f"{change} to keep them whole")]
+    change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
+    if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
+        return [Problem(level="warning", what=f"{what}; {effect}", change=f"{change} to keep them whole")]
     if action == "split":
         what += ", and `data.over_long: split` is for text, not for chats or completions"
     others = "drop or truncate" if action == "split" else "drop, truncate or (text) split"

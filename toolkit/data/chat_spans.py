@@ -1,22 +1,25 @@
 """Finds which characters of a rendered conversation belong to which message.
 
-A chat template is a program that turns messages into one text and keeps no account of what came from where. Here its
-syntax tree gets marks: at the start of every loop iteration (which message is being rendered?), after every loop, and
-around every ``{% generation %}`` block. The marked text is parsed back into character ranges. The marks must not change
-the text: without them it has to equal what the tokenizer's own `apply_chat_template` renders, byte for byte.
+A chat template is a program that turns messages into one text and keeps no account of what came from where. So markers
+are written into its syntax tree: at the start of every loop iteration (which message is being rendered?), after every
+loop, and around every ``{% generation %}`` block. The marked text is parsed back into character ranges, and must equal,
+byte for byte, what the tokenizer's own `apply_chat_template` renders without markers: it costs a second rendering. The
+usual alternative, to compare renderings of ever longer parts of the conversation, costs one for each turn and fails
+where a template writes the last turn otherwise; it serves only where the markers would change the text.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 
@@ -26,8 +29,8 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 
 ASSISTANT_ROLES = ("assistant", "model")
-# Private-use characters; neither is whitespace, neither is one that transformers uses for its own marks.
-_MARK = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
+# Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
+_MARKER = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
 
 
 @dataclass
@@ -56,12 +59,8 @@ def render(
     Raises:
         jinja2.TemplateError: If the template refuses the conversation.
     """
-    offered: Any = tools
-    text = tokenizer.apply_chat_template(
-        messages, tools=offered, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
-    assert isinstance(text, str)
-    return text
+    options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+    return str(tokenizer.apply_chat_template(messages, **options))
 
 
 def render_with_turns(
@@ -69,7 +68,7 @@ def render_with_turns(
 ) -> Rendered:
     """Renders a conversation and locates its messages.
 
-    `turns` is empty where the marks would have changed the text (say, because the template trims what it collected
+    `turns` is empty where the markers would have changed the text (say, because the template trims what it collected
     from a loop over the messages).
 
     Raises:
@@ -77,10 +76,10 @@ def render_with_turns(
     """
     text = render(tokenizer, messages, tools)
     source = tokenizer.get_chat_template(tools=tools)
-    marks = _Marks(_alias_reasoning_fields([{k: v for k, v in m.items() if v is not None} for m in messages]))
+    markers = _Markers(_alias_reasoning_fields([{k: v for k, v in m.items() if v is not None} for m in messages]))
     arguments = {**tokenizer.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": False}
     try:
-        marked = _marked_template(source).render(messages=marks.messages, **arguments, __marks__=marks)
+        marked = _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
     except (jinja2.TemplateError, TypeError):
         return Rendered(text)
     rendered = _parse(marked, [i for i, m in enumerate(messages) if m["role"] in ASSISTANT_ROLES])
@@ -92,16 +91,16 @@ def ensure_turns(
     rendered: Rendered,
     messages: list[Message],
     tools: list[Message] | None,
-    wanted: list[int],
+    indices: list[int],
 ) -> None:
-    """Adds to `rendered.turns` what the marks did not find of the wanted messages.
+    """Adds to `rendered.turns` what the markers did not locate of the messages with these indices.
 
     Compares the renderings of the conversation cut before and after each of them.
 
     Raises:
         UserError: If the text of a part of the conversation is not the beginning of the text of the whole.
     """
-    for i in wanted:
+    for i in indices:
         if any(rendered.text[a:b].strip() for a, b in rendered.turns.get(i, [])) or not answer_of(messages[i]):
             continue
         try:
@@ -113,7 +112,7 @@ def ensure_turns(
             raise UserError(
                 "The chat template does not show where the assistant's turns begin and end: its text for a part of a "
                 "conversation is not the beginning of its text for the whole.",
-                "Set data.train_on: last_assistant, or give a template with {% generation %} marks in "
+                "Set data.train_on: last_assistant, or give a template with {% generation %} blocks in "
                 "model.chat_template.",
             )
         rendered.turns[i] = [(len(before), len(after))]
@@ -129,8 +128,8 @@ def refuse_lost_answers(text: str, messages: list[Message]) -> None:
         if message["role"] not in ASSISTANT_ROLES:
             continue
         calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
-        for kind, words in (("text", (message.get("content") or "").split()), ("tool calls", calls)):
-            if words and not any(word in text for word in words):
+        for kind, parts in (("text", (message.get("content") or "").split()), ("tool calls", calls)):
+            if parts and not any(part in text for part in parts):
                 raise UserError(
                     f"The chat template leaves out the {kind} of message {i}.",
                     "Set model.chat_template to a template that writes them, or take them out of the rows.",
@@ -146,7 +145,7 @@ def answer_of(message: Message) -> str:
     return content or (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
-class _Marks:
+class _Markers:
     """Called by a marked template while it renders; recognises messages by identity."""
 
     def __init__(self, messages: list[Message]) -> None:
@@ -155,27 +154,27 @@ class _Marks:
         self._open: set[int] = set()
 
     def turn(self, loop: int, *candidates: Any) -> str:
-        """Start of an iteration; loops that are not over messages leave no mark."""
+        """Start of an iteration; loops that are not over messages leave no marker."""
         index = next((self._index[id(c)] for c in candidates if id(c) in self._index), -1)
         if index < 0 and loop not in self._open:
             return ""
         self._open.add(loop)
-        return _mark("T", loop, index)
+        return _marker("T", loop, index)
 
     def end(self, loop: int) -> str:
         """After a loop."""
         if loop not in self._open:
             return ""
         self._open.discard(loop)
-        return _mark("E", loop)
+        return _marker("E", loop)
 
 
-def _mark(kind: str, loop: int = 0, index: int = 0) -> str:
+def _marker(kind: str, loop: int = 0, index: int = 0) -> str:
     return f"\U000ff0a0{kind}{loop}:{index}\U000ff0a1"
 
 
 def _parse(marked: str, assistants: list[int]) -> Rendered:
-    """Takes the marks out of a text and turns them into ranges. The innermost loop's message owns a character."""
+    """Takes the markers out of a text and turns them into ranges. The innermost loop's message owns a character."""
     rendered = Rendered("")
     stack: list[tuple[int, int]] = []  # (loop, message) of the loops being rendered, outermost first
     blocks: list[int] = []  # where the open generation blocks began
@@ -195,7 +194,7 @@ def _parse(marked: str, assistants: list[int]) -> Rendered:
         length += len(piece)
 
     position = 0
-    for match in _MARK.finditer(marked):
+    for match in _MARKER.finditer(marked):
         take(marked[position : match.start()])
         position = match.end()
         kind, loop, index = match[1], int(match[2]), int(match[3])
@@ -222,27 +221,40 @@ def _parse(marked: str, assistants: list[int]) -> Rendered:
 @lru_cache(maxsize=16)
 def _marked_template(source: str) -> jinja2.Template:
     environment = _compile_jinja_template(source).environment
-    tree = environment.parse(source)
-    for number, loop in enumerate(list(tree.find_all(nodes.For))):
-        candidates = list(_message_expressions(loop))
-        if candidates:
-            loop.body.insert(0, _output(_call("turn", nodes.Const(number), *candidates)))
-            _insert_after(tree, loop, _output(_call("end", nodes.Const(number))))
-    for block in tree.find_all(nodes.CallBlock):
+    return environment.from_string(_AddMarkers(environment).visit(environment.parse(source)))
+
+
+class _AddMarkers(NodeTransformer):
+    """Writes markers into the syntax tree of a template."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        self._environment = environment
+        self._numbers = itertools.count()
+
+    def visit_For(self, loop: nodes.For) -> list[nodes.Node]:
+        number = next(self._numbers)
+        candidates = ", ".join(_message_expressions(loop))
+        self.generic_visit(loop)
+        if not candidates:
+            return [loop]
+        loop.body.insert(0, self._output(f"__markers__.turn({number}, {candidates})"))
+        return [loop, self._output(f"__markers__.end({number})")]
+
+    def visit_CallBlock(self, block: nodes.CallBlock) -> nodes.CallBlock:
+        self.generic_visit(block)
         if isinstance(block.call.node, nodes.ExtensionAttribute):
-            block.body = [_output(nodes.Const(_mark("G"))), *block.body, _output(nodes.Const(_mark("g")))]
-    tree.set_environment(environment)
-    for node in tree.find_all(nodes.Node):
-        node.set_lineno(1)
-    return environment.from_string(tree)
+            block.body = [self._output(repr(_marker("G"))), *block.body, self._output(repr(_marker("g")))]
+        return block
+
+    def _output(self, expression: str) -> nodes.Node:
+        return self._environment.parse(f"{{{{ {expression} }}}}").body[0]
 
 
-def _message_expressions(loop: nodes.For) -> Iterator[nodes.Expr]:
+def _message_expressions(loop: nodes.For) -> list[str]:
     """What may be the message of an iteration: the loop variable, or a list indexed by it (`messages[i]`)."""
     if not isinstance(loop.target, nodes.Name):
-        return
+        return []
     target = loop.target.name
-    yield nodes.Name(target, "load")
     body = nodes.Template(loop.body)
     assigned = {name.name for name in body.find_all(nodes.Name) if name.ctx == "store"}
     indexed = {
@@ -250,24 +262,4 @@ def _message_expressions(loop: nodes.For) -> Iterator[nodes.Expr]:
         for item in body.find_all(nodes.Getitem)
         if isinstance(item.node, nodes.Name) and isinstance(item.arg, nodes.Name) and item.arg.name == target
     }
-    for name in sorted(indexed - assigned):
-        item = nodes.Getitem(nodes.Name(name, "load"), nodes.Name(target, "load"), "load")
-        defined = nodes.Test(nodes.Name(name, "load"), "defined", [], [], None, None)
-        yield nodes.CondExpr(defined, item, nodes.Const(None))
-
-
-def _call(method: str, *arguments: nodes.Expr) -> nodes.Expr:
-    function = nodes.Getattr(nodes.Name("__marks__", "load"), method, "load")
-    return nodes.Call(function, list(arguments), [], None, None)
-
-
-def _output(expression: nodes.Expr) -> nodes.Output:
-    return nodes.Output([expression])
-
-
-def _insert_after(tree: nodes.Node, node: nodes.Node, new: nodes.Node) -> None:
-    for parent in [tree, *tree.find_all(nodes.Node)]:
-        for _, value in parent.iter_fields():
-            if isinstance(value, list) and any(item is node for item in value):
-                value.insert(next(i for i, item in enumerate(value) if item is node) + 1, new)
-                return
+    return [target, *(f"({name}[{target}] if {name} is defined else none)" for name in sorted(indexed - assigned))]

@@ -1,4 +1,9 @@
-"""Rows to the tensors of one batch, in the layout that the attention backend isolates documents in."""
+"""Rows to the tensors of one batch, in the layout in which the attention backend keeps documents apart.
+
+Backends that take lengths (`flat`) compute no padding between rows, those that mask (`packed`) need a mask of (L, L),
+and `padded` works with every model. Lengths are made on the host: Transformers would derive them from the positions on
+the device, and wait for it. Many models take positions and ignore them, so `isolates` asks the model itself.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +47,19 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.d
     del batch["labels"]
     device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    seen: list[torch.Tensor] = []
+    embedded: list[torch.Tensor] = []
 
-    def watch(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        seen.append(output if output.requires_grad else output.requires_grad_())
-        return seen[-1]
+    def keep(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output if output.requires_grad else output.requires_grad_())
+        return embedded[-1]
 
-    handle = embeddings.register_forward_hook(watch)
+    handle = embeddings.register_forward_hook(keep)
     training = model.training
     model.eval()  # dropout would draw from the generator of the run
     try:
         with torch.enable_grad():
             logits = model(**batch).logits[0].float()
-            (gradient,) = torch.autograd.grad(logits[4:].square().sum(), seen[0])
+            (gradient,) = torch.autograd.grad(logits[4:].square().sum(), embedded[0])
     finally:
         handle.remove()
         model.train(training)
@@ -90,22 +95,20 @@ class Collator:
         documents = [list(example.get("seq_lengths") or [len(example["input_ids"])]) for example in examples]
         for (_, labels), lengths in zip(rows, documents, strict=True):
             assert sum(lengths) == len(labels), "seq_lengths do not add up to the row"
-            starts = [0, *accumulate(lengths)][:-1]
+            starts = accumulate(lengths[:-1], initial=0)
             assert all(labels[start] == IGNORE for start in starts), "the first token of a document is trained"
         if self.layout == "flat":
             rows = [([t for ids, _ in rows for t in ids], [t for _, labels in rows for t in labels])]
             documents = [[length for lengths in documents for length in lengths]]
         assert self.layout != "padded" or all(len(lengths) == 1 for lengths in documents), "packed rows need isolation"
 
-        width = _round_up(max(len(ids) for ids, _ in rows), self.pad_to_multiple_of)
-        pads = [width - len(ids) for ids, _ in rows]
         batch: dict[str, Any] = {
-            "input_ids": torch.tensor([ids + [self.pad_token_id] * n for (ids, _), n in zip(rows, pads, strict=True)]),
-            "labels": torch.tensor([labels + [IGNORE] * n for (_, labels), n in zip(rows, pads, strict=True)]),
+            "input_ids": _pad([ids for ids, _ in rows], self.pad_token_id, self.pad_to_multiple_of),
+            "labels": _pad([labels for _, labels in rows], IGNORE, self.pad_to_multiple_of),
         }
         if self.layout == "padded":
-            batch["attention_mask"] = torch.tensor([[1] * (width - n) + [0] * n for n in pads])
-            return batch
+            return batch | {"attention_mask": _pad([[1] * len(ids) for ids, _ in rows], 0, self.pad_to_multiple_of)}
+        pads = [batch["labels"].shape[1] - len(ids) for ids, _ in rows]
         documents = [[*lengths, n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
         batch["position_ids"] = torch.tensor([[p for n in lengths for p in range(n)] for lengths in documents])
         if self.layout == "packed":
@@ -132,15 +135,14 @@ class Seq2SeqCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` (B, longest source), `labels` (B, longest target), padded on the right."""
         sources = [list(example["input_ids"]) for example in examples]
-        targets = [list(example["labels"]) for example in examples]
-        width = _round_up(max(map(len, sources)), self.pad_to_multiple_of)
-        height = _round_up(max(map(len, targets)), self.pad_to_multiple_of)
         return {
-            "input_ids": torch.tensor([ids + [self.pad_token_id] * (width - len(ids)) for ids in sources]),
-            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sources]),
-            "labels": torch.tensor([ids + [IGNORE] * (height - len(ids)) for ids in targets]),
+            "input_ids": _pad(sources, self.pad_token_id, self.pad_to_multiple_of),
+            "attention_mask": _pad([[1] * len(ids) for ids in sources], 0, self.pad_to_multiple_of),
+            "labels": _pad([list(example["labels"]) for example in examples], IGNORE, self.pad_to_multiple_of),
         }
 
 
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+def _pad(rows: list[list[int]], value: int, multiple: int) -> torch.Tensor:
+    """The rows, padded on the right to the longest, rounded up to a multiple."""
+    width = -(-max(map(len, rows)) // multiple) * multiple
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows])

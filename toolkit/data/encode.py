@@ -1,12 +1,20 @@
-"""A row becomes tokens and labels: which characters are trained, and which tokens those are."""
+"""Turns a row into tokens and labels: which characters are trained, and which tokens those are.
+
+Characters are chosen on the rendered text (see `chat_spans`), tokens by the tokenizer's character offsets, so that any
+chat template and any fast tokenizer work. The alternatives ask more of the model: Transformers' assistant mask needs
+`{% generation %}` blocks, which few released templates have, and a search for the tokens of a header misses it where
+they merge with what stands before.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +24,6 @@ from toolkit.common import UserError
 from toolkit.data.chat_spans import (
     ASSISTANT_ROLES,
     Message,
-    Rendered,
     Span,
     answer_of,
     ensure_turns,
@@ -29,34 +36,7 @@ from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 IGNORE = -100
 """The label of a token that carries no loss."""
 
-CHATML = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- 'You may call these functions:\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' + tool | tojson }}
-    {%- endfor %}
-    {{- '\\n</tools>\\nTo call one, answer with its name and arguments as JSON within <tool_call></tool_call>.' }}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if not (tools and loop.first and message.role == 'system') %}
-        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n' if message.content or not loop.first else '' }}
-            {{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-_BUILT_IN = {"chatml": CHATML}
+_BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
 _SENTINEL = "(the answer)"
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What a template may raise for a conversation that it was not written for."""
@@ -85,9 +65,7 @@ def load_chat_template(name_or_path: str) -> str:
     Raises:
         UserError: If there is no such template, or it is not valid Jinja.
     """
-    if name_or_path in _BUILT_IN:
-        return _BUILT_IN[name_or_path]
-    path = Path(name_or_path)
+    path = _BUILT_IN.get(name_or_path, Path(name_or_path))
     known = f"Set model.chat_template to a built-in name ({', '.join(_BUILT_IN)}) or to a Jinja file."
     if not path.is_file():
         raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
@@ -121,9 +99,10 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self.stop_token_ids = stop_token_ids | ({tokenizer.eos_token_id} - {None})
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
-        stops = sorted(stop_token_ids | ({tokenizer.eos_token_id} - {None}))
-        self._stops = _alternatives(tokenizer.convert_ids_to_tokens(stops))
+        stops = sorted(self.stop_token_ids)
+        self._stop = f"(?:{_alternatives(tokenizer.convert_ids_to_tokens(stops))})"
         added = (token.content for token in tokenizer.added_tokens_decoder.values())
         self._header_ends = re.compile(f"{_alternatives(added)}|\n")
 
@@ -133,15 +112,9 @@ class Encoder:
         Raises:
             UserError: If the row does not suit `data.train_on`, the tokenizer or its chat template.
         """
-        match row:
-            case Text():
-                return self._text(row)
-            case Completion():
-                return self._completion(row)
-            case Chat():
-                return self._chat(row)
-            case Pair():
-                return self._pair(row)
+        encoders: dict[type[Row], Callable[[Any], Encoded]]
+        encoders = {Text: self._text, Completion: self._completion, Chat: self._chat, Pair: self._pair}
+        return encoders[type(row)](row)
 
     def prompt_text(self, row: Row) -> tuple[str, str]:
         """What the model is asked for this row, and the reference answer.
@@ -201,9 +174,9 @@ class Encoder:
                 "model's tokenizer.",
             )
         messages = [_without_flags(message) for message in row.messages]
-        silent = {i for i, m in enumerate(row.messages) if m.get("train") is False or m.get("weight") == 0}
+        untrained = {i for i, m in enumerate(row.messages) if m.get("train") is False or m.get("weight") == 0}
         try:
-            text, spans = self._trained_spans(messages, row.tools, silent)
+            text, spans = self._trained_spans(messages, row.tools, untrained)
             refuse_lost_answers(text, messages)
         except UserError:
             raise
@@ -214,19 +187,21 @@ class Encoder:
         return Encoded(encoding["input_ids"], labels, merged)
 
     def _trained_spans(
-        self, messages: list[Message], tools: list[Message] | None, silent: set[int]
+        self, messages: list[Message], tools: list[Message] | None, untrained: set[int]
     ) -> tuple[str, list[Span]]:
         """The rendered conversation and the character ranges that are trained, in order."""
-        rendered, messages = _render_turns(self.tokenizer, messages, tools)
+        try:
+            rendered = render_with_turns(self.tokenizer, messages, tools)
+        except TypeError:  # templates disagree whether the arguments of tool calls are objects or JSON text
+            messages = [_with_json_arguments(message) for message in messages]
+            rendered = render_with_turns(self.tokenizer, messages, tools)
         assistants = _assistants(messages)
         if self.train_on == "all":
-            if silent:
-                ensure_turns(self.tokenizer, rendered, messages, tools, sorted(silent))
-            holes = sorted(span for i in silent for span in rendered.turns[i])
-            edges = [0, *(edge for hole in holes for edge in hole), len(rendered.text)]
+            ensure_turns(self.tokenizer, rendered, messages, tools, sorted(untrained))
+            gaps = sorted(span for i in untrained for span in rendered.turns.get(i, []))
+            edges = [0, *itertools.chain(*gaps), len(rendered.text)]
             return rendered.text, list(zip(edges[::2], edges[1::2], strict=True))
-        turns = assistants[-1:] if self.train_on == "last_assistant" else assistants
-        turns = [i for i in turns if i not in silent]
+        turns = [i for i in assistants[-1 if self.train_on == "last_assistant" else 0 :] if i not in untrained]
         if rendered.generation is not None:
             return rendered.text, [span for message, span in rendered.generation if message in turns]
         ensure_turns(self.tokenizer, rendered, messages, tools, turns)
@@ -268,22 +243,19 @@ class Encoder:
             return []
         (start, first_end), end = spans[0], spans[-1][1]
         # Some templates write the stop token of a turn at the start of the next one.
-        if late := re.compile(rf"\s*(?:{self._stops})\s*(?=\S)").match(text, start, first_end):
+        if late := re.compile(rf"\s*{self._stop}\s*(?=\S)").match(text, start, first_end):
             start = late.end()
         body = text[start:first_end].lstrip()
         skip = _common_length(header, body)
         if skip < len(header):
             # A partly different header, say a generation prompt that opens a reasoning block: its equal lines count.
             skip = self._last_header_end(body, skip)
-        if skip:
-            start = first_end - len(body) + skip
+        start = first_end - len(body) + skip if skip else start
         stripped = len(text[:end].rstrip())
-        after = re.compile(rf"\s*(?:{self._stops})").match(text, end)
-        if after and not re.search(rf"(?:{self._stops})\Z", text[start:stripped]):
-            end = after.end()
-        else:
-            end = max(stripped, start)
-        edges = [start, *[edge for span in spans for edge in span][1:-1], end]
+        after = re.compile(rf"\s*{self._stop}").match(text, end)
+        ends_with_stop = re.search(rf"{self._stop}\Z", text[start:stripped])
+        end = after.end() if after and not ends_with_stop else max(stripped, start)
+        edges = [start, *list(itertools.chain(*spans))[1:-1], end]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def _last_header_end(self, text: str, limit: int) -> int:
@@ -299,13 +271,10 @@ class Encoder:
         for position, (token, (left, right)) in enumerate(zip(ids, offsets, strict=False)):
             while left >= end and end > 0:
                 start, end = next(remaining, (0, 0))
-            if left >= end or right <= start:
+            # Control tokens that swallow the whitespace after them (Phi-3) belong to the header.
+            if left >= end or right <= start or (left < start and token in self._added_ids):
                 continue
-            if left < start:
-                # Control tokens that swallow the whitespace after them (Phi-3) belong to the header.
-                if token in self._added_ids:
-                    continue
-                merged = True
+            merged |= left < start
             if position > 0:
                 labels[position] = token
         return labels, merged
@@ -335,17 +304,6 @@ class Encoder:
             )
 
 
-def _render_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Message] | None
-) -> tuple[Rendered, list[Message]]:
-    """Renders the conversation; templates disagree whether the arguments of tool calls are objects or JSON text."""
-    try:
-        return render_with_turns(tokenizer, messages, tools), messages
-    except TypeError:
-        messages = [_with_json_arguments(message) for message in messages]
-        return render_with_turns(tokenizer, messages, tools), messages
-
-
 def _with_json_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
@@ -370,8 +328,7 @@ def _common_length(first: str, second: str) -> int:
     """How many characters two texts begin with in common."""
     if second.startswith(first):
         return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), len(second))
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
 
 
 def _alternatives(strings: Iterable[str]) -> str:

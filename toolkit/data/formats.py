@@ -1,7 +1,9 @@
-"""Recognises the shape of a source's rows and converts them to a normal form.
+"""Recognises the format of a source by its columns, and converts its rows to one of four normal forms.
 
-A missing column or a wrong type is an error that names the row. Empty fields are not: such a row has nothing to train
-on, which the audit counts.
+The columns decide and names are never guessed, because a wrong guess trains on the wrong text without a word; the error
+proposes the mapping instead. (Data sets' `cast` or a Pydantic model per format would name a column, not `file:line`.) A
+missing column or a wrong type is an error that names the row. Empty fields are not: such a row has nothing to train on,
+which the audit counts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from toolkit.common import UserError
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 from toolkit.recipe.schema import Source
 
-SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "prompt_completion": (("prompt", "completion"), ("tools",)),
     "alpaca": (("instruction", "output"), ("input", "system")),
@@ -62,27 +64,42 @@ ALPACA = (
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How the rows of one source become rows of a normal form.
+class Task:
+    """What the rows are for.
 
     Attributes:
-        format: One of `SHAPES`.
-        columns: Expected column to the column in the data.
-        objective: The recipe's objective.
-        trains_prompts: Whether everything is trained, prompts included.
+        objective: `sft`, `language_modelling` or `seq2seq`.
+        train_on: `data.train_on`.
         has_chat_template: Whether the tokenizer can render chats.
     """
 
-    format: str
-    columns: Mapping[str, str]
     objective: str
-    trains_prompts: bool
+    train_on: str
     has_chat_template: bool
+
+    @property
+    def trains_prompts(self) -> bool:
+        """Whether every token is trained, prompts included."""
+        return self.objective == "language_modelling" or self.train_on == "all"
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the rows of one source become rows of a normal form.
+
+    Attributes:
+        name: One of `FORMATS`.
+        columns: Expected column to the column in the data.
+        task: What the rows are for.
+    """
+
+    name: str
+    columns: Mapping[str, str]
+    task: Task
 
     def used_columns(self) -> set[str]:
         """The columns in the data that are read; all others have no influence on training."""
-        required, optional = SHAPES[self.format]
-        return {self.columns.get(name, name) for name in (*required, *optional)}
+        return {self.columns.get(name, name) for names in FORMATS[self.name] for name in names}
 
     def convert(self, raw: Mapping[str, Any], where: str) -> Row:
         """The normal form of one row.
@@ -90,38 +107,28 @@ class Shape:
         Raises:
             UserError: A column is missing or holds something else than it must; the message names `where`.
         """
-        required, optional = SHAPES[self.format]
-        row = {name: raw.get(self.columns.get(name, name)) for name in (*required, *optional)}
+        required, optional = FORMATS[self.name]
         for name in required:
-            if (actual := self.columns.get(name, name)) not in raw:
+            if (column := self.columns.get(name, name)) not in raw:
                 raise UserError(
-                    f"{where} has no column `{actual}`; it has {_listing(raw)}",
+                    f"{where} has no column `{column}`; it has {_listing(raw)}",
                     "correct the row, or set `data.format` and `data.columns`",
                 )
-        if self.objective == "seq2seq":
-            return self._pair(row, where)
-        if self.format == "text":
-            return Text(_string(row, "text", where))
-        if self.format == "prompt_completion":
-            if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-                return _conversational_completion(row, where, self.trains_prompts)
-            return Completion(_string(row, "prompt", where), _string(row, "completion", where))
-        if self.format == "alpaca":
-            return self._alpaca(row, where)
-        return _chat(row, SHAPES[self.format][0][0], where)
+        row = {name: raw.get(self.columns.get(name, name)) for name in (*required, *optional)}
+        if self.name == "alpaca":
+            return self._alpaca(*(_string(row, name, where) for name in ("system", "instruction", "input", "output")))
+        if self.name in ("messages", "sharegpt"):
+            return _chat(row, required[0], where)
+        is_pair = self.task.objective == "seq2seq"
+        if not is_pair and any(isinstance(row[name], list) for name in required) and self.name == "prompt_completion":
+            return _conversational_completion(row, where, self.task.trains_prompts)
+        texts = [_string(row, name, where) for name in required]
+        return Text(*texts) if self.name == "text" else Pair(*texts) if is_pair else Completion(*texts)
 
-    def _pair(self, row: dict[str, Any], where: str) -> Pair:
-        if self.format == "alpaca":
-            prompt = [_string(row, name, where) for name in ("system", "instruction", "input")]
-            return Pair("\n\n".join(part for part in prompt if part), _string(row, "output", where))
-        source, target = SHAPES[self.format][0]
-        return Pair(_string(row, source, where), _string(row, target, where))
-
-    def _alpaca(self, row: dict[str, Any], where: str) -> Chat | Completion:
-        system, instruction, context, output = (
-            _string(row, name, where) for name in ("system", "instruction", "input", "output")
-        )
-        if not self.has_chat_template:
+    def _alpaca(self, system: str, instruction: str, context: str, output: str) -> Chat | Completion | Pair:
+        if self.task.objective == "seq2seq":
+            return Pair("\n\n".join(filter(None, (system, instruction, context))), output)
+        if not self.task.has_chat_template:
             template = ALPACA_WITH_INPUT if context else ALPACA
             prompt = template.format(instruction=instruction, input=context)
             return Completion(f"{system}\n\n{prompt}" if system else prompt, output)
@@ -130,29 +137,25 @@ class Shape:
         return Chat([*messages, {"role": "user", "content": user}, {"role": "assistant", "content": output}])
 
 
-def recognise(
-    rows: Iterable[Mapping[str, Any]], source: Source, objective: str, train_on: str, has_chat_template: bool
-) -> Shape:
-    """Finds the shape of a source by its first rows.
+def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat:
+    """Finds the format of a source by its first rows.
 
     Args:
         rows: The first rows; the union of their columns counts.
         source: Its `format` (unless `auto`) decides, its `columns` rename.
-        objective: `sft`, `language_modelling` or `seq2seq`.
-        train_on: `data.train_on`.
-        has_chat_template: Whether the tokenizer can render chats.
+        task: What the rows are for.
 
     Raises:
-        UserError: No shape fits, several do, or the shape does not fit the objective or `train_on`.
+        UserError: No format fits, several do, or it does not suit the task.
     """
     present = dict.fromkeys(name for row in rows for name in row)
     columns = source.columns or {}
-    known = {name for shape in SHAPES.values() for names in shape for name in names}
+    known = sorted({column for required, optional in FORMATS.values() for column in required + optional})
     for expected, actual in columns.items():
         if expected not in known:
             raise UserError(
-                f"`data.columns` renames to `{expected}`, which no shape has",
-                f"write {{expected: column in the data}}, where expected is one of {', '.join(sorted(known))}",
+                f"`data.columns` renames to `{expected}`, which no format has",
+                f"write {{expected: column in the data}}, where expected is one of {', '.join(known)}",
             )
         if actual not in present:
             raise UserError(
@@ -160,43 +163,41 @@ def recognise(
                 f"its columns are {_listing(present)}",
             )
     names = (set(present) - set(columns.values())) | set(columns)
-    shape = source.format
-    if shape is None or shape == "auto":
-        shape = _detect(names, set(columns), source, present, has_chat_template)
-    missing = [name for name in SHAPES[shape][0] if name not in names]
-    if missing:
+    name = source.format
+    if name is None or name == "auto":
+        name = _detect(names, set(columns), source, present, task.has_chat_template)
+    if missing := [column for column in FORMATS[name][0] if column not in names]:
         raise UserError(
-            f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {shape}` needs; "
+            f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {name}` needs; "
             f"its columns are {_listing(present)}",
             f"map it with `data.columns: {{{missing[0]}: NAME}}` or choose another `data.format`",
         )
-    if shape in ("messages", "sharegpt") and not has_chat_template:
+    if name in ("messages", "sharegpt") and not task.has_chat_template:
         raise UserError(
             f"data source `{source.path}` holds chats, but the tokenizer has no chat template",
             "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
         )
-    _check_use(shape, source, objective, train_on, has_chat_template)
-    trains_prompts = objective == "language_modelling" or train_on == "all"
-    return Shape(shape, columns, objective, trains_prompts, has_chat_template)
+    _check_task(name, source, task)
+    return RowFormat(name, columns, task)
 
 
 def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str], has_chat_template: bool) -> str:
-    fits = [shape for shape, (required, _) in SHAPES.items() if names.issuperset(required)]
+    fits = [name for name, (required, _) in FORMATS.items() if names.issuperset(required)]
     if mapped:
-        fits = [shape for shape in fits if mapped <= set(SHAPES[shape][0] + SHAPES[shape][1])]
-    if not mapped:
+        fits = [name for name in fits if mapped <= set(FORMATS[name][0] + FORMATS[name][1])]
+    else:
         _refuse_look_alikes(names, source)
     if len(fits) == 1:
         return fits[0]
     if fits:
         raise UserError(
-            f"data source `{source.path}` fits several shapes: {', '.join(fits)}; its columns are {_listing(present)}",
+            f"data source `{source.path}` fits several formats: {', '.join(fits)}; its columns are {_listing(present)}",
             f"set `data.format` to one of {', '.join(fits)}",
         )
-    shapes = "; ".join(f"{shape} ({', '.join(required)})" for shape, (required, _) in SHAPES.items())
+    accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in FORMATS.items())
     raise UserError(
-        f"data source `{source.path}` has the columns {_listing(present)}, which no shape fits",
-        f"{_proposal(names, has_chat_template)}; accepted are {shapes} (in a CSV the first line names the columns)",
+        f"data source `{source.path}` has the columns {_listing(present)}, which no format fits",
+        f"{_proposal(names, has_chat_template)}; accepted are {accepted} (in a CSV the first line names the columns)",
     )
 
 
@@ -222,47 +223,47 @@ def _refuse_look_alikes(names: set[str], source: Source) -> None:
 
 
 def _proposal(names: set[str], has_chat_template: bool) -> str:
-    """The setting that maps the present columns to the shape that uses most of them."""
+    """The setting that maps the present columns to the format that uses most of them."""
     best: dict[str, str] = {}
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
-    for shape in sorted(SHAPES, key=lambda shape: shape != "alpaca") if has_chat_template else SHAPES:
-        required, optional = SHAPES[shape]
-        found = {name: actual for name in (*required, *optional) if (actual := _present(name, names))}
-        if found.keys() >= set(required) and len(found) > len(best):
-            best = found
+    for name in sorted(FORMATS, key=lambda name: name != "alpaca") if has_chat_template else FORMATS:
+        required, optional = FORMATS[name]
+        mapping = {
+            column: actual
+            for column in required + optional
+            if (actual := next((name for name in (column, *OFTEN_CALLED.get(column, ())) if name in names), None))
+        }
+        if mapping.keys() >= set(required) and len(mapping) > len(best):
+            best = mapping
     renamed = [f"{name}: {actual}" for name, actual in best.items() if name != actual]
     if not renamed:
         return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
     return f"set 'data.columns={{{', '.join(renamed)}}}' if that is what they are"
 
 
-def _present(name: str, names: set[str]) -> str | None:
-    return next((each for each in (name, *OFTEN_CALLED.get(name, ())) if each in names), None)
-
-
-def _check_use(shape: str, source: Source, objective: str, train_on: str, has_chat_template: bool) -> None:
+def _check_task(name: str, source: Source, task: Task) -> None:
     """Refuses rows that the objective or `data.train_on` cannot use."""
-    where = f"data source `{source.path}` ({shape})"
+    where = f"data source `{source.path}` ({name})"
     pairs = ("prompt_completion", "alpaca", "source_target")
-    if objective == "seq2seq" and shape not in pairs:
+    if task.objective == "seq2seq" and name not in pairs:
         raise UserError(f"{where} does not fit `objective: seq2seq`", f"it takes {', '.join(pairs)}")
-    if objective != "seq2seq" and shape == "source_target":
+    if task.objective != "seq2seq" and name == "source_target":
         raise UserError(
-            f"{where} is for encoder-decoders, not for `objective: {objective}`",
+            f"{where} is for encoder-decoders, not for `objective: {task.objective}`",
             "set `objective: seq2seq`, or `data.columns: {prompt: source, completion: target}`",
         )
     chat, completion = ("auto", "assistant", "last_assistant", "all"), ("auto", "completion", "all")
     allowed = {
         "text": ("auto", "all"),
         "prompt_completion": completion,
-        "alpaca": chat if has_chat_template else completion,
+        "alpaca": chat if task.has_chat_template else completion,
         "messages": chat,
         "sharegpt": chat,
     }
-    if objective == "sft" and train_on not in allowed[shape]:
+    if task.objective == "sft" and task.train_on not in allowed[name]:
         raise UserError(
-            f"{where} has nothing that `data.train_on: {train_on}` could mean",
-            f"set `data.train_on` to one of {', '.join(allowed[shape])}",
+            f"{where} has nothing that `data.train_on: {task.train_on}` could mean",
+            f"set `data.train_on` to one of {', '.join(allowed[name])}",
         )
 
 

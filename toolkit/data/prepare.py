@@ -1,10 +1,17 @@
-"""Prepares the data of a recipe: read, checked, tokenised and packed once, then only loaded."""
+"""Prepares the data of a recipe: read, checked, tokenised and packed once, then only loaded.
+
+The first process builds a folder in the cache, under a hash of everything that its content follows from: the bytes of
+the files, the settings, the tokenizer and its template, the seed. So nothing stale is ever trained on; the cost is that
+every start reads all files once to hash them. The cache of `Dataset.map` hashes the pickled function instead, tokenizer
+included, and knows neither of the audit nor of which process should build.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +27,13 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.common import UserError, build_once, cache_dir, write_json
 from toolkit.data import audit as auditing
 from toolkit.data.encode import Encoder
+from toolkit.data.formats import Task
 from toolkit.data.mixture import Indices, mix
-from toolkit.data.rows import Chat, Completion, Pair, Row, Sample, Text, from_json
+from toolkit.data.rows import Chat, Row, Sample, from_json
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, record
 from toolkit.data.streaming import AUDITED_ROWS, stream
-from toolkit.data.tokenization import Cutter, Use, collect, pack, tokenise
+from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Source
 
@@ -88,37 +96,37 @@ def prepare(
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, train + held_out)
-    encoder = Encoder(tokenizer, _train_on(recipe), stop_token_ids)
-    cutter = Cutter(encoder, _stop_ids(tokenizer, stop_token_ids), recipe.batch.seq_len, data.over_long)
-    use = Use(recipe.objective, data.train_on, bool(tokenizer.chat_template))
+    task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template))
+    encoder = Encoder(tokenizer, "all" if task.objective == "language_modelling" else data.train_on, stop_token_ids)
+    chunker = Chunker(encoder, recipe.batch.seq_len, data.over_long)
     audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
-    figures = None
+    statistics = None
     try:
-        path = build_once(root / fingerprint, lambda folder: _Build(recipe, cutter, use, folder).run(audited, held_out))
+        path = build_once(root / fingerprint, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
+        audit = auditing.Audit.model_validate_json((path / "audit.json").read_bytes())
         if not data.streaming:
-            figures = _count(path)
-            record(recipe, figures, root)
+            statistics = _count(path, audit)
+            record(recipe, statistics, root)
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to `{root}`: {error.strerror or error}",
             "free space there, make it writable, or set the environment variable TOOLKIT_CACHE to another folder",
         ) from error
     return Prepared(
-        train=stream(train, recipe, cutter, use) if data.streaming else Dataset.load_from_disk(str(path / "train")),
+        train=stream(train, recipe, chunker, task) if data.streaming else Dataset.load_from_disk(str(path / "train")),
         eval=Dataset.load_from_disk(str(path / "eval")) if (path / "eval").is_dir() else None,
-        audit=_read_audit(path),
+        audit=audit,
         samples=[Sample(**sample) for sample in json.loads((path / "samples.json").read_text(encoding="utf-8"))],
         fingerprint=fingerprint,
         path=path,
-        statistics=figures,
+        statistics=statistics,
     )
 
 
-def _count(path: Path) -> DataStatistics:
+def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from Arrow's offsets; no row is decoded."""
-    audit = _read_audit(path)
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
     lengths = pc.list_value_length(table["input_ids"]).to_numpy()
     documents = lengths
@@ -136,118 +144,106 @@ def _count(path: Path) -> DataStatistics:
     )
 
 
-@dataclass(frozen=True)
-class _Build:
+def _build(recipe: Recipe, chunker: Chunker, task: Task, train: Sources, held_out: Sources, folder: Path) -> None:
     """Fills one folder of the cache."""
+    data = recipe.data
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    rows, sources = collect(train + held_out, task, scratch / "rows.arrow")
+    source, content = (np.asarray(rows.with_format("numpy")[name][:], dtype=np.int64) for name in ("source", "content"))
+    is_train = source < len(train)
+    mixture = mix(
+        source[is_train],
+        content[is_train],
+        [each.weight for each, _ in train],
+        eval_fraction=data.eval_split if isinstance(data.eval_split, float) else None,
+        max_samples=data.max_samples,
+        deduplicate=data.deduplicate,
+        shuffle=data.shuffle,
+        seed=recipe.seed,
+    )
+    chosen_eval = np.concatenate([mixture.eval, np.flatnonzero(~is_train)])
+    if data.eval_max_samples is not None and data.eval_max_samples < len(chosen_eval):
+        order = np.random.default_rng(recipe.seed).permutation(len(chosen_eval))
+        chosen_eval = chosen_eval[np.sort(order[: data.eval_max_samples])]
 
-    recipe: Recipe
-    cutter: Cutter
-    use: Use
-    folder: Path
+    distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
+    chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
+    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct))
+    sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
-    def run(self, train: Sources, held_out: Sources) -> None:
-        data = self.recipe.data
-        scratch = self.folder / "scratch"
-        scratch.mkdir()
-        rows, sources = collect(train + held_out, self.use, scratch / "rows.arrow")
-        source = np.asarray(rows.with_format("numpy")["source"][:], dtype=np.int64)
-        content = np.asarray(rows.with_format("numpy")["content"][:], dtype=np.int64)
-        is_train = source < len(train)
-        mixture = mix(
-            source[is_train],
-            content[is_train],
-            [each.weight for each, _ in train],
-            eval_fraction=data.eval_split if isinstance(data.eval_split, float) else None,
-            max_samples=data.max_samples,
-            deduplicate=data.deduplicate,
-            shuffle=data.shuffle,
-            seed=self.recipe.seed,
-        )
-        chosen_eval = np.concatenate([mixture.eval, np.flatnonzero(~is_train)])
-        if data.eval_max_samples is not None and data.eval_max_samples < len(chosen_eval):
-            order = np.random.default_rng(self.recipe.seed).permutation(len(chosen_eval))
-            chosen_eval = chosen_eval[np.sort(order[: data.eval_max_samples])]
+    for number, figures in enumerate(sources):
+        figures.role = "train" if number < len(train) else "eval"
+        used = tokens.usable(sides[figures.role][source[distinct[sides[figures.role]]] == number])
+        figures.used_rows, figures.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
+    total = sum(figures.used_rows for figures in sources if figures.role == "train") or 1
+    for figures in sources:
+        figures.share = figures.used_rows / total
+    has_eval = data.eval_split is not None or bool(data.eval_sources)
+    template = (
+        f"`model.chat_template: {recipe.model.chat_template}`" if recipe.model.chat_template else "the tokenizer's"
+    )
+    audit = auditing.Audit(
+        objective=recipe.objective,
+        scope=f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
+        sources=sources,
+        train=tokens.measure(sides["train"]),
+        eval=tokens.measure(sides["eval"]) if has_eval else None,
+        deduplicate=data.deduplicate,
+        duplicates=sum(mixture.duplicates),
+        in_train_and_eval=int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
+        chat_template=auditing.ChatTemplate(
+            source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds
+        ),
+        kinds=tokens.kinds,
+    )
+    audit.problems = auditing.find_problems(audit)
+    auditing.check(audit)
 
-        distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
-        pieces = tokenise(rows.select(distinct), self.cutter, data.num_proc, scratch / "tokens.arrow")
-        tokens = _Tokens(pieces, self.cutter, rows.select_columns("where").select(distinct))
-        sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
-
-        for number, info in enumerate(sources):
-            info.role = "train" if number < len(train) else "eval"
-            used = tokens.usable(sides[info.role][source[distinct[sides[info.role]]] == number])
-            info.used_rows, info.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
-        total = sum(info.used_rows for info in sources if info.role == "train") or 1
-        for info in sources:
-            info.share = info.used_rows / total
-        has_eval = data.eval_split is not None or bool(data.eval_sources)
-        audit = auditing.Audit(
-            objective=self.recipe.objective,
-            scope=f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
-            sources=sources,
-            train=tokens.measure(sides["train"]),
-            eval=tokens.measure(sides["eval"]) if has_eval else None,
-            deduplicate=data.deduplicate,
-            duplicates=sum(mixture.duplicates),
-            in_train_and_eval=int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
-            chat_template=self._chat_template(tokens),
-            kinds=tokens.kinds,
-        )
-        audit.problems = auditing.find_problems(audit)
-        auditing.check(audit)
-
-        if not data.streaming:
-            sequences = tokens.take(sides["train"])
-            if data.packing:
-                sequences = pack(sequences, self.recipe.batch.seq_len)
-                size = len(sequences) * self.recipe.batch.seq_len
-                audit.packing = auditing.Packing(rows=len(sequences), efficiency=audit.train.tokens / size)
-            sequences.save_to_disk(str(self.folder / "train"))
-        if has_eval:
-            tokens.take(sides["eval"]).save_to_disk(str(self.folder / "eval"))
-        write_json(self.folder / "audit.json", audit.model_dump())
-        shown = tokens.usable(sides["eval" if has_eval else "train"])
-        samples = _samples(rows.select(distinct[shown]), self.cutter.encoder, _num_samples(self.recipe))
-        write_json(self.folder / "samples.json", [sample.model_dump() for sample in samples])
-        shutil.rmtree(scratch)
-
-    def _chat_template(self, tokens: _Tokens) -> auditing.ChatTemplate:
-        template = self.recipe.model.chat_template
-        has = self.use.has_chat_template
-        source = f"`model.chat_template: {template}`" if template else "the tokenizer's" if has else "none"
-        return auditing.ChatTemplate(source=source, needed="Chat" in tokens.kinds)
+    if not data.streaming:
+        sequences = tokens.take(sides["train"])
+        if data.packing:
+            sequences = pack(sequences, recipe.batch.seq_len)
+            size = len(sequences) * recipe.batch.seq_len
+            audit.packing = auditing.Packing(rows=len(sequences), efficiency=audit.train.tokens / size)
+        sequences.save_to_disk(str(folder / "train"))
+    if has_eval:
+        tokens.take(sides["eval"]).save_to_disk(str(folder / "eval"))
+    write_json(folder / "audit.json", audit.model_dump())
+    sampled = tokens.usable(sides["eval" if has_eval else "train"])
+    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, _num_samples(recipe))
+    write_json(folder / "samples.json", [sample.model_dump() for sample in samples])
+    shutil.rmtree(scratch)
 
 
 class _Tokens:
-    """All distinct rows as tokens, by the number of the row; a row may be several pieces. `places` says where a row
+    """All distinct rows as tokens, by the number of the row; a row may be several chunks. `places` says where a row
     stands in the data."""
 
-    def __init__(self, pieces: Dataset, cutter: Cutter, places: Dataset) -> None:
-        self.pieces, self.cutter, self.places = pieces, cutter, places
-        names = ["row", "length", "trained", "stops", "merged"]
-        piece = {name: pieces.data.column(name).to_numpy() for name in names}
-        self.kinds = sorted(pieces.data.column("kind").unique().to_pylist())
-        sizes = {name: pc.list_value_length(pieces.data.column(name)).to_numpy() for name in ("input_ids", "labels")}
-        count = sizes["input_ids"] + (sizes["labels"] if "Pair" in self.kinds else 0)
-        # Every row has at least one piece, and pieces of a row follow each other.
-        self.start = np.flatnonzero(np.diff(piece["row"], prepend=-1))
-        self.count = np.diff(self.start, append=len(piece["row"]))
-        self.length = piece["length"][self.start]
-        self.over_long = self.length > cutter.seq_len
-        self.keep = piece["trained"] > 0
-        if cutter.over_long == "drop":
-            self.keep &= ~(piece["length"] > cutter.seq_len)
+    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset) -> None:
+        self.chunks, self.chunker, self.places = chunks, chunker, places
+        self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
+        row, length, trained, stops, merged = (
+            chunks.data.column(name).to_numpy() for name in ("row", "length", "trained", "stops", "merged")
+        )
+        sequences = ("input_ids", "labels") if "Pair" in self.kinds else ("input_ids",)
+        tokens = sum(pc.list_value_length(chunks.data.column(name)).to_numpy() for name in sequences)
+        # Every row has at least one chunk, and chunks of a row follow each other.
+        self.start = np.flatnonzero(np.diff(row, prepend=-1))
+        self.count = np.diff(self.start, append=len(row))
+        over_long = length > chunker.seq_len
+        self.keep = (trained > 0) & ~(over_long & (chunker.over_long == "drop"))
 
-        def per_row(values: NDArray[Any]) -> NDArray[Any]:
-            return np.add.reduceat(np.where(self.keep, values, 0), self.start) if len(values) else values
+        def per_row(values: Any) -> NDArray[Any]:
+            return np.add.reduceat(np.where(self.keep, values, 0), self.start) if len(row) else row
 
         self.figures = {
-            "length": self.length,
-            "over_long": self.over_long,
-            "tokens": per_row(count),
-            "trained": per_row(piece["trained"]),
-            "stops": per_row(piece["stops"]) > 0,
-            "merged": per_row(piece["merged"]) > 0,
+            "length": length[self.start],
+            "over_long": over_long[self.start],
+            "tokens": per_row(tokens),
+            "trained": per_row(trained),
+            "stops": per_row(stops) > 0,
+            "merged": per_row(merged) > 0,
         }
 
     def usable(self, numbers: Indices) -> Indices:
@@ -256,37 +252,31 @@ class _Tokens:
 
     def measure(self, numbers: Indices) -> auditing.Side:
         figures = {name: values[numbers] for name, values in self.figures.items()}
-        longest = self.places[int(numbers[self.length[numbers].argmax()])]["where"] if len(numbers) else ""
-        return auditing.measure(figures, self.cutter.seq_len, self.cutter.over_long, longest)
+        longest = self.places[int(numbers[figures["length"].argmax()])]["where"] if len(numbers) else ""
+        return auditing.measure(figures, self.chunker.seq_len, self.chunker.over_long, longest)
 
     def take(self, numbers: Indices) -> Dataset:
-        """The usable pieces of the rows, in their order: columns input_ids and labels."""
+        """The usable chunks of the rows, in their order: columns input_ids and labels."""
         count = self.count[numbers]
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
-        return self.pieces.select_columns(["input_ids", "labels"]).select(chosen[self.keep[chosen]])
+        return self.chunks.select_columns(["input_ids", "labels"]).select(chosen[self.keep[chosen]])
 
 
 def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
     for row in rows.select(range(min(len(rows), 10 * count))):
-        try:
-            samples.append(_sample(from_json(row["row"]), encoder))
-        except UserError:
-            continue
-        if len(samples) == count:
-            break
+        if len(samples) < count:
+            with suppress(UserError):
+                samples.append(_sample(from_json(row["row"]), encoder))
     return samples
 
 
 def _sample(row: Row, encoder: Encoder) -> Sample:
     input_text, reference = encoder.prompt_text(row)
-    match row:
-        case Chat(messages):
-            prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), input_text)
-        case Text() | Completion() | Pair():
-            prompt = input_text
+    turns = reversed(row.messages) if isinstance(row, Chat) else ()
+    prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), input_text)
     return Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference)
 
 
@@ -313,22 +303,13 @@ def _fingerprint(
 
 
 def _open(sources: list[Source], streaming: bool, max_samples: int | None = None) -> Sources:
-    """Finds all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
+    """Locates all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
     if streaming and max_samples is not None:
         sources = [
             source.model_copy(update={"max_samples": min(source.max_samples or max_samples, max_samples)})
             for source in sources
         ]
     return [(source, open_source(source, streaming)) for source in sources]
-
-
-def _train_on(recipe: Recipe) -> str:
-    return "all" if recipe.objective == "language_modelling" else recipe.data.train_on
-
-
-def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int]) -> frozenset[int]:
-    eos = tokenizer.eos_token_id
-    return stop_token_ids | (frozenset() if eos is None else frozenset({eos}))
 
 
 def _num_samples(recipe: Recipe) -> int:
@@ -351,7 +332,3 @@ def _check_streaming(recipe: Recipe) -> None:
             "set `data.streaming: false`; or limit sources with `max_samples` of their own and name held-out rows "
             "with `data.eval_sources`",
         )
-
-
-def _read_audit(path: Path) -> auditing.Audit:
-    return auditing.Audit.model_validate_json((path / "audit.json").read_bytes())

@@ -1,14 +1,21 @@
-"""Reads one local file into plain rows; every error names the file, the line and what to change."""
+"""Reads one local file into plain rows, each with its place (`train.jsonl:17`).
+
+`datasets.load_dataset` reads most of these formats, too, but infers one Arrow schema for all rows: objects get the keys
+of all others, a row that differs fails without its line, and a CSV cell `4` becomes a number. So JSON, CSV and text are
+parsed by the standard library, which is slower than Arrow (and no matter beside tokenising), and every error names the
+file, the line and what to change. Only JSON arrays, CSV and text are read whole; JSON lines and Parquet stream.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,64 +45,31 @@ _SIGNATURES = {
 """First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
 
 
-@overload
-def kind(path: Path) -> str: ...
+RawRow = tuple[str, dict[str, Any]]
+"""Where a row stands (`train.jsonl:17`), and its columns."""
 
 
-@overload
-def kind(path: Path, strict: Literal[False]) -> str | None: ...
-
-
-def kind(path: Path, strict: bool = True) -> str | None:
-    """What a file is by its name: jsonl, json, csv, tsv, parquet, arrow or text.
-
-    Raises:
-        UserError: The extension is unknown (None instead if not `strict`).
-    """
+def kind(path: Path) -> str | None:
+    """What a file is by its name: jsonl, json, csv, tsv, parquet, arrow or text; None if its extension is unknown."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    found = KINDS.get(name.suffix.lower())
-    if found is None and strict:
-        raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", f"accepted are {ACCEPTED}")
-    return found
+    return KINDS.get(name.suffix.lower())
 
 
-def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of one file with their places.
+def read(path: Path) -> Iterator[RawRow]:
+    """Rows of one file, whose `kind` is known, with their places.
 
     Raises:
         UserError: The file is empty, is not UTF-8, cannot be parsed, or holds something else than rows.
     """
-    readers = {
-        "jsonl": _jsonl,
-        "json": _json,
-        "csv": _csv,
-        "tsv": _csv,
-        "parquet": _parquet,
-        "arrow": _arrow,
-        "text": _text,
-    }
+    readers = {"jsonl": _jsonl, "json": _json, "csv": _csv, "tsv": _csv, "parquet": _parquet, "arrow": _arrow}
     try:
         _check_signature(path)
-        yield from readers[kind(path)](path)
+        yield from readers.get(kind(path) or "", _text)(path)
     except (pa.ArrowException, EOFError, OSError) as error:
         raise UserError(
             f"`{path}` cannot be read: {error}",
             "the file is damaged (download it again), not what its name says, or not readable for you",
         ) from error
-
-
-def update_hash(digest: Any, path: Path) -> None:
-    """Feeds the content of a file into a hash.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error}", "check the file and its permissions") from error
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
@@ -148,13 +122,13 @@ def _read_text(path: Path) -> str:
         return _decode(file.read(), path, line=1, offset=0)
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _jsonl(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
         is_array = file.peek(64).lstrip().startswith(b"[")
     yield from _json(path) if is_array else _lines(path)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[RawRow]:
     offset = 0
     with _open(path) as file:
         for number, data in enumerate(file, 1):
@@ -165,7 +139,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield where, _object(_loads(line, path, first_line=number), where)
 
 
-def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json(path: Path) -> Iterator[RawRow]:
     text = _read_text(path)
     try:
         value = _loads(text, path, first_line=1) if text.strip() else []
@@ -194,7 +168,7 @@ def _single(value: dict[str, Any], path: Path) -> dict[str, Any]:
     )
 
 
-def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv(path: Path) -> Iterator[RawRow]:
     csv.field_size_limit(sys.maxsize)
     text = _read_text(path)
     first_line = text[:10_000].partition("\n")[0]
@@ -211,28 +185,25 @@ def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UserError(
                 f"`{path}` has no header: its first line is {header}", "name every column once in the first line"
             )
-        while True:
-            line = reader.line_num + 1
-            fields = next(reader, None)
-            if fields is None:
-                return
-            if not fields:
-                continue
-            if len(fields) != len(header):
+        line = reader.line_num + 1
+        for fields in reader:
+            if fields and len(fields) != len(header):
                 raise UserError(
                     f"{path}:{line} has {len(fields)} fields, the header has {len(header)}",
                     f"quote fields that hold a {'tab' if delimiter == chr(9) else repr(delimiter)} or a line break",
                 )
-            yield f"{path}:{line}", dict(zip(header, fields, strict=True))
+            if fields:
+                yield f"{path}:{line}", dict(zip(header, fields, strict=True))
+            line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}:{line}: {error}", "check the quotes of the row that begins in this line") from None
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(path: Path) -> Iterator[RawRow]:
     yield from _batches(pq.ParquetFile(path).iter_batches(1000), path)
 
 
-def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _arrow(path: Path) -> Iterator[RawRow]:
     """The files of `Dataset.save_to_disk`."""
     with pa.memory_map(str(path)) as file:
         try:
@@ -242,15 +213,12 @@ def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _batches(table.to_batches(max_chunksize=1000), path)
 
 
-def _batches(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path} row {number}", without_nulls(row)
+def _batches(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[RawRow]:
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from ((f"{path} row {number}", without_nulls(row)) for number, row in enumerate(rows, 1))
 
 
-def _text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _text(path: Path) -> Iterator[RawRow]:
     yield str(path), {"text": _read_text(path)}
 
 

@@ -1,4 +1,4 @@
-"""Reads the sources of a recipe into plain rows, each with the place it came from.
+"""Finds the sources of a recipe and reads them into plain rows, each with the place it came from.
 
 A local path is a file, a folder (also one of `Dataset.save_to_disk`) or a glob of JSON, JSONL, CSV, TSV, Parquet, Arrow
 or text files, compressed or not. A text file is one document; line-wise text belongs in JSONL. In a folder with data
@@ -9,30 +9,30 @@ from __future__ import annotations
 
 import difflib
 import glob
+import hashlib
 import itertools
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import xxhash
 
 from toolkit.common import UserError, first_line
 from toolkit.data import readers
+from toolkit.data.readers import RawRow
 from toolkit.recipe.schema import Source
-
-RawRow = tuple[str, dict[str, Any]]
-"""Where a row stands (`train.jsonl:17`), and its columns."""
 
 SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev", "eval", "evaluation"},
     "test": {"test", "testing"},
 }
-"""Split to the words in file or folder names that mean it."""
+"""Split to its names in those of files and folders."""
 NOT_DATA = re.compile(
     r"(readme|licen[cs]e|changelog|citation|contributing).*"
     r"|dataset_infos?\.json|dataset_dict\.json|state\.json",
@@ -41,18 +41,36 @@ NOT_DATA = re.compile(
 """Names of files in a folder that hold no rows."""
 
 
-class Reader(Protocol):
-    """One source, found but not read yet."""
+class Reader(ABC):
+    """One source, located but not read yet.
 
-    def fingerprint(self) -> str:
-        """Changes whenever the rows change."""
+    Args:
+        source: What the recipe says of it.
+        streaming: See `open_source`.
+    """
+
+    def __init__(self, source: Source, streaming: bool = False) -> None:
+        self.source, self.streaming = source, streaming
 
     def rows(self) -> Iterator[RawRow]:
-        """The rows in order.
+        """The rows in order, at most `max_samples` of them.
 
         Raises:
             UserError: A file is empty, damaged or not what its name says; or there is not one row.
         """
+        rows = itertools.islice(self._rows(), self.source.max_samples)
+        first = next(rows, None)
+        if first is None:
+            raise UserError(f"data source `{self.source.path}` has no rows", "point `data.sources` to data, or fill it")
+        yield first
+        yield from rows
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes whenever the rows change."""
+
+    @abstractmethod
+    def _rows(self) -> Iterator[RawRow]: ...
 
 
 def open_source(source: Source, streaming: bool = False) -> Reader:
@@ -67,53 +85,51 @@ def open_source(source: Source, streaming: bool = False) -> Reader:
         UserError: Nothing is there, or it has not the wanted split.
     """
     try:
-        found = [] if source.path.startswith("builtin:") else _local_files(source)
+        files = [] if source.path.startswith("builtin:") else _local_files(source)
     except OSError as error:
         raise UserError(
             f"data source `{source.path}` cannot be read: {error.strerror or error}", "check its path and permissions"
         ) from error
-    if found is None:
+    if files is None:
         return _Hub(source, streaming)
     for key in ("name", "revision"):
         if getattr(source, key) is not None:
             raise UserError(
                 f"data source `{source.path}` is local, and only hub data sets have a `{key}`", f"remove `{key}`"
             )
-    return _Local(source, found, streaming) if found else _Builtin(source)
+    return _Local(source, streaming, files) if files else _Builtin(source)
 
 
-@dataclass(frozen=True)
-class _Local:
-    source: Source
-    paths: list[Path]
-    streaming: bool
+class _Local(Reader):
+    def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
+        super().__init__(source, streaming)
+        self.paths = paths
 
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
         for path in self.paths:
-            status = path.stat()
-            digest.update(f"{path.name}\n{status.st_size}\n".encode())
-            if self.streaming:
-                digest.update(f"{status.st_mtime_ns}\n".encode())
-            else:
-                readers.update_hash(digest, path)
+            try:
+                status = path.stat()
+                digest.update(f"{path.name}\n{status.st_size}\n".encode())
+                if self.streaming:
+                    digest.update(f"{status.st_mtime_ns}\n".encode())
+                    continue
+                with path.open("rb") as file:
+                    hashlib.file_digest(file, lambda: digest)
+            except OSError as error:
+                raise UserError(f"`{path}` cannot be read: {error}", "check the file and its permissions") from error
         return digest.hexdigest()
 
-    def rows(self) -> Iterator[RawRow]:
-        rows = itertools.chain.from_iterable(readers.read(path) for path in self.paths)
-        yield from _limited(rows, self.source)
+    def _rows(self) -> Iterator[RawRow]:
+        return itertools.chain.from_iterable(map(readers.read, self.paths))
 
 
-@dataclass(frozen=True)
-class _Builtin:
-    source: Source
-
+class _Builtin(Reader):
     def fingerprint(self) -> str:
         return xxhash.xxh3_128_hexdigest(json.dumps(self._load()).encode())
 
-    def rows(self) -> Iterator[RawRow]:
-        rows = ((f"{self.source.path} row {n}", row) for n, row in enumerate(self._load(), 1))
-        yield from _limited(rows, self.source)
+    def _rows(self) -> Iterator[RawRow]:
+        yield from ((f"{self.source.path} row {n}", row) for n, row in enumerate(self._load(), 1))
 
     def _load(self) -> list[dict[str, Any]]:
         if self.source.path != "builtin:stdlib-docstrings":
@@ -130,56 +146,32 @@ class _Builtin:
         return docstring_rows()
 
 
-@dataclass(frozen=True)
-class _Hub:
-    source: Source
-    streaming: bool
-
+class _Hub(Reader):
     def fingerprint(self) -> str:
         source = self.source
         with _hub_errors(source):
             builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
         return f"{source.path}/{source.name}/{builder.hash}"
 
-    def rows(self) -> Iterator[RawRow]:
+    def _rows(self) -> Iterator[RawRow]:
         source = self.source
+        options: dict[str, Any] = {"split": source.split, "revision": source.revision, "streaming": self.streaming}
         with _hub_errors(source):
-            dataset = datasets.load_dataset(
-                source.path,
-                source.name,
-                split=source.split,
-                revision=source.revision,
-                streaming=self.streaming,
-            )
-            rows = ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in enumerate(dataset, 1))
-            yield from _limited(rows, source)
+            dataset = datasets.load_dataset(source.path, source.name, **options)
+            yield from ((f"{source.path} row {n}", readers.without_nulls(row)) for n, row in enumerate(dataset, 1))
 
 
-class _hub_errors:
+@contextmanager
+def _hub_errors(source: Source) -> Iterator[None]:
     """Turns what `datasets` raises about a missing or unreachable data set into a UserError."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        # What `datasets` raises has no common parent: OSError, ValueError, RuntimeError and errors of its own.
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            raise UserError(
-                f"data source `{self.source.path}` (split `{self.source.split}`) is no file or folder here, and "
-                f"reading it from the hub failed: {first_line(error)}",
-                "check `path`, `name`, `split` and `revision` of the source, the network, and HF_TOKEN for gated data",
-            ) from error
-
-
-def _limited(rows: Iterator[RawRow], source: Source) -> Iterator[RawRow]:
-    count = 0
-    for count, row in enumerate(itertools.islice(rows, source.max_samples), 1):  # noqa: B007 (count is used below)
-        yield row
-    if not count:
-        raise UserError(f"data source `{source.path}` has no rows", "point `data.sources` to data, or fill it")
+    try:
+        yield
+    except Exception as error:  # OSError, ValueError, RuntimeError and errors of its own: there is no common parent
+        raise UserError(
+            f"data source `{source.path}` (split `{source.split}`) is no local file or folder, and "
+            f"reading it from the hub failed: {first_line(error)}",
+            "check `path`, `name`, `split` and `revision` of the source, the network, and HF_TOKEN for gated data",
+        ) from error
 
 
 def _local_files(source: Source) -> list[Path] | None:
@@ -191,7 +183,8 @@ def _local_files(source: Source) -> list[Path] | None:
             "name a hub data set by its id (`owner/name`), or download the file and name its local path",
         )
     if path.is_file():
-        readers.kind(path)
+        if readers.kind(path) is None:
+            raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", f"accepted are {readers.ACCEPTED}")
         if source.split not in ("train", split_of(path.name)):
             raise UserError(
                 f"data source `{source.path}` is one file and has no split `{source.split}`",
@@ -209,12 +202,11 @@ def _local_files(source: Source) -> list[Path] | None:
     else:
         raise _missing(source, path)
     named = (p for p in candidates if p.is_file() and not NOT_DATA.fullmatch(p.name))
-    found = sorted(p for p in named if readers.kind(p, strict=False))
-    if any(readers.kind(p) != "text" for p in found):
-        found = [p for p in found if readers.kind(p) != "text"]
-    if not found:
+    files = sorted(p for p in named if readers.kind(p))
+    if not files:
         raise UserError(f"no data files at `{source.path}`", f"accepted are {readers.ACCEPTED}")
-    return _of_split(source, {p: str(p.relative_to(root)) for p in found})
+    files = [p for p in files if readers.kind(p) != "text"] or files
+    return _of_split(source, {p: str(p.relative_to(root)) for p in files})
 
 
 def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
@@ -230,7 +222,7 @@ def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
     if wanted == "train" and len(splits) == 1:
         return next(iter(splits.values()))
     if wanted not in splits:
-        listing = "; ".join(f"`{split}`: {', '.join(p.name for p in found[:3])}" for split, found in splits.items())
+        listing = "; ".join(f"`{split}`: {', '.join(p.name for p in files[:3])}" for split, files in splits.items())
         raise UserError(
             f"data source `{source.path}` has no split `{source.split}`; it has {listing}",
             f"set `split` of the source or `data.eval_split` to one of {', '.join(splits)}, "
@@ -241,15 +233,15 @@ def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
 
 def split_of(name: str) -> str | None:
     """The split that a file name, folder name or split name means, or None."""
-    words = re.split(r"[^a-z]+", name.lower())
-    return next((split for split, aliases in SPLITS.items() if aliases & set(words)), None)
+    parts = set(re.split(r"[^a-z]+", name.lower()))
+    return next((split for split, aliases in SPLITS.items() if aliases & parts), None)
 
 
 def _names_hub_data(given: str, path: Path) -> bool:
     """Whether a path where nothing is can be the id of a hub data set, and not a mistyped file."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", given):
         return False
-    return readers.kind(path, strict=False) is None if len(path.parts) == 1 else not path.parent.is_dir()
+    return readers.kind(path) is None if len(path.parts) == 1 else not path.parent.is_dir()
 
 
 def _missing(source: Source, path: Path) -> UserError:

@@ -1,7 +1,9 @@
 """What prepared data holds, kept so that a plan can count steps and tokens without a tokenizer.
 
 When data is prepared, its figures are written beside it under a name that follows from the recipe and from the sizes
-and times of the local files it names. Changed data therefore has another name, and nothing is known of it yet.
+and times of the local files it names. Changed data therefore has another name, and nothing is known of it yet. The
+fingerprint of the prepared data itself would need the tokenizer and a read of every file: minutes, where `toolkit plan`
+answers in a second. So a file that is touched but not changed counts as changed.
 """
 
 from __future__ import annotations
@@ -12,10 +14,8 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.common import cache_dir, write_atomically
 from toolkit.recipe import Recipe
@@ -84,8 +84,8 @@ def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics |
         text = _file(recipe, cache).read_text(encoding="utf-8")
     except OSError:
         return None
-    found = json.loads(text)
-    return DataStatistics(**{**found, "quantiles": tuple(found["quantiles"])})
+    figures = json.loads(text)
+    return DataStatistics(**{**figures, "quantiles": tuple(figures["quantiles"])})
 
 
 def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -> None:
@@ -96,11 +96,11 @@ def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -
 
 
 def _file(recipe: Recipe, cache: Path | None) -> Path:
-    data = recipe.data
-    files = [path for source in (*data.sources, *data.eval_sources) for path in _data_files(source.path)]
-    model = recipe.model
+    data, model = recipe.data, recipe.model
+    files = [path for source in (*data.sources, *data.eval_sources) for path in _files(source.path, "**/*")]
     names = filter(None, (model.path, model.tokenizer, model.chat_template))
-    files += [path for name in names for path in _model_files(name)]
+    # Those the tokenizer may be made of, and for data every file that a source may stand for: rather too many.
+    files += [path for name in names for path in _files(name, "*") if path.suffix not in _WEIGHTS]
     content = {
         "format": FORMAT,
         "data": data.model_dump(exclude={"num_proc"}),
@@ -110,31 +110,16 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "seed": recipe.seed,
         # The built-in rows are the docstrings of Python itself.
         "python": sys.version,
-        "files": list(_stamps(files)),
+        "files": [
+            [str(file.absolute()), (status := file.stat()).st_size, status.st_mtime_ns] for file in sorted(files)
+        ],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
     return (cache or cache_dir() / "data") / f"{key}.statistics.json"
 
 
-def _data_files(path: str) -> list[Path]:
-    """Every local file that a source may stand for; too many rather than too few."""
-    where = Path(path).expanduser()
-    if where.is_dir():
-        return [each for each in where.rglob("*") if each.is_file()]
-    if where.is_file():
-        return [where]
-    return [Path(each) for each in glob.glob(str(where), recursive=True)]
-
-
-def _model_files(name: str) -> list[Path]:
-    """Files that the tokenizer may be made of."""
-    where = Path(name).expanduser()
-    if where.is_dir():
-        return [each for each in where.iterdir() if each.is_file() and each.suffix not in _WEIGHTS]
-    return [where] if where.is_file() else []
-
-
-def _stamps(files: Iterable[Path]) -> Iterator[list[Any]]:
-    for file in sorted(files):
-        status = file.stat()
-        yield [str(file.absolute()), status.st_size, status.st_mtime_ns]
+def _files(name: str, pattern: str) -> list[Path]:
+    """The local files that a path or glob stands for; `pattern` chooses those of a folder."""
+    path = Path(name).expanduser()
+    paths = path.glob(pattern) if path.is_dir() else {path, *map(Path, glob.glob(str(path), recursive=True))}
+    return [path for path in paths if path.is_file()]

@@ -1,4 +1,10 @@
-"""Rows tokenised while training reads them, for data that is too large to prepare."""
+"""Rows tokenised while training reads them, for data that is too large to prepare.
+
+Training starts at once and no tokens are written, but every epoch tokenises again, rows are shuffled only within a
+window, and the audit sees only the beginning. Every process reads the whole stream and keeps its part, so that rows and
+their order do not depend on the number of processes; files divided among processes would be read once, but then they
+do.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +15,18 @@ from typing import Any
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, interleave_datasets
 
 from toolkit.common import UserError
+from toolkit.data.formats import Task
 from toolkit.data.sources import Reader
-from toolkit.data.tokenization import Cutter, Use, is_empty, pack, shaped
+from toolkit.data.tokenization import FEATURES, Chunker, is_empty, open_rows, pack
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Source
 
 AUDITED_ROWS = 1000
-"""The audit of a stream sees so many rows of every source."""
+"""The audit of a stream sees this many rows of every source."""
 SHUFFLE_BUFFER = 10_000
-FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 
 
-def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter, use: Use) -> IterableDataset:
+def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, chunker: Chunker, task: Task) -> IterableDataset:
     """The training rows of a recipe as a stream without an end.
 
     Without weights sources follow each other; with weights rows are drawn from them at random in these shares until
@@ -32,7 +38,9 @@ def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, cutter: Cutter,
     """
     parts = [
         IterableDataset.from_generator(
-            _tokens, features=FEATURES, gen_kwargs={"source": source, "reader": reader, "cutter": cutter, "use": use}
+            _tokens,
+            features=FEATURES,
+            gen_kwargs={"source": source, "reader": reader, "chunker": chunker, "task": task},
         )
         for source, reader in sources
     ]
@@ -68,25 +76,23 @@ def _pack(batch: dict[str, list[Any]], seq_len: int) -> dict[str, list[Any]]:
     return pack(Dataset.from_dict(batch, features=FEATURES), seq_len).to_dict()
 
 
-def _tokens(source: Source, reader: Reader, cutter: Cutter, use: Use) -> Iterator[dict[str, Any]]:
-    shape, rows = shaped(reader, source, use)
+def _tokens(source: Source, reader: Reader, chunker: Chunker, task: Task) -> Iterator[dict[str, Any]]:
+    row_format, rows = open_rows(reader, source, task)
     usable = False
     for where, raw in rows:
-        row = shape.convert(raw, where)
-        if is_empty(row, use):
+        row = row_format.convert(raw, where)
+        if is_empty(row, task):
             continue
-        for piece in cutter(row, where):
-            if piece["length"] > cutter.seq_len:
-                if cutter.over_long == "drop":
-                    continue
-                if cutter.over_long == "error" or (cutter.over_long == "split" and piece["kind"] != "Text"):
-                    raise UserError(
-                        f"{where} has {piece['length']:,} tokens, more than `batch.seq_len: {cutter.seq_len}`",
-                        "raise `batch.seq_len`, or set `data.over_long` to drop or truncate",
-                    )
-            if piece["trained"]:
+        for chunk in chunker(row, where):
+            over_long = chunker.over_long if chunk["length"] > chunker.seq_len else None
+            if over_long == "error" or (over_long == "split" and chunk["kind"] != "Text"):
+                raise UserError(
+                    f"{where} has {chunk['length']:,} tokens, more than `batch.seq_len: {chunker.seq_len}`",
+                    "raise `batch.seq_len`, or set `data.over_long` to drop or truncate",
+                )
+            if chunk["trained"] and over_long != "drop":
                 usable = True
-                yield {"input_ids": piece["input_ids"], "labels": piece["labels"]}
+                yield {name: chunk[name] for name in FEATURES}
     if not usable:
         raise UserError(
             f"data source `{source.path}` has no row with a trained token",

@@ -1,6 +1,9 @@
-"""Rows of all sources as one memory-mapped table, and the same rows as tokens.
+"""Rows of all sources as one memory-mapped table, the same rows as tokens, and rows packed into sequences.
 
-Rows are kept as JSON strings of their normal form: an Arrow struct would give tool arguments keys they never had.
+Both tables are Arrow files, so that data may be larger than memory and the processes of a machine share it. Rows are
+kept as JSON strings of their normal form: an Arrow struct would give tool arguments keys they never had. Every row is
+encoded once, however often it repeats. Packing is TRL's best-fit decreasing, which cuts no row and leaves some padding;
+text that is concatenated and cut fills sequences completely, but trains on answers whose questions are elsewhere.
 """
 
 from __future__ import annotations
@@ -25,22 +28,25 @@ from tqdm import tqdm
 from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
 from toolkit.data.encode import IGNORE, Encoder
-from toolkit.data.formats import Shape, recognise
+from toolkit.data.formats import RowFormat, Task, recognise
+from toolkit.data.readers import RawRow
 from toolkit.data.rows import Completion, Pair, Row, Text, from_json, to_json
-from toolkit.data.sources import RawRow, Reader
+from toolkit.data.sources import Reader
 from toolkit.recipe.schema import Source
 
 FIRST_ROWS = 100
-"""So many rows are looked at to recognise a shape."""
+"""By so many rows the format of a source is recognised."""
 LARGE = 10_000
-"""From so many rows on several processes tokenise, and a terminal sees their progress."""
+"""From this many rows on, several processes tokenise, and a terminal shows their progress."""
+PACKED_TOGETHER = 10_000
+"""Rows packed at once: enough that the last, part-filled sequence of each group does not matter."""
 ROWS_SCHEMA = pa.schema(
     [("row", pa.large_string()), ("where", pa.string()), ("source", pa.int32()), ("content", pa.int64())]
 )
+FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 TOKENS_FEATURES = Features(
     {
-        "input_ids": List(Value("int32")),
-        "labels": List(Value("int32")),
+        **FEATURES,
         "row": Value("int64"),
         "kind": Value("string"),
         "length": Value("int64"),
@@ -51,34 +57,18 @@ TOKENS_FEATURES = Features(
 )
 
 
-@dataclass(frozen=True)
-class Use:
-    """What the rows are for.
-
-    Attributes:
-        objective: The recipe's objective.
-        train_on: `data.train_on`.
-        has_chat_template: Whether the tokenizer can render chats.
-    """
-
-    objective: str
-    train_on: str
-    has_chat_template: bool
-
-
-def shaped(reader: Reader, source: Source, use: Use) -> tuple[Shape, Iterator[RawRow]]:
-    """The shape of a source, and its rows from the first one on.
+def open_rows(reader: Reader, source: Source, task: Task) -> tuple[RowFormat, Iterator[RawRow]]:
+    """The format of a source, and its rows from the first one on.
 
     Raises:
         UserError: See `recognise` and `Reader.rows`.
     """
     rows = reader.rows()
     head = list(itertools.islice(rows, FIRST_ROWS))
-    shape = recognise([row for _, row in head], source, use.objective, use.train_on, use.has_chat_template)
-    return shape, itertools.chain(head, rows)
+    return recognise([row for _, row in head], source, task), itertools.chain(head, rows)
 
 
-def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple[Dataset, list[SourceFigures]]:
+def collect(readers: list[tuple[Source, Reader]], task: Task, path: Path) -> tuple[Dataset, list[SourceFigures]]:
     """Writes the rows of all sources that have something to train on into one Arrow file.
 
     Returns:
@@ -92,32 +82,19 @@ def collect(readers: list[tuple[Source, Reader]], use: Use, path: Path) -> tuple
         tqdm(desc="Reading data", unit=" rows", delay=5, disable=None, leave=False) as progress,
     ):
         for number, (source, reader) in enumerate(readers):
-            shape, rows = shaped(reader, source, use)
+            row_format, rows = open_rows(reader, source, task)
+            figures = SourceFigures(path=source.path, split=source.split, format=row_format.name)
             columns: dict[str, None] = {}
-            count = empty = 0
-            while chunk := list(itertools.islice(rows, 1000)):
-                records = []
-                for where, raw in chunk:
-                    columns.update(dict.fromkeys(raw))
-                    row = shape.convert(raw, where)
-                    count += 1
-                    if is_empty(row, use):
-                        empty += 1
-                    else:
-                        records.append(_record(row, where, number))
-                progress.update(len(chunk))
+            while batch := list(itertools.islice(rows, 1000)):
+                columns.update(dict.fromkeys(name for _, raw in batch for name in raw))
+                converted = [(row_format.convert(raw, where), where) for where, raw in batch]
+                records = [_record(row, where, number) for row, where in converted if not is_empty(row, task)]
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
-            unused = [name for name in columns if name not in shape.used_columns()]
-            sources.append(
-                SourceFigures(
-                    path=source.path,
-                    split=source.split,
-                    format=shape.format,
-                    rows=count,
-                    empty_rows=empty,
-                    unused_columns=unused,
-                )
-            )
+                figures.rows += len(batch)
+                figures.empty_rows += len(batch) - len(records)
+                progress.update(len(batch))
+            figures.unused_columns = [name for name in columns if name not in row_format.used_columns()]
+            sources.append(figures)
     return Dataset.from_file(str(path)), sources
 
 
@@ -134,7 +111,7 @@ def _record(row: Row, where: str, source: int) -> dict[str, Any]:
     return {"row": text, "where": where, "source": source, "content": content}
 
 
-def is_empty(row: Row, use: Use) -> bool:
+def is_empty(row: Row, task: Task) -> bool:
     """Whether a row has no content that could be trained on."""
     if isinstance(row, Text):
         return not row.text.strip()
@@ -142,7 +119,7 @@ def is_empty(row: Row, use: Use) -> bool:
         return not row.completion.strip()
     if isinstance(row, Pair):
         return not (row.source.strip() and row.target.strip())
-    if use.objective == "language_modelling" or use.train_on == "all":
+    if task.trains_prompts:
         return not row.messages
     return not any(
         message["role"] == "assistant" and (message["content"] or message.get("tool_calls"))
@@ -152,24 +129,22 @@ def is_empty(row: Row, use: Use) -> bool:
 
 
 @dataclass(frozen=True)
-class Cutter:
+class Chunker:
     """Turns rows into tokens of the wanted length. Picklable.
 
     Attributes:
         encoder: Turns a row into tokens and labels.
-        stop_token_ids: Tokens that end generation.
         seq_len: Longest row in tokens.
-        over_long: With `truncate` and `split`, longer rows become one or several pieces of at most `seq_len` tokens;
+        over_long: With `truncate` and `split`, longer rows become one or several chunks of at most `seq_len` tokens;
             otherwise they stay as they are, for the caller to refuse or drop.
     """
 
     encoder: Encoder
-    stop_token_ids: frozenset[int]
     seq_len: int
     over_long: str
 
     def __call__(self, row: Row, where: str) -> list[dict[str, Any]]:
-        """The columns of `TOKENS_FEATURES` (without `row`) for every piece of one row.
+        """The columns of `TOKENS_FEATURES` (without `row`) for every chunk of one row.
 
         Raises:
             UserError: The row cannot be encoded; the message names `where`.
@@ -180,32 +155,37 @@ class Cutter:
             raise UserError(f"{where}: {error.what}", error.change) from error
         ids, labels = encoded.input_ids, encoded.labels
         length = max(len(ids), len(labels))
-        parts = [(ids, labels)]
-        if length > self.seq_len and self.over_long == "truncate":
-            parts = [(ids[: self.seq_len], labels[: self.seq_len])]
-        elif length > self.seq_len and self.over_long == "split" and isinstance(row, Text):
-            parts = split_row(ids, labels, self.seq_len)
         whole = {"kind": type(row).__name__, "length": length, "merged": encoded.boundary_merged}
-        pieces = []
-        for part_ids, part_labels in parts:
-            targets = [label for label in part_labels if label != IGNORE]
-            figures = {"trained": len(targets), "stops": not self.stop_token_ids.isdisjoint(targets)}
-            pieces.append({"input_ids": part_ids, "labels": part_labels} | figures | whole)
-        return pieces
+        starts, end = range(1), length
+        if length > self.seq_len and self.over_long == "truncate":
+            end = self.seq_len
+        elif length > self.seq_len and self.over_long == "split" and isinstance(row, Text):
+            starts, end = range(0, length, self.seq_len), self.seq_len
+        chunks = []
+        for start in starts:
+            chunk = {"input_ids": ids[start : start + end], "labels": labels[start : start + end]}
+            if start:
+                chunk["labels"][0] = IGNORE  # it is context, not a target
+            targets = set(chunk["labels"]) - {IGNORE}
+            trained = len(chunk["labels"]) - chunk["labels"].count(IGNORE)
+            chunks.append(
+                chunk | whole | {"trained": trained, "stops": not targets.isdisjoint(self.encoder.stop_token_ids)}
+            )
+        return chunks
 
 
-def tokenise(rows: Dataset, cutter: Cutter, num_proc: int | None, path: Path) -> Dataset:
+def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) -> Dataset:
     """Encodes every row once, into `path`.
 
     Args:
         rows: What `collect` wrote, or a selection of it.
-        cutter: Turns a row into tokens.
+        chunker: Turns a row into tokens.
         num_proc: Processes; None decides by the number of rows.
         path: Arrow file to write.
 
     Returns:
-        A dataset with the columns of `TOKENS_FEATURES`, one row per piece: `row` is the position in `rows`, `length`
-        the tokens of the whole row, `trained` those of the piece that carry loss.
+        A dataset with the columns of `TOKENS_FEATURES`, one row per chunk: `row` is the position in `rows`, `length`
+        the tokens of the whole row, `trained` those of the chunk that carry loss.
     """
     if not len(rows):  # `map` would give the columns of the rows back
         return Dataset.from_dict({name: [] for name in TOKENS_FEATURES}, features=TOKENS_FEATURES)
@@ -214,7 +194,7 @@ def tokenise(rows: Dataset, cutter: Cutter, num_proc: int | None, path: Path) ->
     if len(rows) >= LARGE and sys.stderr.isatty():
         datasets.enable_progress_bars()
     tokens = rows.map(
-        partial(_encode_batch, cutter),
+        partial(_encode_batch, chunker),
         with_indices=True,
         batched=True,
         batch_size=100,
@@ -231,17 +211,10 @@ def tokenise(rows: Dataset, cutter: Cutter, num_proc: int | None, path: Path) ->
     return tokens
 
 
-def _encode_batch(cutter: Cutter, batch: dict[str, list[Any]], positions: list[int]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {name: [] for name in TOKENS_FEATURES}
-    for text, where, position in zip(batch["row"], batch["where"], positions, strict=True):
-        for piece in cutter(from_json(text), where):
-            for name, value in (piece | {"row": position}).items():
-                columns[name].append(value)
-    return columns
-
-
-_ROWS_AT_ONCE = 10_000
-"""Rows packed together: enough that the last, part-filled sequence of each group does not matter."""
+def _encode_batch(chunker: Chunker, batch: dict[str, list[Any]], positions: list[int]) -> dict[str, list[Any]]:
+    rows = zip(batch["row"], batch["where"], positions, strict=True)
+    chunks = [{"row": n, **chunk} for text, where, n in rows for chunk in chunker(from_json(text), where)]
+    return {name: [chunk[name] for chunk in chunks] for name in TOKENS_FEATURES}
 
 
 def pack(dataset: Dataset, seq_len: int) -> Dataset:
@@ -260,17 +233,9 @@ def pack(dataset: Dataset, seq_len: int) -> Dataset:
     from trl.data_utils import pack_dataset  # seconds to import, and only packing needs it
 
     dataset = dataset.select_columns(["input_ids", "labels"])
-    for batch in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
+    for batch in dataset.with_format("arrow").iter(PACKED_TOGETHER):
         lengths = pc.min_max(pc.list_value_length(batch["input_ids"])).as_py()
         assert lengths["min"] > 0 and lengths["max"] <= seq_len, f"rows of {lengths} tokens in sequences of {seq_len}"
-    options = {"batch_size": _ROWS_AT_ONCE, "keep_in_memory": not dataset.cache_files}
+    options = {"batch_size": PACKED_TOGETHER, "keep_in_memory": not dataset.cache_files}
     packed = pack_dataset(dataset, seq_len, strategy="bfd", map_kwargs=options)
     return packed.select(np.random.default_rng(0).permutation(len(packed)))
-
-
-def split_row(input_ids: list[int], labels: list[int], seq_len: int) -> list[tuple[list[int], list[int]]]:
-    """Cuts a long text into rows of at most `seq_len` tokens. The first token of each is context, not a target."""
-    return [
-        (input_ids[start : start + seq_len], [IGNORE, *labels[start + 1 : start + seq_len]])
-        for start in range(0, len(input_ids), seq_len)
-    ]
