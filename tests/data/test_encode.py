@@ -419,13 +419,6 @@ def test_the_target_of_a_pair_is_trained_whole() -> None:
     assert encoder.tokenizer.decode(encoded.labels) == "It returns<|endoftext|>"
 
 
-def test_train_on_that_does_not_suit_the_rows_is_an_error() -> None:
-    rows = [("assistant", Text("a")), ("last_assistant", Completion("a", "b")), ("completion", Chat([USER, HELLO]))]
-    for train_on, row in rows:
-        with pytest.raises(UserError, match=r"Set data\.train_on to one of: auto"):
-            Encoder(chatml_tokenizer(), train_on, frozenset({2}))(row)
-
-
 def test_prompts_end_where_the_model_speaks() -> None:
     encoder = Encoder(chatml_tokenizer(), "auto", frozenset({2}))
     prompt, answer = encoder.prompt_text(Chat([USER, HELLO, MORE, FOUR]))

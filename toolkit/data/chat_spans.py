@@ -186,10 +186,8 @@ def _parse(marked: str, assistants: list[int]) -> Rendered:
         nonlocal length
         if piece and owner >= 0:
             spans = rendered.turns.setdefault(owner, [])
-            if spans and spans[-1][1] == length:
-                spans[-1] = (spans[-1][0], length + len(piece))
-            else:
-                spans.append((length, length + len(piece)))
+            start = spans.pop()[0] if spans and spans[-1][1] == length else length
+            spans.append((start, length + len(piece)))
         pieces.append(piece)
         length += len(piece)
 

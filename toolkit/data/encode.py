@@ -84,7 +84,7 @@ class Encoder:
 
     Args:
         tokenizer: A fast tokenizer (with character offsets).
-        train_on: `data.train_on` of the recipe.
+        train_on: `data.train_on` of the recipe; that it suits the rows is checked where their format is recognised.
         stop_token_ids: Every token that ends generation for this model.
 
     Raises:
@@ -110,7 +110,7 @@ class Encoder:
         """Tokens and labels of one row.
 
         Raises:
-            UserError: If the row does not suit `data.train_on`, the tokenizer or its chat template.
+            UserError: If the row does not suit the tokenizer or its chat template.
         """
         encoders: dict[type[Row], Callable[[Any], Encoded]]
         encoders = {Text: self._text, Completion: self._completion, Chat: self._chat, Pair: self._pair}
@@ -135,7 +135,10 @@ class Encoder:
                 messages = [_without_flags(message) for message in row.messages]
                 last = max(_assistants(messages), default=len(messages))
                 answer = "" if last == len(messages) else answer_of(messages[last])
-                return self._render_prompt(messages[:last], row.tools), answer
+                try:
+                    return render(self.tokenizer, messages[:last], row.tools, add_generation_prompt=True), answer
+                except _TEMPLATE_ERRORS as error:
+                    raise _refused(error) from error
 
     def prompt_ids(self, row: Row) -> list[int]:
         """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
@@ -145,12 +148,10 @@ class Encoder:
         return ids if isinstance(row, Pair) else self._without_eos(ids)
 
     def _text(self, row: Text) -> Encoded:
-        self._allow("text", "auto", "all")
         ids = [*self._without_eos(self.tokenizer(row.text)["input_ids"]), self._eos()]
         return Encoded(ids, [IGNORE, *ids[1:]])
 
     def _completion(self, row: Completion) -> Encoded:
-        self._allow("prompt/completion", "auto", "completion", "all")
         text, boundary = row.prompt + row.completion, len(row.prompt)
         encoding = self.tokenizer(text, return_offsets_mapping=True)
         ids = self._without_eos(encoding["input_ids"])
@@ -160,13 +161,10 @@ class Encoder:
         return Encoded([*ids, self._eos()], [*labels, self._eos() if ids else IGNORE], merged)
 
     def _pair(self, row: Pair) -> Encoded:
-        self._allow("source/target", "auto", "completion", "all")
         labels = self._without_eos(self.tokenizer(text_target=row.target)["input_ids"])
         return Encoded(self.tokenizer(row.source)["input_ids"], [*labels, self._eos()])
 
     def _chat(self, row: Chat) -> Encoded:
-        allowed = ("completion",) if any("train" in message for message in row.messages) else ()
-        self._allow("chat", "auto", "assistant", "last_assistant", "all", *allowed)
         if not self.tokenizer.chat_template:
             raise UserError(
                 "The rows are conversations, but the tokenizer has no chat template.",
@@ -279,12 +277,6 @@ class Encoder:
                 labels[position] = token
         return labels, merged
 
-    def _render_prompt(self, messages: list[Message], tools: list[Message] | None) -> str:
-        try:
-            return render(self.tokenizer, messages, tools, add_generation_prompt=True)
-        except _TEMPLATE_ERRORS as error:
-            raise _refused(error) from error
-
     def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
@@ -295,13 +287,6 @@ class Encoder:
                 "Set model.tokenizer to a tokenizer with an eos_token.",
             )
         return self.tokenizer.eos_token_id
-
-    def _allow(self, kind: str, *values: str) -> None:
-        if self.train_on not in values:
-            raise UserError(
-                f"data.train_on: {self.train_on} does not suit {kind} rows.",
-                f"Set data.train_on to one of: {', '.join(values)}.",
-            )
 
 
 def _with_json_arguments(message: Message) -> Message:

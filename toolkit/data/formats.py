@@ -203,23 +203,24 @@ def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable
 
 def _refuse_look_alikes(names: set[str], source: Source) -> None:
     """Rows of other trainers, and single messages, would otherwise be trained as something they are not."""
+    what = change = ""
     if {"chosen", "rejected"} <= names:
-        raise UserError(
-            f"data source `{source.path}` holds preference pairs (chosen, rejected), which have no trainer yet",
+        what = "preference pairs (chosen, rejected), which have no trainer yet"
+        change = (
             "to imitate the chosen answers set `data.columns: {completion: chosen}`, or `{messages: chosen}` if each "
-            "is a whole conversation",
+            "is a whole conversation"
         )
-    if {"prompt", "completion", "label"} <= names:
-        raise UserError(
-            f"data source `{source.path}` holds rated answers (prompt, completion, label), which have no trainer yet",
-            "to imitate every answer, good or bad, set `data.format: prompt_completion`",
-        )
-    if {"role", "content"} <= names or {"role", "text"} <= names:
-        raise UserError(
-            f"data source `{source.path}` holds single messages (it has a column `role`), not conversations",
+    elif {"prompt", "completion", "label"} <= names:
+        what = "rated answers (prompt, completion, label), which have no trainer yet"
+        change = "to imitate every answer, good or bad, set `data.format: prompt_completion`"
+    elif "role" in names and names & {"content", "text"}:
+        what = "single messages (it has a column `role`), not conversations"
+        change = (
             'put the messages of each conversation into one row, {"messages": [{"role": …, "content": …}, …]}; '
-            "to train on single texts set `data.format: text`",
+            "to train on single texts set `data.format: text`"
         )
+    if what:
+        raise UserError(f"data source `{source.path}` holds {what}", change)
 
 
 def _proposal(names: set[str], has_chat_template: bool) -> str:
@@ -253,17 +254,12 @@ def _check_task(name: str, source: Source, task: Task) -> None:
             "set `objective: seq2seq`, or `data.columns: {prompt: source, completion: target}`",
         )
     chat, completion = ("auto", "assistant", "last_assistant", "all"), ("auto", "completion", "all")
-    allowed = {
-        "text": ("auto", "all"),
-        "prompt_completion": completion,
-        "alpaca": chat if task.has_chat_template else completion,
-        "messages": chat,
-        "sharegpt": chat,
-    }
-    if task.objective == "sft" and task.train_on not in allowed[name]:
+    is_chat = task.has_chat_template if name == "alpaca" else name not in pairs
+    allowed = ("auto", "all") if name == "text" else chat if is_chat else completion
+    if task.objective == "sft" and task.train_on not in allowed:
         raise UserError(
             f"{where} has nothing that `data.train_on: {task.train_on}` could mean",
-            f"set `data.train_on` to one of {', '.join(allowed[name])}",
+            f"set `data.train_on` to one of {', '.join(allowed)}",
         )
 
 

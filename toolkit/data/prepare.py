@@ -274,9 +274,9 @@ def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
 
 
 def _sample(row: Row, encoder: Encoder) -> Sample:
-    input_text, reference = encoder.prompt_text(row)
+    text, reference = encoder.prompt_text(row)
     turns = reversed(row.messages) if isinstance(row, Chat) else ()
-    prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), input_text)
+    prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), text)
     return Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,27 +32,21 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
     blocks = []
     for number, row in enumerate(itertools.islice(iter(prepared.train), n), 1):
         ids, labels = row["input_ids"], row["labels"]
-        if prepared.audit.objective == "seq2seq":
-            header = f"row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"
-            source = _marked(tokenizer, ids, [False] * len(ids), color)
-            target = _marked(tokenizer, labels, [True] * len(labels), color)
-            blocks.append(f"── {header}\n{source}\n──▸\n{target}")
-            continue
         trained = [label != IGNORE for label in labels]
+        if prepared.audit.objective == "seq2seq":
+            blocks.append(
+                f"── row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"
+            )
+            blocks[-1] += f"\n{_marked(tokenizer, ids, [False] * len(ids), color)}"
+            blocks[-1] += f"\n──▸\n{_marked(tokenizer, labels, trained, color)}"
+            continue
         lengths = row.get("seq_lengths") or [len(ids)]
         documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
-        header = f"row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained"
-        texts = [_marked(tokenizer, ids[a:b], trained[a:b], color) for a, b in itertools.pairwise(_edges(lengths))]
-        body = "".join(
-            text if index == 0 else f"\n┄┄ document {index + 1}: {length:,} tokens\n{text}"
-            for index, (text, length) in enumerate(zip(texts, lengths, strict=True))
-        )
-        blocks.append(f"── {header}\n{body}")
+        blocks.append(f"── row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained")
+        for index, (a, b) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0)), 1):
+            blocks[-1] += f"\n┄┄ document {index}: {b - a:,} tokens" if index > 1 else ""
+            blocks[-1] += f"\n{_marked(tokenizer, ids[a:b], trained[a:b], color)}"
     return "\n\n".join(blocks)
-
-
-def _edges(lengths: Sequence[int]) -> Iterator[int]:
-    return itertools.accumulate(lengths, initial=0)
 
 
 def _marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool], color: bool) -> str:
@@ -94,13 +87,10 @@ def render(audit: Audit, width: int | None = None) -> str:
             more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
             lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
     lines.append("")
-    for role in ("train", "eval"):
-        if (part := getattr(audit, role)) is not None:
-            trained_share = part.trained_tokens / max(part.tokens, 1)
-            lines.append(
-                f"{role:<6} {part.rows:,} rows, {part.tokens:,} tokens, "
-                f"{part.trained_tokens:,} trained ({trained_share:.1%})"
-            )
+    for role, side in (("train", audit.train), ("eval", audit.eval)):
+        if side is not None:
+            trained = f"{side.trained_tokens:,} trained ({side.trained_tokens / max(side.tokens, 1):.1%})"
+            lines.append(f"{role:<6} {side.rows:,} rows, {side.tokens:,} tokens, {trained}")
     for detail in _details(audit):
         lines += _wrap(detail, width)
     lines += ["", f"{'tokens per row':<20} {'rows':>9}"]
@@ -120,10 +110,9 @@ def render(audit: Audit, width: int | None = None) -> str:
 
 def _details(audit: Audit) -> list[str]:
     train = audit.train
-    template = audit.chat_template
-    needed = "" if template.needed else " (not needed for these rows)"
+    needed = "" if audit.chat_template.needed else " (not needed for these rows)"
     lines = [
-        f"chat template: {template.source}{needed}",
+        f"chat template: {audit.chat_template.source}{needed}",
         f"longer than {train.over_long.seq_len:,} tokens: {_over_long_share(train)} of the training rows"
         + (f", {_over_long_share(audit.eval)} of the held-out rows" if audit.eval else "")
         + f" (`over_long: {train.over_long.action}`)",
@@ -139,8 +128,8 @@ def _details(audit: Audit) -> list[str]:
     return lines
 
 
-def _over_long_share(part: Side) -> str:
-    return f"{part.over_long.rows:,} ({part.over_long.rows / max(part.seen_rows, 1):.1%})"
+def _over_long_share(side: Side) -> str:
+    return f"{side.over_long.rows:,} ({side.over_long.rows / max(side.seen_rows, 1):.1%})"
 
 
 def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
