@@ -28,17 +28,17 @@ def refused(*args: Any, **settings: Any) -> str:
 
 def test_figures_are_counted(tmp_path: Path) -> None:
     rows = [chat_row("hi", "yo"), chat_row("hi", "yo"), chat_row("hi", ""), chat_row("q", "a " * 20) | {"id": 7}]
-    found = audit(tmp_path, rows)
-    train, source = found.train, found.sources[0]
+    audited = audit(tmp_path, rows)
+    train, source = audited.train, audited.sources[0]
     prepared = prepare(recipe(tmp_path / "rows.jsonl"), chatml_tokenizer(), STOP, tmp_path / "cache")
     assert train.rows == len(prepared.train) == 3
     assert train.tokens == sum(len(row["input_ids"]) for row in prepared.train)
     assert train.trained_tokens == sum(label != -100 for row in prepared.train for label in row["labels"])
-    assert train.stop_trained_rows == 3 and found.duplicates == 1
+    assert train.stop_trained_rows == 3 and audited.duplicates == 1
     assert source.rows == 4 and source.empty_rows == 1 and source.unused_columns == ["id"]
     assert sum(bucket.rows for bucket in train.lengths.histogram) == 3
     assert train.lengths.percentiles["max"] == max(len(row["input_ids"]) for row in prepared.train)
-    assert {problem.level for problem in found.problems} == {"warning"}
+    assert {problem.level for problem in audited.problems} == {"warning"}
 
 
 def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_render_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_single_short_row_has_a_histogram(tmp_path: Path) -> None:
-    found = audit(tmp_path, [{"text": "hi"}])
-    assert found.model_dump()["train"]["lengths"]["histogram"] == [{"from": 0, "to": 15, "rows": 1}]
+    audited = audit(tmp_path, [{"text": "hi"}])
+    assert audited.model_dump()["train"]["lengths"]["histogram"] == [{"from": 0, "to": 15, "rows": 1}]
 
 
 def test_a_fatal_audit_comes_with_the_error(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_stop_token_that_is_never_trained_is_fatal(tmp_path: Path) -> None:
 
 
 def test_fewer_rows_than_a_global_batch_is_a_warning(tmp_path: Path) -> None:
-    found = audit(tmp_path, [chat_row(f"{n}", "b") for n in range(5)])
-    (problem,) = check_batch(found, 16).problems
+    audited = audit(tmp_path, [chat_row(f"{n}", "b") for n in range(5)])
+    (problem,) = check_batch(audited, 16).problems
     assert problem.level == "warning" and "5 training rows do not fill one global batch of 16" in problem.what
-    assert check_batch(found, 5).problems == []
+    assert check_batch(audited, 5).problems == []
 
 
 def test_merged_boundaries_are_counted(tmp_path: Path) -> None:

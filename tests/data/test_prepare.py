@@ -59,8 +59,8 @@ def test_tool_calls_are_not_given_foreign_keys(tmp_path: Path, cache: Path) -> N
         }
 
     path = write_jsonl(tmp_path / "a.jsonl", [row({"city": "Rome"}), row({"n": 1})])
-    found = texts(prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache))
-    assert '"arguments": {"city": "Rome"}' in found[0] and '"arguments": {"n": 1}' in found[1]
+    rows = texts(prepare(recipe(path, shuffle=False), chatml_tokenizer(), STOP, cache))
+    assert '"arguments": {"city": "Rome"}' in rows[0] and '"arguments": {"n": 1}' in rows[1]
 
 
 def test_loads_again_without_reading_rows_and_notices_an_edit(
@@ -83,7 +83,7 @@ def test_fingerprint_covers_settings_template_and_tokenizer(tmp_path: Path, cach
     other_template.chat_template = other_template.chat_template.replace("{% endfor", " {% endfor")
     other_tokens.add_tokens(["hello"])
     base = recipe(path)
-    found = {
+    fingerprints = {
         prepare(base, chatml_tokenizer(), STOP, cache).fingerprint,
         prepare(base, other_template, STOP, cache).fingerprint,
         prepare(base, other_tokens, STOP, cache).fingerprint,
@@ -91,11 +91,11 @@ def test_fingerprint_covers_settings_template_and_tokenizer(tmp_path: Path, cach
         prepare(recipe(path, seq_len=128), chatml_tokenizer(), STOP, cache).fingerprint,
         prepare(recipe(path, eval_split=0.2), chatml_tokenizer(), STOP, cache).fingerprint,
     }
-    assert len(found) == 6
+    assert len(fingerprints) == 6
     padded = chatml_tokenizer()
     padded(["a", "b c"], padding=True, truncation=True, max_length=4)  # leaves its traces in the backend
-    assert prepare(base, padded, STOP, cache).fingerprint in found
-    assert prepare(recipe(path, num_proc=2), chatml_tokenizer(), STOP, cache).fingerprint in found
+    assert prepare(base, padded, STOP, cache).fingerprint in fingerprints
+    assert prepare(recipe(path, num_proc=2), chatml_tokenizer(), STOP, cache).fingerprint in fingerprints
 
 
 def test_two_processes_build_once(tmp_path: Path, cache: Path) -> None:

@@ -34,17 +34,17 @@ def test_figures_are_those_of_the_rows(tmp_path: Path, packing: bool) -> None:
     wanted = recipe(documents(tmp_path / "a.jsonl", 40), packing=packing, eval_split=0.25)
     assert statistics_of(wanted, tmp_path / "cache") is None
     prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
-    found = statistics_of(wanted, tmp_path / "cache")
-    assert found is not None and found == prepared.statistics
+    statistics = statistics_of(wanted, tmp_path / "cache")
+    assert statistics is not None and statistics == prepared.statistics
     assert prepared.eval is not None
     rows, held_out = list(prepared.train), list(prepared.eval)
     lengths = [len(row["input_ids"]) for row in rows]
     parts = [length for row in rows for length in row.get("seq_lengths", [len(row["input_ids"])])]
-    assert (found.rows, found.tokens) == (len(rows), sum(lengths))
-    assert found.trained_tokens == sum(label != -100 for row in rows for label in row["labels"])
-    assert (found.documents, found.squared_tokens) == (30, sum(part**2 for part in parts))
-    assert (found.quantiles[0], found.quantiles[-1]) == (min(lengths), max(lengths))
-    assert (found.eval_rows, found.eval_tokens) == (10, sum(len(row["input_ids"]) for row in held_out))
+    assert (statistics.rows, statistics.tokens) == (len(rows), sum(lengths))
+    assert statistics.trained_tokens == sum(label != -100 for row in rows for label in row["labels"])
+    assert (statistics.documents, statistics.squared_tokens) == (30, sum(part**2 for part in parts))
+    assert (statistics.quantiles[0], statistics.quantiles[-1]) == (min(lengths), max(lengths))
+    assert (statistics.eval_rows, statistics.eval_tokens) == (10, sum(len(row["input_ids"]) for row in held_out))
 
 
 def test_changed_data_and_settings_are_not_counted(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class SourceFigures(BaseModel):
     used_rows: int = 0
     """Rows that are trained on or held out, with their repeats."""
     repeats: float = 1.0
-    """How often each used row is, on average."""
+    """How often each used row occurs, on average."""
     share: float = 0.0
     """Of the training rows."""
 
@@ -117,7 +117,7 @@ class Audit(BaseModel):
 
     objective: str
     scope: str
-    """What of the data was seen, where that is not all of it."""
+    """Which part of the data was read, where that is not all of it."""
     sources: list[SourceFigures]
     train: Side
     eval: Side | None

@@ -27,18 +27,27 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Format to its required and its optional columns."""
 
-ROLES = {
-    **dict.fromkeys(("system", "developer", "user", "assistant", "tool"), None),
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
+_ROLE_NAMES = {
+    "system": (),
+    "developer": (),
+    "user": ("human", "prompter"),
+    "assistant": (
+        "gpt",
+        "chatgpt",
+        "bing",
+        "bard",
+        "claude",
+        "ai",
+        "bot",
+        "chatbot",
+        "model",
+        "function_call",
+        "tool_call",
+    ),
+    "tool": ("function", "observation", "function_response", "tool_response"),
 }
-"""Roles in data to the role in chat templates; None keeps the name."""
+ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in (role, *names)}
+"""Role in data to the role in chat templates."""
 
 OFTEN_CALLED = {
     "text": ("content", "document", "body"),
@@ -297,14 +306,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
     message = {key: value for key, value in message.items() if value is not None}
-    given = message.pop("role", None) or message.pop("from", None)
-    given = given.lower() if isinstance(given, str) else None
-    if given not in ROLES:
-        raise UserError(f"{where} has the role {given!r}", f"change the row; roles are {', '.join(ROLES)}")
+    role = message.pop("role", None) or message.pop("from", None)
+    role = role.lower() if isinstance(role, str) else None
+    if role not in ROLES:
+        raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
     content = message.pop("content", message.pop("value", ""))
-    result: dict[str, Any] = {"role": ROLES[given] or given, "content": _content(content, where)}
+    result: dict[str, Any] = {"role": ROLES[role], "content": _content(content, where)}
     calls = message.pop("tool_calls", None)
-    if given in ("function_call", "tool_call"):
+    if role in ("function_call", "tool_call"):
         calls, result["content"] = content, ""
     if (legacy := message.pop("function_call", None)) is not None:
         calls = [legacy]

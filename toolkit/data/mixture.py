@@ -1,6 +1,8 @@
 """Which rows are trained on and how often: deduplication, the held-out fraction, weights and `max_samples`.
 
-Rows are known here by two numbers: the source they come from and a hash of their content.
+A row is two numbers, its source and a hash of its content, so that millions are mixed in memory without reading one,
+and rows of equal content are never on both sides. Weights repeat rows until the shares are right, for every epoch
+alike; to draw rows by weight in every step, as streams must, would leave some out.
 """
 
 from __future__ import annotations

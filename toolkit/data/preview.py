@@ -1,4 +1,4 @@
-"""Prepared rows as a person can read them: which tokens are trained, and where packed documents meet."""
+"""The audit and prepared rows as a person can read them: which tokens are trained, and where packed documents meet."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             blocks.append(
                 f"── row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"
             )
-            blocks[-1] += f"\n{_marked(tokenizer, ids, [False] * len(ids), color)}"
-            blocks[-1] += f"\n──▸\n{_marked(tokenizer, labels, trained, color)}"
+            blocks[-1] += f"\n{_delimited(tokenizer, ids, [False] * len(ids), color)}"
+            blocks[-1] += f"\n──▸\n{_delimited(tokenizer, labels, trained, color)}"
             continue
         lengths = row.get("seq_lengths") or [len(ids)]
         documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
         blocks.append(f"── row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained")
         for index, (a, b) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0)), 1):
             blocks[-1] += f"\n┄┄ document {index}: {b - a:,} tokens" if index > 1 else ""
-            blocks[-1] += f"\n{_marked(tokenizer, ids[a:b], trained[a:b], color)}"
+            blocks[-1] += f"\n{_delimited(tokenizer, ids[a:b], trained[a:b], color)}"
     return "\n\n".join(blocks)
 
 
-def _marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool], color: bool) -> str:
-    marks = {True: (GREEN, RESET), False: (DIM, RESET)} if color else {True: ("«", "»"), False: ("", "")}
+def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool], color: bool) -> str:
+    delimiters = {True: (GREEN, RESET), False: (DIM, RESET)} if color else {True: ("«", "»"), False: ("", "")}
     result = []
     position, before = 0, ""
     for is_trained, run in itertools.groupby(trained):
@@ -59,7 +59,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bo
         so_far = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
         if position < len(ids):
             so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
-        opening, closing = marks[is_trained]
+        opening, closing = delimiters[is_trained]
         result.append(f"{opening}{so_far[len(before) :].translate(CONTROL_PICTURES)}{closing}")
         before = so_far
     return "".join(result)
@@ -133,4 +133,4 @@ def _over_long_share(side: Side) -> str:
 
 
 def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""The four normal forms every source row becomes before it is tokenised."""
+"""The four normal forms that rows of all formats become before they are tokenised."""
 
 from __future__ import annotations
 
@@ -76,7 +76,5 @@ def to_json(row: Row) -> str:
 def from_json(text: str) -> Row:
     """The row that `to_json` wrote."""
     kind, *fields = json.loads(text)
-    return _KINDS[kind](*fields)
-
-
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Text, Completion, Chat, Pair)}
+    kinds: dict[str, Any] = {"Text": Text, "Completion": Completion, "Chat": Chat, "Pair": Pair}
+    return kinds[kind](*fields)

@@ -82,7 +82,7 @@ def open_source(source: Source, streaming: bool = False) -> Reader:
             recognised by the sizes and times of its files instead of all their content.
 
     Raises:
-        UserError: Nothing is there, or it has not the wanted split.
+        UserError: Nothing is there, or it does not have this split.
     """
     try:
         files = [] if source.path.startswith("builtin:") else _local_files(source)
@@ -218,17 +218,17 @@ def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
     splits: dict[str, list[Path]] = {}
     for path, name in names.items():
         splits.setdefault(split_of(name) or "train", []).append(path)
-    wanted = split_of(source.split) or source.split
-    if wanted == "train" and len(splits) == 1:
+    split = split_of(source.split) or source.split
+    if split == "train" and len(splits) == 1:
         return next(iter(splits.values()))
-    if wanted not in splits:
-        listing = "; ".join(f"`{split}`: {', '.join(p.name for p in files[:3])}" for split, files in splits.items())
+    if split not in splits:
+        listing = "; ".join(f"`{name}`: {', '.join(p.name for p in files[:3])}" for name, files in splits.items())
         raise UserError(
             f"data source `{source.path}` has no split `{source.split}`; it has {listing}",
             f"set `split` of the source or `data.eval_split` to one of {', '.join(splits)}, "
             "or hold a fraction out with `data.eval_split: 0.05`",
         )
-    return splits[wanted]
+    return splits[split]
 
 
 def split_of(name: str) -> str | None:
@@ -237,9 +237,9 @@ def split_of(name: str) -> str | None:
     return next((split for split, aliases in SPLITS.items() if aliases & parts), None)
 
 
-def _names_hub_data(given: str, path: Path) -> bool:
+def _names_hub_data(name: str, path: Path) -> bool:
     """Whether a path where nothing is can be the id of a hub data set, and not a mistyped file."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", given):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name):
         return False
     return readers.kind(path) is None if len(path.parts) == 1 else not path.parent.is_dir()
 

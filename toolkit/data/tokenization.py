@@ -130,7 +130,7 @@ def is_empty(row: Row, task: Task) -> bool:
 
 @dataclass(frozen=True)
 class Chunker:
-    """Turns rows into tokens of the wanted length. Picklable.
+    """Encodes rows and cuts them to length. Picklable.
 
     Attributes:
         encoder: Turns a row into tokens and labels.
