@@ -13,12 +13,15 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _log = logging.getLogger("toolkit")
 
@@ -133,6 +136,44 @@ def perplexity_of(loss: float) -> float:
 def perplexity_text(perplexity: float) -> str:
     """A perplexity as text: `15.49`, `1.30e+05`."""
     return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.2e}"
+
+
+def table(
+    rows: Iterable[Sequence[str | Text]],
+    align: str = "ll",
+    *,
+    columns: int | None = None,
+    indent: int = 0,
+    gap: int = 2,
+    first: int = 0,
+) -> Text:
+    """Rows in aligned columns, laid out by rich; `.plain` is the text without colours.
+
+    Args:
+        rows: Cells of each row; none is read as rich's markup.
+        align: For each column `l`, or `r` for figures.
+        columns: Width in which the last column is wrapped; None to wrap nothing, so that paths can be copied.
+        indent: Spaces before each line.
+        gap: Spaces between two columns.
+        first: Least width of the first column, so that several tables line up.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, gap, 0, 0))
+    for at, side in enumerate(align, start=1):
+        wraps = columns is not None and at == len(align)
+        grid.add_column(justify="right" if side == "r" else "left", no_wrap=not wraps, overflow="fold")
+    grid.columns[0].min_width = first
+    for row in rows:
+        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console = Console(width=10_000 if columns is None else columns - indent)
+    lines = []
+    for parts in console.render_lines(grid, pad=False):
+        lines.append(Text.assemble(" " * indent, *((part.text, part.style or "") for part in parts)))
+        lines[-1].rstrip()
+    return Text("\n").join(lines)
 
 
 def quiet_libraries() -> None:

@@ -148,7 +148,7 @@ def test_rules_know_what_could_be_chosen(place: Path, overrides: list[str], prob
 
 def test_a_run_takes_it_and_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=small", *ON_THE_LINE]) == 0
-    assert "auto strategy.name" in capsys.readouterr().out
+    assert re.search(r"auto +strategy\.name=ddp: ", capsys.readouterr().out)
     run = place / "runs" / "small"
     manifest = json.loads((run / "manifest.json").read_text())
     kept = yaml.safe_load((run / "recipe.yaml").read_text())

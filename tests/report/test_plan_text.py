@@ -10,15 +10,17 @@ import pytest
 from example_plan import FITS, REFUSED, TIGHT, TOO_LARGE, example_plan
 from pages import Page
 from rich.cells import cell_len
+from rich.text import Text
 
 from toolkit.planner.plan import Plan
 from toolkit.report import plan_text, plan_view
 from toolkit.report.plan_page import plan_page
+from toolkit.report.terminal import console_of, write
 
 
-def plain(text: plan_text.Text) -> str:
+def plain(text: Text) -> str:
     stream = io.StringIO()
-    plan_text.show(text, stream)
+    write(text, console_of(stream))
     return stream.getvalue()
 
 
@@ -89,7 +91,7 @@ def test_nothing_is_wider_than_80_columns_and_nothing_steers_the_terminal() -> N
 
 def test_a_terminal_without_these_characters_still_gets_a_plan() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    plan_text.show(plan_text.plan_text(FITS), stream)
+    write(plan_text.plan_text(FITS), console_of(stream))
     stream.flush()
     assert b"FITS: 41.6 of 140.0 GiB" in stream.buffer.getvalue()  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.options import count, port, positive, price, sweep
-from toolkit.common import UserError
+from toolkit.common import UserError, table
 
 Command = Callable[[argparse.Namespace], int]
 Option = tuple[str, dict[str, Any]]
@@ -58,15 +58,13 @@ def ls(options: argparse.Namespace) -> int:
 
     folders = recipe_folders(options.recipes)
     recipes = list_recipes(folders)
-    width = max((len(name) for name in recipes), default=0)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     shipped = shipped_recipes().resolve()
-    yours: list[str] = []
-    ours: list[str] = []
-    for name, file in recipes.items():
-        line = f"{name:<{width}}  {description(file)}".rstrip()
-        block = yours if len(folders) > 1 and not file.is_relative_to(shipped) else ours
-        block.append(line if len(line) <= columns else line[: columns - 1] + "…")
+    lines = table((name, description(file)) for name, file in recipes.items()).split("\n")
+    yours, ours = list[str](), list[str]()
+    for line, file in zip(lines, recipes.values(), strict=True):
+        if sys.stdout.isatty():
+            line.truncate(shutil.get_terminal_size().columns, overflow="ellipsis")
+        (yours if len(folders) > 1 and not file.is_relative_to(shipped) else ours).append(line.plain)
     if len(folders) > 1:
         print(f"# yours, in {options.recipes or 'recipes'}", *yours, f"\n# shipped, in {shipped}", sep="\n")
     print("\n".join(ours))
@@ -207,7 +205,7 @@ def plan(options: argparse.Namespace) -> int:
         print(json.dumps(json_schema(), indent=2))
         return 0
     from toolkit.cli import plan
-    from toolkit.report import plan_text
+    from toolkit.report import plan_text, terminal
 
     rows = plan.questions(options.arguments, options.compare, options.sweep)
     where = (options.recipes, options.price)
@@ -221,7 +219,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
-        plan_text.show(text)
+        terminal.write(text, terminal.console_of(sys.stdout))
     if options.html:
         from toolkit.report.plan_page import plan_page
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
-from toolkit.common import cache_dir
+from toolkit.common import cache_dir, in_a_line, table
 from toolkit.planner.hardware import driver_version
 
 DISTRIBUTION = "accelerate-toolkit"
@@ -55,15 +55,9 @@ def collect() -> dict[str, Any]:
 
 def render(sections: dict[str, Any]) -> str:
     """The sections as aligned plain text, problems last."""
-    lines: list[str] = []
-    for section, values in sections.items():
-        if section == "problems":
-            continue
-        lines.append(section)
-        width = max((len(key) for key in values), default=0)
-        lines += [f"  {key:<{width}}  {value}" for key, value in values.items()]
-    lines.append("problems" if sections["problems"] else "no problems found")
-    lines += [f"  {problem}" for problem in sections["problems"]]
+    *parts, (_, problems) = sections.items()
+    lines = [f"{name}\n{table(values.items(), indent=2).plain}" for name, values in parts]
+    lines += ["problems" if problems else "no problems found", *(f"  {problem}" for problem in problems)]
     return "\n".join(lines)
 
 
@@ -192,5 +186,4 @@ def _short(text: str | Path) -> str:
 
 
 def _failure(error: Exception) -> str:
-    message = str(error).strip().splitlines()
-    return _short(f"fails: {type(error).__name__}: {message[0] if message else 'no message'}")
+    return _short(f"fails: {in_a_line(error)}")

@@ -98,22 +98,17 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _comparison(labels: Sequence[str], rows: Sequence[Plan | Refused]) -> dict[str, Any]:
-    plans = [row for row in rows if isinstance(row, Plan)]
-    unit = view.Unit.of(max((plan.memory[0].total.value for plan in plans), default=1))
-    priced = any(plan.work.cost is not None for plan in plans)
-    heads = ["fits", unit.name, "reserved", "a step", "tokens/s", "MFU", "in all", *(["costs"] if priced else [])]
+    unit = view.Unit.of(max((row.memory[0].total.value for row in rows if isinstance(row, Plan)), default=1))
+    heads: dict[str, None] = {"fits": None}
     lines: list[dict[str, Any]] = []
     for label, row in zip(labels, rows, strict=True):
         if isinstance(row, Refused):
             lines.append({"label": label, "refused": row.reason})
             continue
-        work, memory = row.work, row.memory[0]
-        cells = [unit.text(memory.total.value), unit.text(memory.reserved.value)]
-        cells += [view.seconds_text(work.step_seconds.value), view.compact(work.tokens_per_second), f"{work.mfu:.1%}"]
-        cells.append("?" if work.total_seconds is None else view.duration(work.total_seconds.value))
-        cells += [] if work.cost is None else [view.money_text(work.cost)]
-        lines.append({"label": label, "refused": "", "answer": row.fit.answer, "cells": cells})
-    return {"heads": heads, "rows": lines}
+        figures = view.comparison_figures(row, unit)
+        heads |= dict.fromkeys(figures)
+        lines.append({"label": label, "refused": "", "answer": row.fit.answer, "cells": list(figures.values())})
+    return {"heads": list(heads), "rows": lines}
 
 
 def _tiles(plan: Plan, unit: view.Unit) -> list[Tile]:
@@ -162,5 +157,5 @@ def _advice(advice: Advice, unit: view.Unit) -> dict[str, Any]:
         "trade": view.trade_texts(advice),
         "fits": advice.fits,
         "verdict": view.ANSWERS[advice.fits],
-        "figures": f"{unit.text(advice.total)} {unit.name}, {view.seconds_text(advice.step_seconds)} a step",
+        "figures": view.advice_figures(advice, unit),
     }

@@ -1,20 +1,18 @@
 """A plan for the terminal: one screen, 80 columns, plain text where there is no terminal.
 
-Blocks are `rich.text.Text`, which has colours and can be cut and measured. `rich.table` lays out none of them: its rows
-would hold neither the bars that begin where the one above ends, nor the lines of reasons and parts between two rows.
+Blocks are `rich.text.Text`, most of them laid out by `common.table`. Bars are cells of such a table: those of
+`rich.progress` can neither begin where another ends nor show the line at which the device is full.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import TextIO
+from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
+from toolkit.common import table
 from toolkit.planner.plan import Memory, Plan, Refused
 from toolkit.report import plan_view as view
 
@@ -40,17 +38,6 @@ _NAME = 14
 _LINE = "│"
 
 
-def show(text: Text, stream: TextIO | None = None) -> None:
-    """Writes a text of this module, with colours on a terminal only."""
-    stream = stream or sys.stdout
-    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if console.is_terminal and not console.is_dumb_terminal:
-        console.print(text)
-    else:
-        encoding = stream.encoding or "utf-8"
-        stream.write(text.plain.encode(encoding, "replace").decode(encoding) + "\n")
-
-
 def width() -> int:
     """Columns to write in."""
     return max(60, min(shutil.get_terminal_size().columns, WIDEST))
@@ -67,168 +54,133 @@ def plan_text(plan: Plan, columns: int = 80) -> Text:
         _rows("Work", view.work_rows(plan), columns),
         _rows("Traffic of a rank in a step", view.link_rows(plan), columns),
         _advice(plan, columns),
-        _notes(plan, columns),
+        table([("-", Text(note, "dim")) for note in plan.notes], columns=columns, gap=1),
     ]
-    return Text("\n\n").join(block for block in blocks if block.plain)
+    return Text("\n\n").join(block for block in blocks if block)
 
 
 def brief_text(plan: Plan, columns: int = 80) -> Text:
     """What a run prints at its start."""
     blocks = [_headline(plan, columns), _rows("", view.chosen_rows(plan), columns), memory_text(plan, columns)]
-    return Text("\n").join(block for block in blocks if block.plain)
+    return _lines(*(block for block in blocks if block))
 
 
 def memory_text(plan: Plan, columns: int = 80) -> Text:
     """The parts at the peak, each bar beginning where the one above ends, against the device's line."""
     memory = plan.memory[0]
-    unit = view.Unit.of(plan.device_memory)
-    parts = view.parts_at_peak(memory)
-    room = columns - _NAME - 2 - 20
-    scale = max(plan.device_memory, memory.total.value)
-    text = Text()
-    ranks = "" if memory.ranks == "every rank" else f" ({memory.ranks})"
-    text.append(f"Memory of one device{ranks}, {unit.name}, at its peak ({memory.peak_phase})", "bold")
-    start = 0.0
+    total, reserved, unit = memory.total, memory.reserved, view.Unit.of(plan.device_memory)
+    room = columns - _NAME - 22
+    scale = max(plan.device_memory, total.value)
     line = round(plan.device_memory / scale * room)
-    rows = [(name, amount, LETTERS[name][1]) for name, amount in parts.items()]
-    for name, amount, style in rows:
-        text.append(f"\n  {name:<{_NAME}}")
-        text.append_text(_bar(start, start + amount, scale, room, line, style))
-        text.append(f"{unit.text(amount):>8}")
+    ranks = "" if memory.ranks == "every rank" else f" ({memory.ranks})"
+    title = Text(f"Memory of one device{ranks}, {unit.name}, at its peak ({memory.peak_phase})", "bold")
+    start, rows = 0.0, list[tuple[Text, ...]]()
+    for name, amount in view.parts_at_peak(memory).items():
+        bar = _bar(start, start + amount, scale, room, line, LETTERS[name][1])
+        rows.append((Text(name), bar, Text(unit.text(amount))))
         start += amount
-    text.append(f"\n  {'total':<{_NAME}}", "bold")
-    text.append_text(_bar(0, memory.total.value, scale, room, line, STYLES[plan.fit.answer]))
-    text.append(f"{unit.text(memory.total.value):>8}", "bold").append(f" of {unit.text(plan.device_memory)}")
-    reserved, total = memory.reserved, memory.total
+    bar = _bar(0, total.value, scale, room, line, STYLES[plan.fit.answer])
+    rows.append(
+        (Text("total", "bold"), bar, Text(unit.text(total.value), "bold"), Text(f"of {unit.text(plan.device_memory)}"))
+    )
     figures = f"allocated {unit.text(memory.allocated)}, "
     # A CPU's allocator gives back what it does not need.
     if reserved.high > memory.allocated:
         figures += f"reserved {unit.text(reserved.value)} ({unit.text(reserved.low)} to {unit.text(reserved.high)}), "
-    text.append(f"\n  {figures}total {unit.text(total.low)} to {unit.text(total.high)}", "dim")
-    for ranks, peak in view.other_ranks(plan):
-        text.append(f"\n  {ranks}: {peak}", "dim")
-    return text
+    figures += f"total {unit.text(total.low)} to {unit.text(total.high)}"
+    below = [figures, *(f"{ranks}: {peak}" for ranks, peak in view.other_ranks(plan))]
+    return _lines(
+        title,
+        table(rows, "llrl", indent=2, gap=1, first=_NAME - 1),
+        table([(Text(text, "dim"),) for text in below], "l", columns=columns, indent=2),
+    )
 
 
 def comparison_text(rows: Sequence[Plan | Refused], columns: int = 80) -> Text:
     """Several plans: a table, and below each row its memory by part against its device's line."""
     plans = [row for row in rows if isinstance(row, Plan)]
-    labels = view.labels(rows)
-    most = columns - 53
-    wide = max((len(label) for label in labels if len(label) <= most), default=0)
-    priced = any(plan.work.cost is not None for plan in plans)
     scale = max((max(plan.memory[0].total.value, plan.device_memory) for plan in plans), default=1)
     unit = view.Unit.of(scale)
-    head = f"{'':<{wide}}  {'fits':<6}{unit.name:>7}{'a step':>10}{'tokens/s':>10}{'in all':>9}"
-    text = Text(head + (f"{'costs':>9}" if priced else ""), "bold")
+    heads = [unit.name, "a step", "tokens/s", "in all"]
+    heads += ["costs"] if any(plan.work.cost is not None for plan in plans) else []
+    cells: list[list[str | Text]] = [["", "fits", *heads]]
+    labels, most = view.labels(rows), columns - 53
     for label, row in zip(labels, rows, strict=True):
-        if len(label) > most:
-            text.append("\n" + textwrap.fill(label, columns, subsequent_indent="  ", break_on_hyphens=False))
-        text.append(f"\n{label if len(label) <= most else '':<{wide}}  ")
+        line: list[str | Text] = [label if len(label) <= most else ""]
         if isinstance(row, Refused):
-            text.append("refused", STYLES["no"])
-            text.append(_indented(row.reason, columns, "  "), "dim")
-            continue
-        text.append(f"{row.fit.answer:<6}", STYLES[row.fit.answer])
-        text.append(
-            "".join(f"{cell:>{size}}" for cell, size in zip(_cells(row, unit), (7, 10, 10, 9, 9), strict=False))
-        )
-        text.append("\n  ").append_text(_stack(row, scale, columns - 4))
+            line.append(Text("refused", STYLES["no"]))
+        else:
+            figures = view.comparison_figures(row, unit)
+            line += [Text(row.fit.answer, STYLES[row.fit.answer]), *(figures.get(head, "") for head in heads)]
+        cells.append(line)
+    head, *lines = table(cells, "ll" + "r" * len(heads)).split("\n")
+    head.stylize("bold")
+    blocks = [head]
+    for label, row, figures_line in zip(labels, rows, lines, strict=True):
+        if len(label) > most:
+            blocks.append(Text(textwrap.fill(label, columns, subsequent_indent="  ", break_on_hyphens=False)))
+        blocks.append(figures_line)
+        if isinstance(row, Refused):
+            blocks.append(table([(Text(row.reason, "dim"),)], "l", columns=columns, indent=2))
+        else:
+            blocks.append(Text("  ").append_text(_stack(row, scale, columns - 4)))
     used = {part for plan in plans for part in view.parts_at_peak(plan.memory[0])}
     if used:
         names = [f"{_LINE} the device's memory", *(f"{LETTERS[part][0]} {part}" for part in LETTERS if part in used)]
         # Lines break between entries, not inside one.
         key = textwrap.fill(", ".join(name.replace(" ", "\0") for name in names), columns)
-        text.append("\n" + key.replace("\0", " "), "dim")
-    return text
-
-
-def _cells(plan: Plan, unit: view.Unit) -> list[str]:
-    work = plan.work
-    whole = view.duration(work.total_seconds.value) if work.total_seconds is not None else "?"
-    cells = [unit.text(plan.memory[0].total.value), view.seconds_text(work.step_seconds.value)]
-    cells += [view.compact(work.tokens_per_second), whole]
-    return cells + ([view.money_text(work.cost)] if work.cost is not None else [])
+        blocks.append(Text(key.replace("\0", " "), "dim"))
+    return _lines(*blocks)
 
 
 def _headline(plan: Plan, columns: int) -> Text:
-    named = " ".join([plan.recipe, *plan.overrides])
-    text = Text("\n".join(textwrap.wrap(f"{named} on {plan.hardware}", columns, break_on_hyphens=False)), "bold")
-    verdict = view.ANSWERS[plan.fit.answer].upper()
-    body = textwrap.wrap(f"{verdict}: {view.fit_text(plan)}", columns, subsequent_indent="  ")
-    text.append(f"\n{body[0][: len(verdict)]}", STYLES[plan.fit.answer]).append(body[0][len(verdict) :], "not bold")
-    for line in [*body[1:], *textwrap.wrap(view.time_text(plan), columns, subsequent_indent="  ")]:
-        text.append(f"\n{line}", "not bold")
-    return text
+    named = Text(f"{' '.join([plan.recipe, *plan.overrides])} on {plan.hardware}", "bold")
+    verdict = Text(f"{view.ANSWERS[plan.fit.answer].upper()}:", STYLES[plan.fit.answer])
+    return _lines(
+        table([(named,)], "l", columns=columns),
+        table([(verdict, view.fit_text(plan))], columns=columns, gap=1),
+        table([(view.time_text(plan),)], "l", columns=columns),
+    )
 
 
-def _rows(title: str, rows: Iterable[tuple[str, str]], columns: int) -> Text:
-    text = Text()
-    for name, value in rows:
-        if title and not text.plain:
-            text.append(title, "bold")
-        lines = textwrap.wrap(value, columns - _NAME - 2, break_on_hyphens=False) or [""]
-        start = "\n" if text.plain else ""
-        # A name too long for its column has a line of its own.
-        head = f"  {name:<{_NAME}}" if len(name) < _NAME else f"  {name}\n  {'':<{_NAME}}"
-        text.append(f"{start}{head}{lines[0]}")
-        for line in lines[1:]:
-            text.append(f"\n  {'':<{_NAME}}{line}")
-    return text
+def _rows(title: str, rows: Sequence[tuple[str, str]], columns: int) -> Text:
+    text = table(rows, columns=columns, indent=2, first=_NAME - 1)
+    return _lines(Text(title, "bold"), text) if title and rows else text
 
 
 def _phases(memory: Memory, columns: int) -> Text:
-    phases, table = view.phase_table(memory)
+    phases, parts = view.phase_table(memory)
     unit = view.Unit.of(memory.allocated)
-    size = min(11, (columns - _NAME - 2) // max(len(phases), 1))
-    text = Text(f"Allocated by phase, {unit.name}", "bold")
-    short = {"evaluation": "eval", "forward": "fwd", "backward": "bwd", "resume": "resum"}
-    names = [phase if len(phase) < size else short.get(phase, phase) for phase in phases]
-    text.append(f"\n  {'':<{_NAME}}" + "".join(f"{name:>{size}}" for name in names), "dim")
-    for part, row in table.items():
-        text.append(f"\n  {part:<{_NAME}}", "bold" if part == "allocated" else "")
-        for phase, amount in zip(phases, row, strict=True):
-            at_peak = part == "allocated" and phase == memory.peak_phase
-            text.append(f"{unit.text(amount) if amount else '·':>{size}}", "bold" if at_peak else "")
-    return text
+    narrow = columns < 80
+    short = {"evaluation": "eval", "forward": "fwd", "backward": "bwd", "resume": "resum"} if narrow else {}
+    rows = [[Text(), *(Text(short.get(phase, phase), "dim") for phase in phases)]]
+    for part, amounts in parts.items():
+        rows.append([Text(part), *(Text(unit.text(amount) if amount else "·") for amount in amounts)])
+    for cell in (rows[-1][0], rows[-1][1 + phases.index(memory.peak_phase)]):
+        cell.stylize("bold")
+    align = "l" + "r" * len(phases)
+    figures = table(rows, align, indent=2, gap=1 if narrow else 2, first=_NAME - 2)
+    return _lines(Text(f"Allocated by phase, {unit.name}", "bold"), figures)
 
 
 def _advice(plan: Plan, columns: int) -> Text:
     if not plan.advice:
         return Text()
     unit = view.Unit.of(plan.device_memory)
-    text = Text("What to change, at the same global batch", "bold")
+    rows = []
     for advice in plan.advice:
-        head = f"\n  {view.kind_text(advice):<{_NAME - 4}}  "
-        figures = f"  {view.ANSWERS[advice.fits]}, {unit.text(advice.total)} {unit.name}, "
-        figures += f"{view.seconds_text(advice.step_seconds)} a step"
-        changes = textwrap.wrap(
-            view.change_text(advice.changes) or "no change", columns - _NAME, break_on_hyphens=False
-        )
-        text.append(head, "bold" if advice.kind in ("fastest", "cheapest") else "").append(changes[0], "cyan")
-        for line in changes[1:]:
-            text.append(f"\n  {'':<{_NAME - 2}}").append(line, "cyan")
-        indent = " " * _NAME
-        if len(changes[-1]) + len(figures) + _NAME <= columns:
-            text.append(figures)
-        else:
-            text.append(f"\n{indent}{figures.strip()}")
-        for trade in view.trade_texts(advice):
-            text.append(_indented(trade, columns, indent), "dim")
-    return text
+        kind = Text(view.kind_text(advice), "bold" if advice.kind in ("fastest", "cheapest") else "")
+        changes = view.change_text(advice.changes) or "no change"
+        figures = f"{view.ANSWERS[advice.fits]}, {view.advice_figures(advice, unit)}"
+        apart = "  " if len(changes) + len(figures) + _NAME + 2 <= columns else "\n"
+        trades = [(f"\n{trade}", "dim") for trade in view.trade_texts(advice)]
+        rows.append((kind, Text.assemble((changes, "cyan"), apart, figures, *trades)))
+    title = Text("What to change, at the same global batch", "bold")
+    return _lines(title, table(rows, columns=columns, indent=2, first=_NAME - 4))
 
 
-def _notes(plan: Plan, columns: int) -> Text:
-    text = Text()
-    for note in plan.notes:
-        lines = textwrap.wrap(note, columns, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-        text.append(("\n" if text.plain else "") + "\n".join(lines), "dim")
-    return text
-
-
-def _indented(content: str, columns: int, indent: str) -> str:
-    lines = [line for part in content.splitlines() for line in textwrap.wrap(part, columns - len(indent))]
-    return "".join(f"\n{indent}{line}" for line in lines)
+def _lines(*blocks: Text) -> Text:
+    return Text("\n").join(blocks)
 
 
 def _bar(start: float, end: float, scale: float, room: int, line: int, style: str) -> Text:

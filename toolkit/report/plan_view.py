@@ -107,7 +107,7 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def chosen_rows(plan: Plan) -> list[tuple[str, str]]:
     """What `auto` came to, and why."""
-    return [(f"auto {key}", reason) for key, reason in plan.chosen.items()]
+    return [("auto", f"{key}={reason}") for key, reason in plan.chosen.items()]
 
 
 def work_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -181,6 +181,20 @@ def labels(rows: Sequence[Plan | Refused]) -> list[str]:
     return texts
 
 
+def comparison_figures(plan: Plan, unit: Unit) -> dict[str, str]:
+    """What is compared of a plan, by its head in the table; costs only where a price is known."""
+    work, memory = plan.work, plan.memory[0]
+    figures = {
+        unit.name: unit.text(memory.total.value),
+        "reserved": unit.text(memory.reserved.value),
+        "a step": seconds_text(work.step_seconds.value),
+        "tokens/s": compact(work.tokens_per_second),
+        "MFU": f"{work.mfu:.1%}",
+        "in all": "?" if work.total_seconds is None else duration(work.total_seconds.value),
+    }
+    return figures if work.cost is None else figures | {"costs": money_text(work.cost)}
+
+
 def change_text(changes: Mapping[str, str]) -> str:
     """Changes as one types them."""
     return " ".join(f"{key}={value}" for key, value in changes.items())
@@ -195,6 +209,11 @@ def trade_texts(advice: Advice) -> list[str]:
     """What a change buys and costs; nothing of what it does not."""
     costs = f"costs: {advice.costs}" if advice.costs not in ("", "nothing") else ""
     return [text for text in (advice.buys, costs) if text not in ("", "nothing")]
+
+
+def advice_figures(advice: Advice, unit: Unit) -> str:
+    """Memory of a device and time of a step after a change."""
+    return f"{unit.text(advice.total)} {unit.name}, {seconds_text(advice.step_seconds)} a step"
 
 
 def shares_text(plan: Plan) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from toolkit.common import compact, duration, perplexity_of, perplexity_text
+from toolkit.common import compact, duration, perplexity_of, perplexity_text, table
 from toolkit.data.rows import Sample
 
 PLAIN_LINE_SECONDS = 10.0
@@ -39,7 +39,7 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = console_of(self._stream)
         self._terminal = self._stream.isatty() and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._description = "Training"
@@ -146,12 +146,7 @@ class Progress:
         return first or share_passed or time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS
 
     def _print(self, text: str) -> None:
-        if self._terminal:
-            self._console.print(text)
-        else:
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-            self._stream.flush()
+        write(Text(text), self._console)
 
     def _redraw(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -190,8 +185,7 @@ class Progress:
 
 def summary(rows: Sequence[tuple[str, str]]) -> str:
     """An aligned two-column table. Values are not wrapped, so that paths can be copied."""
-    width = max((cell_len(name) for name, _ in rows), default=0)
-    return "\n".join(f"  {name}{' ' * (width - cell_len(name))}  {value}" for name, value in rows)
+    return table(rows, indent=2).plain
 
 
 def prompts_before_after(samples: Sequence[Sample], width: int | None = None) -> str:
@@ -199,23 +193,32 @@ def prompts_before_after(samples: Sequence[Sample], width: int | None = None) ->
     width = min(width or shutil.get_terminal_size().columns, WIDEST_TEXT)
     blocks = []
     for number, sample in enumerate(samples, start=1):
-        lines = [f"Sample {number} of {len(samples)}"]
-        for key in ("prompt", "before", "after", "reference"):
-            if (value := getattr(sample, key)) is not None:
-                indent = " " * 13
-                wrapped = _wrap(value, max(width - len(indent), 10))
-                lines.append(f"  {key:<9}  {wrapped[0]}".rstrip())
-                lines += [f"{indent}{line}".rstrip() for line in wrapped[1:]]
-        blocks.append("\n".join(lines))
+        texts = {key: getattr(sample, key) for key in ("prompt", "before", "after", "reference")}
+        rows = [(key, _printable(text)) for key, text in texts.items() if text is not None]
+        lines = table(rows, columns=width, indent=2, first=9).plain
+        blocks.append(f"Sample {number} of {len(samples)}\n{lines}")
     return "\n\n".join(blocks)
+
+
+def console_of(stream: TextIO) -> Console:
+    """A console that prints a text as it is."""
+    return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def write(text: Text, console: Console) -> None:
+    """Writes text with its colours to a terminal; a log gets plain text, whatever its encoding."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        console.print(text)
+    else:
+        encoding = getattr(console.file, "encoding", None) or "utf-8"
+        console.file.write(text.plain.encode(encoding, "replace").decode(encoding) + "\n")
+        console.file.flush()
 
 
 def _clip(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` terminal cells; control characters, which could steer the terminal, become dots."""
-    safe = "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "·" for c in text.strip())
-    lines = Text(safe).wrap(Console(width=width), width)
-    return [line.plain.rstrip() for line in lines] or [""]
+def _printable(text: str) -> str:
+    """Control characters, which could steer the terminal, become dots."""
+    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "·" for c in text.strip())
