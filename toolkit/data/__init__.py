@@ -1,1 +1,1 @@
-"""From files to batches: sources, row shapes, chat templates, label masks, the audit, packing and collation."""
+"""From files to batches: sources, row formats, chat templates, label masks, the audit, packing and collation."""

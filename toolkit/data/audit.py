@@ -165,21 +165,6 @@ def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Sid
     )
 
 
-def _lengths(length: NDArray[np.int64]) -> Lengths:
-    if not len(length):
-        return Lengths(percentiles={}, histogram=[])
-    shares = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    percentiles = {name: int(np.percentile(length, share, method="nearest")) for name, share in shares.items()}
-    edges = [0, *(2**power for power in range(4, max(4, percentiles["max"].bit_length()) + 1))]
-    counts, _ = np.histogram(length, edges)
-    buckets = [
-        Bucket(low=low, high=high - 1, rows=count)
-        for low, high, count in zip(edges, edges[1:], counts.tolist(), strict=False)
-        if low >= edges[np.flatnonzero(counts)[0]]
-    ]
-    return Lengths(percentiles=percentiles, histogram=buckets)
-
-
 def find_problems(audit: Audit) -> list[Problem]:
     """What is wrong with this data."""
     problems: list[Problem] = []
@@ -246,25 +231,6 @@ def find_problems(audit: Audit) -> list[Problem]:
     return problems
 
 
-def _over_long(name: str, side: Side, kinds: list[str]) -> list[Problem]:
-    """What there is to say about rows longer than `batch.seq_len`."""
-    seq_len, action = side.over_long.seq_len, side.over_long.action
-    if action == "split" and kinds == ["Text"]:
-        return []
-    lengths = side.lengths.percentiles
-    what = (
-        f"{side.over_long.rows:,} of {side.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
-        f"the longest has {lengths['max']:,} tokens ({side.longest})"
-    )
-    change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
-    if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
-        return [Problem(level="warning", what=f"{what}; {effect}", change=f"{change} to keep them whole")]
-    if action == "split":
-        what += ", and `data.over_long: split` is for text, not for chats or completions"
-    others = "drop or truncate" if action == "split" else "drop, truncate or (text) split"
-    return [Problem(level="fatal", what=what, change=f"{change}, or set `data.over_long` to {others}")]
-
-
 def check(audit: Audit) -> None:
     """Raises a DataError with all fatal problems, if there are any."""
     fatal = [problem for problem in audit.problems if problem.level == "fatal"]
@@ -288,3 +254,37 @@ def check_batch(audit: Audit, global_batch_size: int) -> Audit:
         change="lower `batch.global_batch_size`" + (", or set `data.packing: false`" if audit.packing else ""),
     )
     return audit.model_copy(update={"problems": [*audit.problems, problem]})
+
+
+def _lengths(length: NDArray[np.int64]) -> Lengths:
+    if not len(length):
+        return Lengths(percentiles={}, histogram=[])
+    shares = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    percentiles = {name: int(np.percentile(length, share, method="nearest")) for name, share in shares.items()}
+    edges = [0, *(2**power for power in range(4, max(4, percentiles["max"].bit_length()) + 1))]
+    counts, _ = np.histogram(length, edges)
+    buckets = [
+        Bucket(low=low, high=high - 1, rows=count)
+        for low, high, count in zip(edges, edges[1:], counts.tolist(), strict=False)
+        if low >= edges[np.flatnonzero(counts)[0]]
+    ]
+    return Lengths(percentiles=percentiles, histogram=buckets)
+
+
+def _over_long(name: str, side: Side, kinds: list[str]) -> list[Problem]:
+    """What there is to say about rows longer than `batch.seq_len`."""
+    seq_len, action = side.over_long.seq_len, side.over_long.action
+    if action == "split" and kinds == ["Text"]:
+        return []
+    lengths = side.lengths.percentiles
+    what = (
+        f"{side.over_long.rows:,} of {side.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
+        f"the longest has {lengths['max']:,} tokens ({side.longest})"
+    )
+    change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
+    if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
+        return [Problem(level="warning", what=f"{what}; {effect}", change=f"{change} to keep them whole")]
+    if action == "split":
+        what += ", and `data.over_long: split` is for text, not for chats or completions"
+    others = "drop or truncate" if action == "split" else "drop, truncate or (text) split"
+    return [Problem(level="fatal", what=what, change=f"{change}, or set `data.over_long` to {others}")]

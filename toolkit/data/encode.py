@@ -290,15 +290,11 @@ class Encoder:
 
 
 def _with_json_arguments(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in calls
-        if "function" in call
+        for call in message.get("tool_calls") or []
     ]
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _without_flags(message: Message) -> Message:

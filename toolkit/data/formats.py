@@ -27,26 +27,13 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Format to its required and its optional columns."""
 
-_ROLE_NAMES = {
-    "system": (),
-    "developer": (),
-    "user": ("human", "prompter"),
-    "assistant": (
-        "gpt",
-        "chatgpt",
-        "bing",
-        "bard",
-        "claude",
-        "ai",
-        "bot",
-        "chatbot",
-        "model",
-        "function_call",
-        "tool_call",
-    ),
-    "tool": ("function", "observation", "function_response", "tool_response"),
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
-ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in (role, *names)}
 """Role in data to the role in chat templates."""
 
 OFTEN_CALLED = {
@@ -284,13 +271,11 @@ def _chat(row: dict[str, Any], column: str, where: str) -> Chat:
 
 
 def _conversational_completion(row: dict[str, Any], where: str, trains_prompts: bool) -> Chat:
-    prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-    answer = row["completion"]
-    answer = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
-    context = _messages(prompt, "prompt", where)
-    if not trains_prompts:
-        context = [message | {"train": False} for message in context]
-    return Chat(context + _messages(answer, "completion", where), _tools(row.get("tools"), where))
+    messages = []
+    for column, role, trained in (("prompt", "user", trains_prompts), ("completion", "assistant", True)):
+        turns = row[column] if isinstance(row[column], list) else [{"role": role, "content": row[column]}]
+        messages += [m if trained else m | {"train": False} for m in _messages(turns, column, where)]
+    return Chat(messages, _tools(row.get("tools"), where))
 
 
 def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
