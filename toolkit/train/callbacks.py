@@ -23,20 +23,14 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.common import write_atomically
 from toolkit.distributed import Length
+from toolkit.report.load import read_metrics
 from toolkit.report.terminal import Progress
+from toolkit.train.checkpoint import seal
+from toolkit.train.evaluate import evaluate
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.run_folder import RunFolder
+from toolkit.train.session import Session
 from toolkit.train.trainer import FixedOrder
-
-
-class AtStart(TrainerCallback):
-    """Calls a function on every process when the engine holds model and optimizer, before anything is trained."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._call()
 
 
 class StepTokens:
@@ -144,10 +138,7 @@ class Meter(TrainerCallback):
 
     def first_evaluation(self) -> dict[str, float] | None:
         """The evaluation before the first step, of an earlier session."""
-        if not self._file.is_file():
-            return None
-        rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
-        return next((row for row in rows if row["step"] == 0 and "eval_loss" in row), None)
+        return next((row for row in read_metrics(self._file)[1] if row["step"] == 0), None)
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Records an evaluation; its time does not count against tokens per second."""
@@ -173,22 +164,17 @@ class Evaluator(TrainerCallback):
     """Evaluates the held-out rows before the first step, every so many steps and after the last one.
 
     Args:
-        evaluate: Runs one evaluation on all processes and returns its metrics.
-        at_start: Whether to evaluate before the first step.
-        every_steps: Interval, or None.
         meter: Where the results go; None on processes that do not talk to the user.
     """
 
-    def __init__(
-        self, evaluate: Callable[[], dict[str, float]], at_start: bool, every_steps: int | None, meter: Meter | None
-    ) -> None:
-        self._evaluate, self._at_start, self._every, self._meter = evaluate, at_start, every_steps, meter
+    def __init__(self, session: Session, meter: Meter | None) -> None:
+        self._session, self._settings, self._meter = session, session.recipe.evaluation, meter
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
         self._evaluated_step = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._at_start and state.global_step == 0:
+        if self._settings.at_start and state.global_step == 0:
             self.first = self._run(state.global_step)
         elif self._meter:
             self.first = self._meter.first_evaluation()
@@ -208,34 +194,30 @@ class Evaluator(TrainerCallback):
 
     def _due(self, state: Any) -> bool:
         step = state.global_step
-        return bool(self._every and step % self._every == 0 and step != self._evaluated_step)
+        every = self._settings.every_steps
+        return bool(every and step % every == 0 and step != self._evaluated_step)
 
     def _run(self, step: int) -> dict[str, float]:
         self._evaluated_step = step
         started = time.monotonic()
-        self.last = self._evaluate()
+        self.last = evaluate(self._session)
         if self._meter:
             self._meter.evaluated(step, self.last, time.monotonic() - started)
         return self.last
 
 
 class Seal(TrainerCallback):
-    """Makes a checkpoint count once all processes have written their part of it, and only then drops the oldest.
+    """Makes a checkpoint count once all processes have written their part of it, and only then drops the oldest."""
 
-    Args:
-        accelerator: What the processes wait with.
-        seal: Records on the first process that a checkpoint, saved at a step, is whole.
-        limit: How many checkpoints are kept.
-    """
-
-    def __init__(self, accelerator: Any, seal: Callable[[Path, int], None], limit: int) -> None:
-        self._accelerator, self._seal, self._limit = accelerator, seal, limit
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._accelerator.wait_for_everyone()
-        if state.is_world_process_zero:
-            self._seal(Path(args.output_dir, f"checkpoint-{state.global_step}"), state.global_step)
-            rotate_checkpoints(args.output_dir, self._limit, use_mtime=True)
+        recipe, step = self._session.recipe, state.global_step
+        self._session.trainer.accelerator.wait_for_everyone()
+        if self._session.leads:
+            seal(Path(args.output_dir, f"checkpoint-{step}"), step, recipe, self._session.world.world_size)
+            rotate_checkpoints(args.output_dir, recipe.checkpoint.save_total_limit, use_mtime=True)
 
 
 class CleanStop(TrainerCallback):

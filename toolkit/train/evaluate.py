@@ -14,15 +14,37 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 
 from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
+from toolkit.train.session import Session
 
 NegativeLogLikelihood = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
 """Model and batch to the summed loss of its trained tokens, and their number."""
+
+
+def evaluate(session: Session) -> dict[str, float]:
+    """One evaluation on all processes: held-out loss and, where asked for, metrics of generated targets."""
+    trainer, settings = session.trainer, session.recipe.evaluation
+    batch_size = settings.batch_size or session.layout.micro_batch_size
+    metrics: dict[str, float] = trainer.held_out(batch_size, session.progress.evaluating)
+    if settings.generation_metrics:
+        metrics |= generated_metrics(
+            session.module,
+            session.prepared.eval,
+            session.tokenizer,
+            batch_size,
+            trainer.accelerator,
+            settings.max_new_tokens,
+            settings.num_beams,
+            session.stop_token_ids,
+            session.dtypes.autocast,
+        )
+    trainer.log(dict(metrics))
+    return metrics
 
 
 def held_out_loss(
@@ -53,7 +75,7 @@ def held_out_loss(
         for turn in range(rounds):
             index = turn * world + rank
             rows = batches[min(index, len(batches) - 1)]
-            inputs = to_device(collate([dataset[row] for row in rows]), accelerator.device)
+            inputs = send_to_device(collate([dataset[row] for row in rows]), accelerator.device)
             total, count = loss(model, inputs)
             if index < len(batches):
                 sums += torch.stack([total.double(), count.double()]).to(sums.device)
@@ -68,11 +90,6 @@ def row_lengths(dataset: Any) -> np.ndarray:
     """(num_rows,) tokens of each row, read from Arrow's offsets without decoding the rows."""
     table = dataset.with_format("arrow")[:]
     return np.asarray(pc.list_value_length(table["input_ids"]))
-
-
-def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Moves tensors; integers such as `max_length_q` stay on the host."""
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 @contextmanager

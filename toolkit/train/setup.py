@@ -6,7 +6,6 @@ the process group, and those exist before the model is loaded, because ZeRO-3 an
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +21,9 @@ from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.distributed import (
     BatchLayout,
-    EngineState,
     Length,
     batch_layout,
     dtypes,
-    expected_state,
-    fsdp_mesh,
     run_length,
 )
 from toolkit.distributed.rendezvous import Rendezvous
@@ -37,16 +33,16 @@ from toolkit.models.load import ModelSource
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress
-from toolkit.train import checkpoint, optimizer, preflight
+from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
-from toolkit.train.callbacks import AtStart, CleanStop, Evaluator, Meter, Seal, StepTokens
-from toolkit.train.evaluate import generated_metrics, row_lengths
+from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal, StepTokens
+from toolkit.train.evaluate import row_lengths
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.run_folder import RunFolder, check_disk, describe, hash_files, now
 from toolkit.train.samples import Samples
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer, FixedOrder
-from toolkit.train.verify import Verify, check_isolation
+from toolkit.train.verify import Verify
 
 _log = logging.getLogger("toolkit.train")
 
@@ -253,17 +249,9 @@ def attach_callbacks(session: Session) -> Callbacks:
             recipe.evaluation.every_steps if evaluates else None,
         )
     if evaluates:
-        evaluate = functools.partial(_evaluate, session)
-        evaluator = Evaluator(evaluate, recipe.evaluation.at_start, recipe.evaluation.every_steps, meter)
+        evaluator = Evaluator(session, meter)
     stop = CleanStop(trainer.accelerator, progress.message)
-    seal = functools.partial(checkpoint.seal, recipe=recipe, world_size=session.layout.world_size)
-
-    trainer.add_callback(Verify(trainer, _expected_state(session), functools.partial(_record_state, session)))
-    if recipe.data.packing or session.attention in attention.VARLEN:
-        trainer.add_callback(AtStart(functools.partial(check_isolation, session)))
-    trainer.add_callback(samples)
-    trainer.add_callback(Seal(trainer.accelerator, seal, recipe.checkpoint.save_total_limit))
-    for callback in (meter, evaluator, stop):
+    for callback in (Verify(session), samples, Seal(session), meter, evaluator, stop):
         if callback is not None:
             trainer.add_callback(callback)
     return Callbacks(samples=samples, meter=meter, evaluator=evaluator, stop=stop)
@@ -275,39 +263,3 @@ def _step_tokens(session: Session) -> Callable[[int, int], int]:
         # The lengths of a stream's rows are not known beforehand: full sequences are assumed.
         return lambda first, last: (last - first) * layout.tokens_per_step
     return StepTokens(row_lengths(session.prepared.train), order, layout.global_batch_size).between
-
-
-def _evaluate(session: Session) -> dict[str, float]:
-    """One evaluation on all processes: held-out loss and, where asked for, metrics of generated targets."""
-    trainer, settings = session.trainer, session.recipe.evaluation
-    batch_size = settings.batch_size or session.layout.micro_batch_size
-    metrics = trainer.held_out(batch_size, session.progress.evaluating)
-    if settings.generation_metrics:
-        metrics |= generated_metrics(
-            session.module,
-            session.prepared.eval,
-            session.tokenizer,
-            batch_size,
-            trainer.accelerator,
-            settings.max_new_tokens,
-            settings.num_beams,
-            session.stop_token_ids,
-            session.dtypes.autocast,
-        )
-    trainer.log(dict(metrics))
-    return metrics
-
-
-def _expected_state(session: Session) -> EngineState:
-    recipe = session.recipe
-    kind, _ = session.trainer.optimizer_cls_and_kwargs
-    expected = expected_state(recipe, session.layout, kind.__name__, attention.IMPLEMENTATIONS[session.attention])
-    if recipe.strategy.name == "fsdp":
-        mesh = fsdp_mesh(recipe, session.world)
-        expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
-    return expected
-
-
-def _record_state(session: Session, state: EngineState) -> None:
-    if session.leads:
-        session.folder.update_manifest(effective=state)

@@ -8,7 +8,7 @@ costs milliseconds; a difference ends the run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,26 +20,21 @@ from transformers import TrainerCallback
 
 from toolkit.common import UserError
 from toolkit.data.collate import isolates
-from toolkit.distributed import EngineState
+from toolkit.distributed import EngineState, expected_state, fsdp_mesh
 from toolkit.models import attention
 from toolkit.train.session import Session
 
 
 class Verify(TrainerCallback):
-    """Compares before the first step, and once more after it, when the optimizer has its state.
+    """Compares before the first step, and once more after it, when the optimizer has its state."""
 
-    Args:
-        trainer: Its engine is built when training begins.
-        expected: See `distributed.expected_state`.
-        record: Receives what runs.
-    """
-
-    def __init__(self, trainer: Any, expected: EngineState, record: Callable[[EngineState], None]) -> None:
-        self._trainer, self._expected, self._record = trainer, expected, record
-        self._has_stepped = False
+    def __init__(self, session: Session) -> None:
+        self._session, self._has_stepped = session, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._check()
+        if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
+            check_isolation(self._session)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._has_stepped:
@@ -47,9 +42,20 @@ class Verify(TrainerCallback):
             self._check()
 
     def _check(self) -> None:
-        state = read(self._trainer)
-        verify(self._expected, state)
-        self._record(state)
+        state = read(self._session.trainer)
+        verify(_expected(self._session), state)
+        if self._session.leads:
+            self._session.folder.update_manifest(effective=state)
+
+
+def _expected(session: Session) -> EngineState:
+    recipe = session.recipe
+    kind, _ = session.trainer.optimizer_cls_and_kwargs
+    expected = expected_state(recipe, session.layout, kind.__name__, attention.IMPLEMENTATIONS[session.attention])
+    if recipe.strategy.name == "fsdp":
+        mesh = fsdp_mesh(recipe, session.world)
+        expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+    return expected
 
 
 def verify(expected: EngineState, state: EngineState) -> None:
@@ -188,7 +194,7 @@ def _fsdp(model: Any) -> dict[str, Any]:
         "sharded_over": max(group.mesh_info.shard_mesh_size for group in groups),
         # Of all but the outermost unit, which FSDP itself keeps gathered from the first forward pass on.
         "reshard_after_forward": any(group._reshard_after_forward for group in groups if group not in outermost),
-        "offload_param": "cpu" if any(_offloads(group) for group in groups) else "none",
+        "offload_param": "cpu" if any(isinstance(each.offload_policy, CPUOffloadPolicy) for each in groups) else "none",
         "fsdp_units": len(groups),
     }
 
@@ -198,10 +204,6 @@ def _parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return groups if groups is not None else [group for group in [state._fsdp_param_group] if group]
-
-
-def _offloads(group: Any) -> bool:
-    return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def _inner_optimizer(optimizer: Any) -> Any:
