@@ -9,10 +9,11 @@ import yaml
 from arithmetic import Arithmetic, recipe
 
 from toolkit.planner.advice import MOST, advise
+from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Advice, Plan
 from toolkit.planner.search import explore, fastest
-from toolkit.recipe import Recipe
+from toolkit.recipe import Recipe, load
 from toolkit.recipe.rules import check
 
 FULL = {"activation_checkpointing": {"mode": "full"}}
@@ -29,6 +30,13 @@ def advice(billions: float, hardware: str, **sections: Any) -> list[Advice]:
 def taken(made: Recipe, changes: dict[str, str]) -> Recipe:
     """The recipe with the changes as they would be typed."""
     return made.with_values({path: yaml.safe_load(text) for path, text in changes.items() if path != "hardware"})
+
+
+def test_a_cpu_that_is_slow_in_bf16_gets_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.planner.hardware.detect._cpu_flags", lambda: {"avx2"})
+    loaded = load("smollm2_135m_lora_demo", ["precision=bf16"])
+    plan = estimate(loaded.recipe, loaded.name, find("cpu"))
+    assert any(each.changes.get("precision") == "fp32" for each in plan.advice)
 
 
 CASES: list[tuple[float, str, dict[str, Any]]] = [

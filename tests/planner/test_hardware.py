@@ -17,7 +17,7 @@ from toolkit.common import UserError
 from toolkit.planner.hardware import Hardware, driver_version, find, names, this_machine, visible_gpus
 from toolkit.planner.hardware.calibration import path_of
 from toolkit.planner.hardware.catalogue import shipped
-from toolkit.planner.hardware.detect import amd, detect, ram
+from toolkit.planner.hardware.detect import amd, cpu, detect, ram
 from toolkit.recipe import RecipeError, list_recipes
 
 GIB = 2**30
@@ -219,6 +219,15 @@ def test_this_machine_is_its_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     two = find("cpux2")
     assert two.devices == 2 and two.device.memory == here.device.memory
     assert two.device.flops["fp32"] == pytest.approx(here.device.flops["fp32"] / 2)
+
+
+@pytest.mark.parametrize(("flags", "bf16_over_fp32"), [("avx2", 0.01), ("avx2 avx512f", 0.5), ("avx512f amx_bf16", 16)])
+def test_a_cpu_without_instructions_for_bf16_is_planned_slow(
+    monkeypatch: pytest.MonkeyPatch, flags: str, bf16_over_fp32: float
+) -> None:
+    monkeypatch.setattr("toolkit.planner.hardware.detect._cpu_flags", lambda: set(flags.split()))
+    flops = cpu(1).device.flops
+    assert flops["bf16"] == pytest.approx(flops["fp32"] * bf16_over_fp32)
 
 
 @pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])

@@ -8,6 +8,7 @@ knows the recipe as it stands and what `build` traces to find something that fit
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from toolkit.common import UserError
@@ -114,8 +115,11 @@ def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
         yield {"method.quantization": "nf4"}
     if recipe.precision == "fp32" and "bf16" in hardware.device.flops:
         yield {"precision": "bf16"}
-    if recipe.precision == "bf16" and "bf16" not in hardware.device.flops and "fp16" in hardware.device.flops:
+    flops = hardware.device.flops
+    if recipe.precision == "bf16" and "bf16" not in flops and "fp16" in flops:
         yield {"precision": "fp16"}
+    if recipe.precision == "bf16" and flops.get("bf16", math.inf) < flops["fp32"]:
+        yield {"precision": "fp32"}
     if recipe.model.attention != "auto":
         yield {"model.attention": "auto"}
 
@@ -183,6 +187,7 @@ _METHODS = {
 _PRECISIONS = {
     "pure_bf16": "no fp32 masters: most updates of a small learning rate are lost",
     "bf16": "matrix products in bf16, which has 8 significant bits",
+    "fp32": "weights and activations of twice the size",
     "fp16": "fp16 with loss scaling, as these devices have no fast bf16",
 }
 _CHECKPOINTING = {

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import platform
 import secrets
 import shutil
@@ -28,6 +29,8 @@ from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.train import optimizer
 from toolkit.train.run_folder import hash_files, versions
+
+_log = logging.getLogger("toolkit.train")
 
 CLOCK_SKEW_SECONDS = 5.0
 """Clocks further apart make logs and file times of nodes hard to compare; training does not mind, so it is told."""
@@ -255,6 +258,8 @@ def check_devices(recipe: Recipe, world: World) -> None:
         )
     if recipe.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"{torch.cuda.get_device_name()} has no bf16", "set precision=fp16 or fp32")
+    if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
     if recipe.activation_checkpointing.mode == "offload" and not gpus:
         raise UserError(
             "activation_checkpointing.mode=offload moves activations from a GPU to host memory; there is no GPU here",
