@@ -198,7 +198,7 @@ def _rules() -> str:
 
 def _words(text: str) -> str:
     """A rule's text with dots for the figures that depend on the recipe."""
-    return re.sub(r"\{\w+\}", "…", text)
+    return re.sub(r"\{[\w.]+\}", "…", text)
 
 
 def _types() -> str:

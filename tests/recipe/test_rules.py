@@ -13,7 +13,7 @@ import pytest
 from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES, check, load_checked
-from toolkit.recipe.rules.data import SCHEDULE_ARGS
+from toolkit.recipe.sections import SCHEDULES
 
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
 LORA = "method.name=lora"
@@ -243,7 +243,7 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
     matching = [text for text in problems if text.startswith(f"{found.path}: ") and reason in " ".join(text.split())]
     assert len(matching) == 1, problems
     assert len(problems) == 1, "the case should break this rule alone"
-    assert not re.search(r"\{[a-z_]+\}|None", matching[0]), "an unfilled figure"
+    assert not re.search(r"\{[\w.]+\}|None", matching[0]), "an unfilled figure"
     assert broken_by((*breaks, *fix)) == ()
     # The fix stands in the message: at least the last part of one of the keys.
     keys = [override.lstrip("~").partition("=")[0].rpartition(".")[2] for override in fix]
@@ -284,5 +284,5 @@ def test_schedule_arguments_are_those_of_transformers() -> None:
 
     supplied = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
     functions = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    for name, known in SCHEDULE_ARGS.items():
+    for name, known in SCHEDULES.items():
         assert known == set(inspect.signature(functions[name]).parameters) - supplied, name

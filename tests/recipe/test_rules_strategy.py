@@ -271,4 +271,4 @@ def test_document_names_every_rule_that_forbids_a_cell() -> None:
     text = strategies_markdown()
     for rule in STRATEGY_RULES:
         assert f"`{rule.id}`" in text
-    assert not re.search(r"\{\w+\}", text), "an unfilled figure"
+    assert not re.search(r"\{[\w.]+\}", text), "an unfilled figure"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -366,10 +367,6 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 def _spans(ranks: Sequence[int]) -> str:
     """`0-3, 5` from 0, 1, 2, 3, 5."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
+    runs = itertools.groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

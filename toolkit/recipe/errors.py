@@ -153,9 +153,14 @@ def literals(*location: str) -> list[str]:
 
 def as_text(value: Any) -> str:
     """A value as one would write it in a recipe, shortened."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    text = inline(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def inline(value: Any) -> str:
+    """A value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
 def from_validation_error(
@@ -258,14 +263,12 @@ def _allowed(finding: Any) -> str:
         "dict_type": "a mapping",
         "too_short": "at least one entry",
     }
-    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    kind = finding["type"]
-    if kind in kinds:
-        return kinds[kind]
-    if kind in bounds:
-        return f"{signs[bounds[kind]]} {context[bounds[kind]]:.10g}"
-    if kind == "literal_error":
+    for bound in signs.keys() & context.keys():
+        return f"{signs[bound]} {context[bound]:.10g}"
+    if finding["type"] in kinds:
+        return kinds[finding["type"]]
+    if finding["type"] == "literal_error":
         return str(context["expected"]).replace("'", "").replace(" or ", ", ")
     return str(finding["msg"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 Family = Literal[
     "adam", "ademamix", "lion", "sgd", "rmsprop", "adagrad", "adafactor", "muon", "galore", "apollo", "lomo",
@@ -91,17 +91,19 @@ class Traits:
 _AO_8BIT = "adamw_torch_8bit"
 _adam = partial(Traits, family="adam")
 _torchao = partial(_adam, module="torchao", package="torchao", copies=4)
-_bnb = partial(Traits, module="bitsandbytes")
-_ademamix = partial(_bnb, family="ademamix", args=("beta3",), moments=3)
-_lion = partial(_bnb, family="lion", moments=1)
-_rmsprop = partial(_bnb, family="rmsprop", moments=1)
+_bnb = partial(Traits, module="bitsandbytes", fsdp_alternative="adamw")
+_bnb_8bit = partial(_bnb, bits=8, fsdp_alternative=_AO_8BIT)
+_ademamix: dict[str, Any] = {"family": "ademamix", "args": ("beta3",), "moments": 3}
+_lion: dict[str, Any] = {"family": "lion", "moments": 1}
+_rmsprop = partial(_bnb, family="rmsprop", moments=1, fsdp_alternative="rmsprop")
 _low_rank = partial(Traits, rank=128, decays=False, copies=3, zero_alternative="adamw_8bit")
+_low_rank_args = ("rank", "update_proj_gap", "scale", "proj_type")
 _galore = partial(
     _low_rank,
     family="galore",
     module="galore_torch",
     package="galore-torch",
-    args=("rank", "update_proj_gap", "scale", "proj_type"),
+    args=_low_rank_args,
     fsdp_alternative="galore_adamw",
 )
 _apollo = partial(
@@ -109,22 +111,21 @@ _apollo = partial(
     family="apollo",
     module="apollo_torch",
     package="apollo-torch",
-    args=("rank", "update_proj_gap", "scale", "proj_type", "proj", "scale_type"),
+    args=(*_low_rank_args, "proj", "scale_type"),
     fsdp_alternative=_AO_8BIT,
 )
 _lomo = partial(
     Traits, family="lomo", module="lomo_optim", package="lomo-optim", decays=False, zero_alternative="adamw_8bit"
 )
-_schedule_free = partial(
-    Traits, family="schedule_free", module="schedulefree", package="schedulefree", foreach=True, copies=3
-)
+_foreach = partial(Traits, foreach=True, copies=3, zero_alternative="adamw")
+_schedule_free = partial(_foreach, family="schedule_free", module="schedulefree", package="schedulefree")
 
 OPTIMIZERS = {
     each.name: each
     for each in (
         # Short names of the field, then what Transformers' Trainer offers under its own names.
         _adam("adamw", transformers_name="adamw_torch_fused", eight_bit="adamw_8bit"),
-        _lion("lion", transformers_name="lion_32bit", eight_bit="lion_8bit", fsdp_alternative="adamw"),
+        _bnb("lion", transformers_name="lion_32bit", eight_bit="lion_8bit", **_lion),
         Traits(
             "muon",
             "muon",
@@ -141,27 +142,14 @@ OPTIMIZERS = {
         _adam("adamw_torch_fused", eight_bit="adamw_8bit"),
         _torchao("adamw_torch_4bit", bits=4),
         _torchao("adamw_torch_8bit", bits=8),
-        _bnb("adamw_8bit", "adam", bits=8, fsdp_alternative=_AO_8BIT),
-        _bnb("adamw_bnb_8bit", "adam", bits=8, fsdp_alternative=_AO_8BIT),
-        _bnb(
-            "paged_adamw_32bit",
-            "adam",
-            gpu_only=True,
-            unpaged="adamw",
-            eight_bit="adamw_8bit",
-            fsdp_alternative="adamw",
-        ),
-        _bnb("paged_adamw_8bit", "adam", gpu_only=True, bits=8, unpaged="adamw_8bit", fsdp_alternative=_AO_8BIT),
-        _ademamix("ademamix", eight_bit="ademamix_8bit", fsdp_alternative="adamw"),
-        _ademamix("ademamix_8bit", bits=8, fsdp_alternative=_AO_8BIT),
-        _ademamix(
-            "paged_ademamix_32bit",
-            gpu_only=True,
-            unpaged="ademamix",
-            eight_bit="ademamix_8bit",
-            fsdp_alternative="adamw",
-        ),
-        _ademamix("paged_ademamix_8bit", gpu_only=True, bits=8, unpaged="ademamix_8bit", fsdp_alternative=_AO_8BIT),
+        _bnb_8bit("adamw_8bit", "adam"),
+        _bnb_8bit("adamw_bnb_8bit", "adam"),
+        _bnb("paged_adamw_32bit", "adam", gpu_only=True, unpaged="adamw", eight_bit="adamw_8bit"),
+        _bnb_8bit("paged_adamw_8bit", "adam", gpu_only=True, unpaged="adamw_8bit"),
+        _bnb("ademamix", eight_bit="ademamix_8bit", **_ademamix),
+        _bnb_8bit("ademamix_8bit", **_ademamix),
+        _bnb("paged_ademamix_32bit", gpu_only=True, unpaged="ademamix", eight_bit="ademamix_8bit", **_ademamix),
+        _bnb_8bit("paged_ademamix_8bit", gpu_only=True, unpaged="ademamix_8bit", **_ademamix),
         Traits("sgd", "sgd", momentum=0.9, moments=1),
         Traits("adagrad", "adagrad", moments=1, foreach=True, copies=1, zero_alternative="rmsprop"),
         Traits(
@@ -173,14 +161,14 @@ OPTIMIZERS = {
             zero_alternative="adamw_8bit",
             fsdp_alternative=_AO_8BIT,
         ),
-        _lion("lion_32bit", eight_bit="lion_8bit", fsdp_alternative="adamw"),
-        _lion("lion_8bit", bits=8, fsdp_alternative=_AO_8BIT),
-        _lion("paged_lion_32bit", gpu_only=True, unpaged="lion", eight_bit="lion_8bit", fsdp_alternative="adamw"),
-        _lion("paged_lion_8bit", gpu_only=True, bits=8, unpaged="lion_8bit", fsdp_alternative=_AO_8BIT),
+        _bnb("lion_32bit", eight_bit="lion_8bit", **_lion),
+        _bnb_8bit("lion_8bit", **_lion),
+        _bnb("paged_lion_32bit", gpu_only=True, unpaged="lion", eight_bit="lion_8bit", **_lion),
+        _bnb_8bit("paged_lion_8bit", gpu_only=True, unpaged="lion_8bit", **_lion),
         Traits("rmsprop", "rmsprop", moments=1, foreach=True, copies=1),
-        _rmsprop("rmsprop_bnb", fsdp_alternative="rmsprop"),
-        _rmsprop("rmsprop_bnb_8bit", bits=8, fsdp_alternative=_AO_8BIT),
-        _rmsprop("rmsprop_bnb_32bit", fsdp_alternative="rmsprop"),
+        _rmsprop("rmsprop_bnb"),
+        _bnb_8bit("rmsprop_bnb_8bit", "rmsprop", moments=1),
+        _rmsprop("rmsprop_bnb_32bit"),
         _galore("galore_adamw", fsdp_alternative=""),
         _galore("galore_adamw_8bit", bits=8, gpu_only=True),
         _galore("galore_adafactor", factored=True),
@@ -191,20 +179,10 @@ OPTIMIZERS = {
         _apollo("apollo_adamw_layerwise", layerwise=True),
         _lomo("lomo", moments=0),
         _lomo("adalomo", gpu_only=True, factored=True, copies=3, fsdp_alternative="lomo"),
-        _adam(
-            "grokadamw",
-            module="grokadamw",
-            package="grokadamw",
-            moments=3,
-            foreach=True,
-            copies=3,
-            zero_alternative="adamw",
-        ),
-        _adam(
-            "stable_adamw", module="optimi", package="torch-optimi", foreach=True, copies=3, zero_alternative="adamw"
-        ),
-        _schedule_free("schedule_free_radam", zero_alternative="adamw"),
-        _schedule_free("schedule_free_adamw", zero_alternative="adamw"),
+        _foreach("grokadamw", "adam", module="grokadamw", package="grokadamw", moments=3),
+        _foreach("stable_adamw", "adam", module="optimi", package="torch-optimi"),
+        _schedule_free("schedule_free_radam"),
+        _schedule_free("schedule_free_adamw"),
         _schedule_free("schedule_free_sgd", momentum=0.9, moments=1, zero_alternative="sgd"),
     )
 }

@@ -19,17 +19,13 @@ from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_me
 from toolkit.recipe.files import NAME, locate, options
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 
-_INSTEAD = {
-    "schedule.max_steps": ("schedule.num_epochs",),
-    "schedule.num_epochs": ("schedule.max_steps",),
-    "schedule.warmup_steps": ("schedule.warmup_ratio",),
-    "schedule.warmup_ratio": ("schedule.warmup_steps",),
-    "checkpoint.save_steps": ("checkpoint.save_epochs",),
-    "checkpoint.save_epochs": ("checkpoint.save_steps",),
-    "batch.global_batch_size": ("batch.tokens_per_step",),
-    "batch.tokens_per_step": ("batch.global_batch_size",),
-}
-"""Keys that say the same in another way: a new one replaces the other one of what it changes."""
+_EITHER = (
+    ("schedule.max_steps", "schedule.num_epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+    ("checkpoint.save_steps", "checkpoint.save_epochs"),
+    ("batch.global_batch_size", "batch.tokens_per_step"),
+)
+"""Keys that say the same in two ways: a new one replaces the other one of what it changes."""
 
 _ABOUT_SOURCES = ("data.format", "data.columns", "data.eval_sources")
 """Keys that describe the sources; other sources given as a word do not inherit them."""
@@ -134,13 +130,8 @@ def section_word(section: str, text: str, value: Any, where: str, search: list[P
 
 def replaced(stated: Mapping[str, Any]) -> list[str]:
     """Dotted keys that mean the same as stated ones in another way, and so give way to them."""
-    return [
-        other
-        for key, others in _INSTEAD.items()
-        if stated.get(key) is not None
-        for other in others
-        if other not in stated
-    ]
+    either = [*_EITHER, *(pair[::-1] for pair in _EITHER)]
+    return [other for key, other in either if stated.get(key) is not None and other not in stated]
 
 
 def left_behind(word: Mapping[str, Any]) -> tuple[str, ...]:

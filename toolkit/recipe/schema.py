@@ -7,6 +7,7 @@ keys, converts nothing silently and freezes what it read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -180,12 +181,8 @@ class Recipe(Section):
     @property
     def undecided(self) -> tuple[str, ...]:
         """Keys that are left to the plan; empty for a recipe that can run."""
-        values = {
-            "strategy.name": self.strategy.name,
-            "activation_checkpointing.mode": self.activation_checkpointing.mode,
-            "batch.micro_batch_size": self.batch.micro_batch_size,
-        }
-        return tuple(key for key, value in values.items() if value == "auto")
+        keys = ("strategy.name", "activation_checkpointing.mode", "batch.micro_batch_size")
+        return tuple(key for key in keys if attrgetter(key)(self) == "auto")
 
     def with_values(self, values: Mapping[str, Any]) -> Recipe:
         """This recipe with other values at some dotted keys, which are taken as they are."""

@@ -13,18 +13,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-)
+SCHEDULES = {
+    "linear": set(),
+    "cosine": {"num_cycles"},
+    "cosine_with_restarts": {"num_cycles"},
+    "polynomial": {"lr_end", "power"},
+    "constant": set(),
+    "constant_with_warmup": set(),
+    "inverse_sqrt": {"timescale"},
+    "cosine_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate"},
+    "cosine_warmup_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"},
+    "warmup_stable_decay": {
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles")
+    },
+}
+"""Transformers' schedules and their arguments; the figures of warm-up and length come from the recipe."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -42,6 +45,10 @@ class Section(BaseModel):
 
     main_key: ClassVar[str | None] = None
     """The key that a section given as a word sets: `optimizer: sgd`, or `optimizer=sgd`, is `optimizer.name`."""
+
+    def changed(self) -> list[str]:
+        """Keys whose value is not the default."""
+        return [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
 
 
 class Method(Section):
@@ -162,7 +169,7 @@ class Optimizer(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator of the update, for optimizers of the Adam family."""
     momentum: Fraction | None = None
-    """Momentum of SGD (0.9 by default) and of Muon (0.95)."""
+    """Momentum of SGD and schedule-free SGD (0.9 by default) and of Muon (0.95 by default)."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 switches clipping off."""
     args: Arguments = {}
@@ -184,7 +191,7 @@ class Schedule(Section):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    name: Literal[tuple(SCHEDULES)] = "cosine"  # type: ignore[valid-type]
     """How the learning rate moves after warm-up."""
     num_epochs: Annotated[float, Field(gt=0)] | None = None
     """Number of passes over the training rows; 1 if neither this nor `max_steps` is set."""

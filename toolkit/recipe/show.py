@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from toolkit.common import UserError
 from toolkit.recipe.compose import Composed, compose_recipe
-from toolkit.recipe.errors import DEFAULT, as_text, origin_of
+from toolkit.recipe.errors import DEFAULT, as_text, inline, origin_of
 from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import left_behind, parse
@@ -59,9 +59,9 @@ def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, s
             for index, item in enumerate(value):
                 place = origin_of(f"{path}.{index}", origins) or DEFAULT
                 stated = {name: part for name, part in item.items() if part is not None}
-                yield f"{indent}- {_inline(stated)}", place
+                yield f"{indent}- {inline(stated)}", place
         else:
-            yield f"{indent}{key}: {_inline(value)}", _origin(path, origins)
+            yield f"{indent}{key}: {inline(value)}", _origin(path, origins)
 
 
 def _origin(path: str, origins: dict[str, str]) -> str:
@@ -70,11 +70,6 @@ def _origin(path: str, origins: dict[str, str]) -> str:
         return origins[path]
     inside = [place for key, place in origins.items() if key.startswith(f"{path}.")]
     return inside[0] if inside else DEFAULT
-
-
-def _inline(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
 def json_schema() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from toolkit.recipe.rules.data import (
     BATCH_RULES,
     DATA_RULES,
     LOOKING_RULES,
-    SCHEDULE_ARGS,
     SCHEDULE_RULES,
     evaluation_keys,
     micro_batch,
@@ -23,7 +23,7 @@ from toolkit.recipe.rules.data import (
 from toolkit.recipe.rules.model import METHOD_RULES, MODEL_RULES, OPTIMIZER_RULES, PRECISION_RULES, adapter_keys
 from toolkit.recipe.rules.strategy import STRATEGY_RULES, strategy_figures
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import STRATEGIES
+from toolkit.recipe.sections import SCHEDULES, STRATEGIES
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
@@ -102,15 +102,11 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the texts of the rules may name in braces."""
     batch = recipe.batch
     return {
+        "r": recipe,
         "max_positions": model_configs.max_positions(config) if config else None,
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
-        "sequences_per_step": batch.sequences_per_step,
         "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),
-        "max_steps": recipe.schedule.max_steps,
-        "schedule": recipe.schedule.name,
-        "schedule_args": ", ".join(sorted(SCHEDULE_ARGS[recipe.schedule.name])) or "none",
-        "optimizer": recipe.optimizer.name,
-        "dtype": recipe.model.dtype,
+        "schedule_args": ", ".join(sorted(SCHEDULES[recipe.schedule.name])) or "none",
         "num_prompts": len(recipe.evaluation.prompts),
         "adapter_keys": ", ".join(adapter_keys(recipe)),
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
@@ -120,7 +116,5 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(recipe: Recipe, path: str) -> str:
     """The value at a key; nothing for a whole section."""
-    value: Any = recipe
-    for part in path.split("."):
-        value = getattr(value, part)
+    value = attrgetter(path)(recipe)
     return "" if "." not in path and hasattr(value, "model_fields_set") else as_text(value)

@@ -7,22 +7,7 @@ from pathlib import Path, PurePath
 
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
-
-SCHEDULE_ARGS = {
-    "linear": set(),
-    "cosine": {"num_cycles"},
-    "cosine_with_restarts": {"num_cycles"},
-    "polynomial": {"lr_end", "power"},
-    "constant": set(),
-    "constant_with_warmup": set(),
-    "inverse_sqrt": {"timescale"},
-    "cosine_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate"},
-    "cosine_warmup_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"},
-    "warmup_stable_decay": {
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles")
-    },
-}
-"""Arguments of each schedule in Transformers; the figures of warm-up and length come from the recipe."""
+from toolkit.recipe.sections import SCHEDULES
 
 
 def has_evaluation(recipe: Recipe) -> bool:
@@ -33,7 +18,7 @@ def has_evaluation(recipe: Recipe) -> bool:
 def evaluation_keys(recipe: Recipe) -> list[str]:
     """Keys that ask for an evaluation."""
     keys = ("every_steps", "batch_size", "generation_metrics")
-    return [f"evaluation.{key}" for key in keys if getattr(recipe.evaluation, key)]
+    return [f"evaluation.{key}" for key in recipe.evaluation.changed() if key in keys]
 
 
 def micro_batch(recipe: Recipe) -> int:
@@ -151,14 +136,14 @@ BATCH_RULES = (
         "batch-micro-over-global",
         "batch.micro_batch_size",
         lambda r, _: micro_batch(r) > r.batch.sequences_per_step,
-        "a micro-batch cannot be larger than the global batch, which has {sequences_per_step} sequences",
-        "set batch.micro_batch_size={sequences_per_step} or less",
+        "a micro-batch cannot be larger than the global batch, which has {r.batch.sequences_per_step} sequences",
+        "set batch.micro_batch_size={r.batch.sequences_per_step} or less",
     ),
     Rule(
         "batch-micro-division",
         "batch.micro_batch_size",
         lambda r, _: micro_batch(r) <= r.batch.sequences_per_step and bool(r.batch.sequences_per_step % micro_batch(r)),
-        "the global batch of {sequences_per_step} sequences does not divide into micro-batches of this size",
+        "the global batch of {r.batch.sequences_per_step} sequences does not divide into micro-batches of this size",
         "set batch.micro_batch_size={nearest_micro}",
     ),
 )
@@ -188,15 +173,16 @@ SCHEDULE_RULES = (
     Rule(
         "schedule-unknown-args",
         "schedule.args",
-        lambda r, _: not set(r.schedule.args) <= SCHEDULE_ARGS[r.schedule.name],
-        "schedule {schedule} takes these arguments: {schedule_args}",
+        lambda r, _: not set(r.schedule.args) <= SCHEDULES[r.schedule.name],
+        "schedule {r.schedule.name} takes these arguments: {schedule_args}",
         "remove the others",
     ),
     Rule(
         "schedule-min-lr",
         "schedule.args",
         lambda r, _: r.schedule.name.endswith("with_min_lr") and _min_lr(r) != 1,
-        "schedule {schedule} needs its lowest learning rate, once: min_lr, or min_lr_rate as a share of the peak",
+        "schedule {r.schedule.name} needs its lowest learning rate, once: "
+        "min_lr, or min_lr_rate as a share of the peak",
         "set schedule.args.min_lr_rate=0.1",
     ),
     Rule(

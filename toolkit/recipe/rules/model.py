@@ -13,10 +13,7 @@ _BY_BOUNDARIES = ("torch_varlen", "flash_attention_2", "flash_attention_3", "fla
 
 def adapter_keys(recipe: Recipe) -> list[str]:
     """Keys of adapters that differ from their defaults."""
-    fields = type(recipe.method).model_fields
-    keys = [key for key in fields if key not in ("name", "freeze", "quantization", "double_quantization")]
-    changed = [key for key in keys if getattr(recipe.method, key) != fields[key].default]
-    return changed + ["quantization"] * (recipe.method.quantization != "none")
+    return [key for key in recipe.method.changed() if key not in ("name", "freeze", "double_quantization")]
 
 
 def _is_gguf(recipe: Recipe) -> bool:
@@ -178,14 +175,14 @@ PRECISION_RULES = (
         "model.dtype",
         lambda r, _: r.method.name == "lora" and r.precision == "fp32" and r.model.dtype in ("bf16", "fp16"),
         "a base stored in 16 bits computes in 16 bits, not in fp32",
-        "remove model.dtype, or set precision={dtype}",
+        "remove model.dtype, or set precision={r.model.dtype}",
     ),
     Rule(
         "mixed-16-bit",
         "model.dtype",
         lambda r, _: r.method.name == "lora" and {r.precision, r.model.dtype} == {"bf16", "fp16"},
         "a base in one 16-bit type, computed with in the other, is rounded twice",
-        "remove model.dtype, or set precision={dtype}",
+        "remove model.dtype, or set precision={r.model.dtype}",
     ),
 )
 
@@ -194,14 +191,14 @@ OPTIMIZER_RULES = (
         "optimizer-no-decay",
         "optimizer.weight_decay",
         lambda r, _: bool(r.optimizer.weight_decay) and not r.optimizer.traits.decays,
-        "optimizer {optimizer} would not apply it",
+        "optimizer {r.optimizer.name} would not apply it",
         "set optimizer.weight_decay=0",
     ),
     Rule(
         "optimizer-no-clipping",
         "optimizer.max_grad_norm",
         lambda r, _: bool(r.optimizer.max_grad_norm) and r.optimizer.traits.in_backward,
-        "optimizer {optimizer} updates during the backward pass, so gradients cannot be clipped",
+        "optimizer {r.optimizer.name} updates during the backward pass, so gradients cannot be clipped",
         "set optimizer.max_grad_norm=0",
     ),
     Rule(

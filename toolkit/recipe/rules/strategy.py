@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from toolkit.recipe.errors import Config, Rule
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import STRATEGIES, Strategy
+from toolkit.recipe.sections import STRATEGIES
 
 _ZERO = ("zero1", "zero2", "zero3")
 KEYS = {
@@ -35,9 +35,10 @@ _EMBEDDINGS = {"embed_tokens", "lm_head"}
 
 def foreign_keys(recipe: Recipe) -> list[str]:
     """Keys that differ from their defaults and that the chosen strategy does not read."""
-    strategy = recipe.strategy
-    changed = [key for key, names in KEYS.items() if strategy.name not in names and _changed(strategy, key)]
-    return [key for key in changed if not (key == "offload_optimizer" and strategy.name == "fsdp")]
+    # Another rule says what to do about an optimizer offloaded under FSDP.
+    others = {key for key, names in KEYS.items() if recipe.strategy.name not in names}
+    others -= {"offload_optimizer"} if recipe.strategy.name == "fsdp" else set()
+    return [key for key in recipe.strategy.changed() if key in others]
 
 
 def owners(keys: Iterable[str]) -> list[str]:
@@ -49,20 +50,11 @@ def strategy_figures(recipe: Recipe) -> dict[str, object]:
     """What the texts of these rules may name in braces."""
     keys = foreign_keys(recipe)
     names = owners(keys)
-    traits = recipe.optimizer.traits
     return {
-        "strategy": recipe.strategy.name,
         "foreign_keys": ", ".join(f"strategy.{key}" for key in keys),
         "owners": f", or set strategy.name={' or '.join(names)}" if keys and names else "",
-        "zero_alternative": traits.zero_alternative,
-        "fsdp_alternative": traits.fsdp_alternative,
-        "unpaged_optimizer": traits.unpaged,
         "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
     }
-
-
-def _changed(strategy: Strategy, key: str) -> bool:
-    return getattr(strategy, key) != type(strategy).model_fields[key].default
 
 
 def _zero(recipe: Recipe) -> bool:
@@ -101,7 +93,7 @@ STRATEGY_RULES = (
         "strategy-keys",
         "strategy",
         lambda r, _: bool(foreign_keys(r)),
-        "strategy {strategy} would ignore {foreign_keys}",
+        "strategy {r.strategy.name} would ignore {foreign_keys}",
         "remove what it ignores{owners}",
     ),
     Rule(
@@ -228,29 +220,29 @@ STRATEGY_RULES = (
         "zero-optimizer",
         "optimizer.name",
         lambda r, _: _zero(r) and bool(r.optimizer.traits.zero_alternative),
-        "ZeRO lays parameters end to end and cuts them: {optimizer} needs their shapes, norms or own state",
-        "set optimizer.name={zero_alternative}",
+        "ZeRO lays parameters end to end and cuts them: {r.optimizer.name} needs their shapes, norms or own state",
+        "set optimizer.name={r.optimizer.traits.zero_alternative}",
     ),
     Rule(
         "zero-offload-paged",
         "optimizer.name",
         lambda r, _: _zero(r) and r.strategy.offload_optimizer != "none" and bool(r.optimizer.traits.unpaged),
         "optimizer state is in host memory already; paging would bring it back to the GPU",
-        "set optimizer.name={unpaged_optimizer}",
+        "set optimizer.name={r.optimizer.traits.unpaged}",
         reference="(https://huggingface.co/docs/bitsandbytes/main/en/explanations/optimizers#paged-optimizers)",
     ),
     Rule(
         "fsdp-optimizer",
         "optimizer.name",
         lambda r, _: _fsdp(r) and bool(r.optimizer.traits.fsdp_alternative) and r.optimizer.traits.family != "muon",
-        "{optimizer} has operations that torch does not know for sharded tensors",
-        "set optimizer.name={fsdp_alternative}",
+        "{r.optimizer.name} has operations that torch does not know for sharded tensors",
+        "set optimizer.name={r.optimizer.traits.fsdp_alternative}",
     ),
     Rule(
         "fsdp-muon",
         "optimizer.name",
         lambda r, _: _fsdp(r) and r.optimizer.traits.family == "muon",
         "torch adds up the products of a sharded matrix in bf16, so Muon takes other steps than with whole matrices",
-        "set optimizer.name={fsdp_alternative}, or strategy.name=ddp",
+        "set optimizer.name={r.optimizer.traits.fsdp_alternative}, or strategy.name=ddp",
     ),
 )
