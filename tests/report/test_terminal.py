@@ -76,7 +76,7 @@ def test_time_left_is_estimated_from_the_steps_since_the_resume(
 
 def test_extreme_figures_do_not_break_the_line(log: io.StringIO) -> None:
     shown = Progress(log)
-    shown.start(2, "A description that is far too long for one line of a terminal")
+    shown.start(2)
     shown.update(1, loss=float("nan"), tokens_per_second=float("inf"), seconds_left=float("inf"))
     shown.evaluation(1, float("inf"))
     shown.evaluation(1, 1e9)
@@ -100,7 +100,7 @@ def test_a_terminal_gets_one_line_that_fits_and_keeps_its_cursor() -> None:
         shown = Progress()
         shown.evaluating(1, 2)
         shown.evaluation(0, 3.9)
-        shown.start(100_000, "Training")
+        shown.start(100_000)
         for step in range(1, 6):
             shown.update(step, loss=12.3456, tokens_per_second=51_700.0, seconds_left=90_000.0)
             time.sleep(0.11)
@@ -124,7 +124,7 @@ def test_a_narrow_terminal_loses_figures_not_lines(columns: int) -> None:
     program = textwrap.dedent("""
         from toolkit.report.terminal import Progress
         shown = Progress()
-        shown.start(100, "Training")
+        shown.start(100)
         shown.update(100, loss=2.0, tokens_per_second=1234.0)
         shown.close()
     """)

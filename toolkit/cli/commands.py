@@ -211,7 +211,7 @@ def plan(options: argparse.Namespace) -> int:
     where = (options.recipes, options.price)
     plans: list[Any]
     if options.compare or options.sweep:
-        plans = plan.answers(rows, *where)
+        plans = [plan.answer_or_reason(row, *where) for row in rows]
         text, figures = plan_text.comparison_text(plans, plan_text.width()), [row.model_dump() for row in plans]
     else:
         plans = [plan.answer(rows[0], *where)]
@@ -268,8 +268,8 @@ def launch(options: argparse.Namespace) -> int:
     launch.check(recipe, cluster, options.recipes)
     if options.slurm:
         name = re.sub(r"[^\w.-]+", "-", recipe.output.name or loaded.name)
-        job = launch.Job(name, options.time, options.partition, options.account, options.cores)
-        text = launch.sbatch(recipe, cluster, job, arguments)
+        requests = {key: getattr(options, key) for key in ("time", "partition", "account")}
+        text = launch.sbatch(recipe, cluster, arguments, name, options.cores, **requests)
         print(text if options.print else launch.save(text, Path(options.output or f"{name}.sbatch")))
     elif options.print:
         ranks = range(cluster.nodes) if options.rank is None else [options.rank]

@@ -168,19 +168,16 @@ def _ranks(nodes: int) -> str:
     return f"number the machines with --rank 0 (the head) to --rank {nodes - 1}"
 
 
-@dataclass(frozen=True)
-class Job:
-    """What Slurm is asked for besides nodes and GPUs; None leaves it to the site's default."""
-
-    name: str
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    cores: int | None = None
-
-
-def sbatch(recipe: Recipe, cluster: Cluster, job: Job, arguments: Sequence[str]) -> str:
+def sbatch(
+    recipe: Recipe, cluster: Cluster, arguments: Sequence[str], name: str, cores: int | None, **requests: str | None
+) -> str:
     """The text of a batch script for Slurm.
+
+    Args:
+        arguments: `recipe=NAME key=value …`.
+        name: Of the job.
+        cores: CPU cores of each machine.
+        requests: Slurm's further options; None leaves one to the site's default.
 
     Raises:
         UserError: If the recipe would start again from the beginning after every requeue.
@@ -190,23 +187,21 @@ def sbatch(recipe: Recipe, cluster: Cluster, job: Job, arguments: Sequence[str])
             f"checkpoint.resume={recipe.checkpoint.resume}: a job that Slurm requeues would start there every time",
             "set checkpoint.resume=auto",
         )
-    requests = {
-        "job-name": job.name,
+    lines = {
+        "job-name": name,
         # %j is the job's number.
-        "output": f"{job.name}-%j.out",
+        "output": f"{name}-%j.out",
         "open-mode": "append",
         "nodes": cluster.nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": job.cores or _CORES_PER_GPU * cluster.per_node,
+        "cpus-per-task": cores or _CORES_PER_GPU * cluster.per_node,
         "gpus-per-node": cluster.gpus or None,
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
+        **requests,
         "signal": "B:USR1@300",
     }
     text = Path(__file__).with_name("launch.sbatch.j2").read_text(encoding="utf-8")
     return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
-        requests=[f"{key}={value}" for key, value in requests.items() if value is not None],
+        requests=[f"{key}={value}" for key, value in lines.items() if value is not None],
         cluster=cluster,
         python=shlex.quote(sys.executable),
         config=shlex.quote(str(_CONFIG)),

@@ -67,16 +67,12 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None) ->
     return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price)
 
 
-def answers(rows: Sequence[Sequence[str]], folder: str | None, price: float | None) -> list[Plan | Refused]:
-    """Several plans, without advice. What cannot run is a row with its reason; what is misspelt is an error.
+def answer_or_reason(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan | Refused:
+    """One plan of several, without advice. What cannot run is a row with its reason; what is misspelt is an error.
 
     Raises:
         UserError: For unknown keys, recipes and hardware, and values of a wrong type.
     """
-    return [_row(arguments, folder, price) for arguments in rows]
-
-
-def _row(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan | Refused:
     name, overrides, hardware = _parts(arguments, folder)
     loaded = load(name, overrides, folder)
     reason = "\n".join(

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 MAX_POINTS = 1000
 MAX_MARKS = 50
@@ -54,42 +54,6 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A series as it is drawn: an SVG path, and markers at percent of the width and pixels from the top."""
-
-    style: str
-    path: str
-    dots: list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """What `chart.html.j2` draws. Columns and marks stand at percent of the width, rows at pixels from the top.
-
-    Attributes:
-        title: What is shown, with its unit.
-        height: Height of the plot in pixels.
-        rows: Ticks of the value axis.
-        columns: Ticks of the steps.
-        lines: None where nothing was measured.
-        broken: Where a value was not finite.
-        legend: Style and text of each entry.
-        pointer: JSON of what the read-out under the pointer needs.
-        spoken: The chart in words, for who cannot see it.
-    """
-
-    title: str
-    height: int
-    rows: Sequence[tuple[float, str]] = ()
-    columns: Sequence[tuple[float, str]] = ()
-    lines: Sequence[Line] = ()
-    broken: Sequence[float] = ()
-    legend: Sequence[tuple[str, str]] = ()
-    pointer: str = ""
-    spoken: str = ""
-
-
 def chart(
     title: str,
     series: Sequence[Series],
@@ -98,8 +62,8 @@ def chart(
     from_zero: bool = False,
     may_log: bool = False,
     form: Callable[[float], str] = lambda value: f"{value:.5g}",
-) -> Chart:
-    """A figure with title, legend, axes and lines over training steps.
+) -> dict[str, Any]:
+    """A figure with title, legend, axes and lines over training steps, as `chart.html.j2` draws it.
 
     Args:
         title: What is shown, with its unit.
@@ -111,7 +75,7 @@ def chart(
     """
     series = [line for line in series if len(line.x)]
     if not series:
-        return Chart(title, height)
+        return {"title": title, "lines": []}
     xs = [x for line in series for x in (line.x[0], line.x[-1])]
     x_axis = _step_axis(min(xs), max(xs))
     y_axis = _value_axis(sorted(value for line in series for value in line.y if _drawable(value)), from_zero, may_log)
@@ -122,26 +86,27 @@ def chart(
     if y_axis.log:
         legend.append(("", "logarithmic"))
     ticks = zip(y_axis.ticks, _tick_texts(y_axis.ticks, form), strict=True)
-    return Chart(
-        title,
-        height,
-        rows=[((1 - y_axis.position(tick)) * height, text) for tick, text in ticks],
-        columns=[(x_axis.position(tick) * 100, f"{tick:,.0f}") for tick in x_axis.ticks],
-        lines=[_line(line, x_axis, y_axis, height) for line in series],
-        broken=[mark / MAX_MARKS * 100 for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken})],
-        legend=legend,
-        pointer=_pointer_data(series, x_axis, form),
-        spoken=_spoken(title, series, form),
-    )
+    return {
+        "title": title,
+        "height": height,
+        "rows": [((1 - y_axis.position(tick)) * height, text) for tick, text in ticks],
+        "columns": [(x_axis.position(tick) * 100, f"{tick:,.0f}") for tick in x_axis.ticks],
+        "lines": [_line(line, x_axis, y_axis, height) for line in series],
+        "broken": [mark / MAX_MARKS * 100 for mark in sorted({round(x_axis.position(x) * MAX_MARKS) for x in broken})],
+        "legend": legend,
+        "pointer": _pointer_data(series, x_axis, form),
+        "spoken": _spoken(title, series, form),
+    }
 
 
-def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> Line:
+def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> dict[str, Any]:
+    """A series as it is drawn: an SVG path, and markers."""
     points = [
         (x_axis.position(x) * 100, (1 - y_axis.position(y)) * height if _drawable(y) else math.nan)
         for x, y in downsample(line.x, line.y)
     ]
     dots = points[:: max(len(points) // MAX_MARKS, 1)] if line.style == "points" or len(points) <= FEW_POINTS else []
-    return Line(line.style, _path(points), [point for point in dots if _drawable(point[1])])
+    return {"style": line.style, "path": _path(points), "dots": [point for point in dots if _drawable(point[1])]}
 
 
 def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:

@@ -26,7 +26,7 @@ from toolkit.common import (
 from toolkit.data.audit import Audit
 from toolkit.planner.plan import Plan, Range
 from toolkit.report import page, plan_page, plan_view
-from toolkit.report.charts import Chart, Series, chart, smooth
+from toolkit.report.charts import Series, chart, smooth
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
 
@@ -123,24 +123,21 @@ def _tiles(record: Record) -> list[Tile]:
     losses = [(step, loss) for step, loss in evaluated if loss is not None]
     if losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
-        after = perplexity_text(perplexity_of(last))
+        text, steps, perplexity = f"{last:.3f}", f"step {last_step:,}", perplexity_text(perplexity_of(last))
+        change = percent_change(first, last) if len(losses) > 1 else ""
         if len(losses) > 1:
-            notes = (
-                f"step {first_step:,} to {last_step:,}",
-                f"perplexity {perplexity_text(perplexity_of(first))} → {after}",
-            )
-            change = percent_change(first, last)
-            tiles.append(Tile("Held-out loss", f"{first:.3f} → {last:.3f}", notes, change, last < first, main=True))
-        else:
-            tiles.append(
-                Tile("Held-out loss", f"{last:.3f}", (f"step {last_step:,}", f"perplexity {after}"), main=True)
-            )
-        tiles += _generation_tiles(record)
+            text, steps = f"{first:.3f} → {text}", f"step {first_step:,} to {last_step:,}"
+            perplexity = f"{perplexity_text(perplexity_of(first))} → {perplexity}"
+        notes = (steps, f"perplexity {perplexity}")
+        tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
+        for key, title in (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "Exact match")):
+            if values := finite(record.evaluations, key):
+                before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
+                tiles.append(Tile(title, f"{values[-1]:.4g}", before))
     elif record.training:
         loss = number(record.training[-1]["loss"])
-        tiles.append(
-            Tile("Training loss", "?" if loss is None else f"{loss:.3f}", ("never evaluated on held-out rows",))
-        )
+        text = "?" if loss is None else f"{loss:.3f}"
+        tiles.append(Tile("Training loss", text, ("never evaluated on held-out rows",)))
     if record.tokens_per_second is not None:
         tiles.append(Tile("Tokens per second", compact(record.tokens_per_second), ("median of all steps",)))
     if record.peak_memory:
@@ -155,16 +152,7 @@ def _tiles(record: Record) -> list[Tile]:
     return tiles
 
 
-def _generation_tiles(record: Record) -> list[Tile]:
-    tiles = []
-    for key, title in (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "Exact match")):
-        if values := finite(record.evaluations, key):
-            note = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
-            tiles.append(Tile(title, f"{values[-1]:.4g}", note))
-    return tiles
-
-
-def _charts(record: Record) -> list[Chart]:
+def _charts(record: Record) -> list[dict[str, Any]]:
     rows = record.training
     held_out = _series(record.evaluations, "eval_loss", "held-out", "points")
     memory_key = "device_memory_bytes" if finite(rows, "device_memory_bytes") else "memory_bytes"
@@ -247,8 +235,6 @@ def _keyed(line: str) -> tuple[str, str, str]:
 
 
 def _environment(manifest: Manifest) -> list[page.Card]:
-    values = manifest.model_dump(mode="json", include={"hardware", "versions", "batch", "effective", "hashes"})
-    if manifest.git:
-        values["code"] = {"git_commit": manifest.git.commit, "changed_since": manifest.git.dirty}
-    order = [key for key in ("hardware", "versions", "batch", "effective", "hashes", "code") if values.get(key)]
-    return [card for key in order for card in page.cards(values[key], page.title(key))]
+    keys = ("hardware", "versions", "batch", "effective", "hashes", "git")
+    values = manifest.model_dump(mode="json", include=set(keys))
+    return [card for key in keys if values.get(key) for card in page.cards(values[key], page.title(key))]

@@ -42,7 +42,6 @@ class Progress:
         self._console = console_of(self._stream)
         self._terminal = self._stream.isatty() and not self._console.is_dumb_terminal
         self._live: Live | None = None
-        self._description = "Training"
         self._total_steps = 0
         self._step = 0
         self._first_step = 0
@@ -52,15 +51,14 @@ class Progress:
         self._shown_at = -math.inf
         self._shown_step = 0
 
-    def start(self, total_steps: int, description: str = "Training", step: int = 0) -> None:
+    def start(self, total_steps: int, step: int = 0) -> None:
         """Begins the line.
 
         Args:
             total_steps: Optimizer steps of the whole training.
-            description: One or two words, cut to 16 characters.
             step: Steps done before, when training is resumed.
         """
-        self._total_steps, self._description = total_steps, _clip(description, 16)
+        self._total_steps = total_steps
         self._step = self._first_step = self._shown_step = step
         self._started = time.monotonic()
         self._figures, self._evaluating = [], ""
@@ -68,7 +66,7 @@ class Progress:
             self._redraw(force=True)
         else:
             resumed = f", resumed at step {step:,}" if step else ""
-            self._print(f"{self._description}: {total_steps:,} steps{resumed}")
+            self.message(f"Training: {total_steps:,} steps{resumed}")
 
     def update(
         self,
@@ -105,7 +103,7 @@ class Progress:
             self._shown_step, self._shown_at = step, time.monotonic()
             share = f" ({step / self._total_steps:.0%})" if self._total_steps else ""
             figures = "".join(f"  {text}" for text, _ in self._figures)
-            self._print(f"{self._description}  step {step}/{self._total_steps}{share}{figures}")
+            self.message(f"Training  step {step}/{self._total_steps}{share}{figures}")
 
     def evaluating(self, batch: int, num_batches: int | None = None) -> None:
         """Shows that an evaluation has reached a batch. Only the live line does; a log gets the result alone."""
@@ -118,13 +116,13 @@ class Progress:
         self._evaluating = ""
         at = f"step {step}" if step else "before training"
         perplexity = perplexity_of(loss) if perplexity is None else perplexity
-        self._print(f"Held-out loss {loss:.4f}, perplexity {perplexity_text(perplexity)} ({at})")
+        self.message(f"Held-out loss {loss:.4f}, perplexity {perplexity_text(perplexity)} ({at})")
         if self._live:
             self._redraw(force=True)
 
     def message(self, text: str) -> None:
         """Prints text that stays above the live line."""
-        self._print(text)
+        write(Text(text), self._console)
 
     def close(self) -> None:
         """Ends the live line and leaves its last state on the screen."""
@@ -134,19 +132,10 @@ class Progress:
             live.update(self._line(), refresh=True)
             live.stop()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _plain_line_due(self) -> bool:
         first = self._shown_at == -math.inf
         share_passed = self._step - self._shown_step >= PLAIN_LINE_SHARE * self._total_steps
         return first or share_passed or time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS
-
-    def _print(self, text: str) -> None:
-        write(Text(text), self._console)
 
     def _redraw(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -162,13 +151,13 @@ class Progress:
         self._live.update(self._line(), refresh=True)
 
     def _line(self) -> Text:
-        """The live line: description, bar, steps and figures, the last ones left out where they do not fit."""
+        """The live line: bar, steps and figures, the last ones left out where they do not fit."""
         # Three columns stay free so that the terminal's own "^C" does not wrap the line.
         room = self._console.width - 3
         steps = f"{self._step}/{self._total_steps}"
         figures = [(self._evaluating, "bold")] if self._evaluating else self._figures
         parts = [(steps, ""), *figures] if self._total_steps else figures
-        line = Text(self._description, no_wrap=True, overflow="crop", end="")
+        line = Text("Training", no_wrap=True, overflow="crop", end="")
         tail = Text(no_wrap=True)
         for text, style in parts:
             if line.cell_len + tail.cell_len + 2 + cell_len(text) <= room:
@@ -213,10 +202,6 @@ def write(text: Text, console: Console) -> None:
         encoding = getattr(console.file, "encoding", None) or "utf-8"
         console.file.write(text.plain.encode(encoding, "replace").decode(encoding) + "\n")
         console.file.flush()
-
-
-def _clip(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _printable(text: str) -> str:

@@ -53,7 +53,8 @@ def train(loaded: Loaded, force: bool = False) -> None:
     world = World.from_environment()
     first = world.rank == 0
     # Whatever ends one process early is told to the others, which would wait for it.
-    with connect(world) as rendezvous, Progress(sys.stdout if first else io.StringIO()) as progress:
+    shown = Progress(sys.stdout if first else io.StringIO())
+    with connect(world) as rendezvous, contextlib.closing(shown) as progress:
         folder = claim_together(loaded, rendezvous)
         if folder.finished:
             progress.message(
