@@ -18,6 +18,7 @@ from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host
 from toolkit.planner.plan import PARTS, PHASES
 from toolkit.planner.trace.types import Amount, Moment, Tensors, Trace
+from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
 
 _RECIPE = """
@@ -154,12 +155,12 @@ def _recipe(**sections):
 def _planned(hardware="h100x8", **sections):
     recipe, machine = _recipe(**sections), find(hardware)
     layout = batch_layout(recipe, machine.devices)
-    arguments = (recipe, layout, machine, _trace())
+    workload = Workload(recipe, layout, machine, _trace())
     return SimpleNamespace(
-        memory=memory(*arguments),
-        host=host(*arguments),
-        disk=disk(*arguments),
-        states=sum(_states(memory(*arguments)[0])),
+        memory=memory(workload),
+        host=host(workload),
+        disk=disk(workload),
+        states=sum(_states(memory(workload)[0])),
     )
 
 

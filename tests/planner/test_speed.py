@@ -18,6 +18,7 @@ from toolkit.planner.speed.step import Load, Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
 from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace, setting_of
+from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, load, model_configs, shipped_recipes
 
 LLAMA_8B, PARAMETERS = "meta-llama/Llama-3.1-8B", 8_030_261_248
@@ -66,7 +67,9 @@ def plan(
     # Torch's own kernels from Ampere on.
     usual = "torch_varlen" if on.device.kind == "cuda" and float(on.device.capability or 0) >= 8 else "sdpa"
     backend = usual if wanted.model.attention == "auto" else wanted.model.attention
-    return work(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted), counted, attention=backend, **kwargs)
+    return work(
+        Workload(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted)), counted, attention=backend, **kwargs
+    )
 
 
 def sent(wanted: Recipe, hardware: str) -> dict[str, float]:
@@ -234,7 +237,7 @@ def test_small_kernels_take_as_long_as_their_launches() -> None:
     many = {
         name: dataclasses.replace(each, launches=Amount((1e6, 0.0, 0.0))) for name, each in found.passes.items()
     }  # fmt: skip
-    step = Step(wanted, layout, hardware, dataclasses.replace(found, passes=many), tiny, [])
+    step = Step(Workload(wanted, layout, hardware, dataclasses.replace(found, passes=many)), tiny, [])
     launching = hardware.device.efficiency.launch_seconds.value
     assert step.compute > layout.gradient_accumulation_steps * 2e6 * launching
 
@@ -273,7 +276,7 @@ def test_ranges_hold_the_estimate_and_unknown_lengths_stay_unknown() -> None:
 def test_every_transfer_is_counted_once() -> None:
     wanted, hardware = recipe("zero3", engine={"offload_param": "cpu", "offload_optimizer": "cpu"}), find("h200x8")
     layout, found = batch_layout(wanted, 8), trace_of(wanted)
-    all_sent = transfers(wanted, layout, hardware, found, 0.0)
+    all_sent = transfers(Workload(wanted, layout, hardware, found), 0.0)
     links = plan(wanted, hardware).links
     for link in links:
         assert link.bytes == round(sum(each.times * each.sent.get(link.name, 0.0) for each in all_sent))
@@ -312,7 +315,9 @@ def test_measured_steps_on_an_h200(row: str, tmp_path: Any, monkeypatch: pytest.
     rows, documents = 1000, 1000 * 4096 // 700
     squares = int(documents * 700**2 * math.exp(0.8**2))
     counted = DataStatistics(rows, rows * 4096, rows * 4096, documents, squares, (4096.0, 4096.0))
-    planned = work(wanted, batch_layout(wanted, 1), find("h200"), found, counted, attention="flash_attention_2")
+    planned = work(
+        Workload(wanted, batch_layout(wanted, 1), find("h200"), found), counted, attention="flash_attention_2"
+    )
     assert 0.95 * measured < planned.tokens_per_second < 1.25 * measured
 
 

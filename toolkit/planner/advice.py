@@ -131,15 +131,7 @@ def _with_devices(
     wanted = count < hardware.devices if fewer else count > hardware.devices
     if hardware.device.kind == "cpu" or not wanted or recipe.batch.sequences_per_step % count:
         return []
-    share, node = count / hardware.devices_per_node, hardware.node
-    part = dataclasses.replace(
-        node,
-        ram=int(node.ram * share),
-        cores=max(1, int(node.cores * share)),
-        network=node.network * share,
-        nvme=node.nvme * share,
-        nvme_bytes=int(node.nvme_bytes * share) if node.nvme_bytes else None,
-    )
+    part = hardware.node.part(count / hardware.devices_per_node)
     name = hardware.device.name + (f"x{count}" if count > 1 else "")
     other = dataclasses.replace(hardware, name=name, node=part, devices_per_node=count, nodes=1)
     try:

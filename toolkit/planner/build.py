@@ -31,6 +31,7 @@ from toolkit.planner.speed.work import work
 from toolkit.planner.trace import store
 from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace, setting_of
+from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, model_configs
 
 _FORMULAS_OFF = 0.35
@@ -70,13 +71,11 @@ class _Question:
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
         if trace is None:
             return None
-        ranks = memory(recipe, longest, hardware, trace)
-        ram, drives = host(recipe, longest, hardware, trace), disk(recipe, layout, hardware, trace)
-        labour = work(
-            recipe,
-            layout,
-            hardware,
-            trace,
+        workload = Workload(recipe, layout, hardware, trace)
+        fullest = dataclasses.replace(workload, layout=longest)
+        ranks, ram, drives = memory(fullest), host(fullest), disk(workload)
+        done = work(
+            workload,
             self.statistics,
             self.price,
             attention=backend,
@@ -84,7 +83,7 @@ class _Question:
             checkpoint_bytes=drives.checkpoint,
         )
         if trace.origin == "formulas":
-            ranks, labour = [_less_sure(each) for each in ranks], _slower_or_faster(labour)
+            ranks, done = [_less_sure(each) for each in ranks], _slower_or_faster(done)
         return Plan(
             recipe=self.name,
             overrides=list(self.overrides),
@@ -104,7 +103,7 @@ class _Question:
             host_memory=hardware.node.ram,
             disk=drives,
             fit=fit(hardware, ranks, ram, drives),
-            work=labour,
+            work=done,
             advice=[],
             origin=trace.origin,
             notes=_notes(recipe, hardware, trace),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError
@@ -61,6 +61,20 @@ class Rates(Section):
     fp8: Range | None = None
     """Matrix products in fp8 with their casts, where that differs from `matmul`."""
 
+    def efficiency(self, measured: Container[str] = (), *, width: float = 1) -> Efficiency:
+        """The same for a plan.
+
+        Args:
+            measured: Which of them are not estimates.
+            width: By what factor ranges are wider at either end.
+        """
+        rates: dict[str, Any] = {
+            key: Rate(value, low / width, high * width, key in measured)
+            for key, (value, low, high) in self.model_dump(exclude_none=True).items()
+        }
+        fp8 = rates.pop("fp8", None)
+        return Efficiency(**rates, dtypes={"fp8": fp8} if fp8 else {})
+
 
 class NodeEntry(Section):
     """A usual machine for a device."""
@@ -113,11 +127,6 @@ class DeviceEntry(Section):
 
     def device(self, name: str) -> Device:
         """In bytes and seconds."""
-
-        def rate(key: str) -> Rate:
-            value, low, high = getattr(self.efficiency, key)
-            return Rate(value, low, high, key in self.measured)
-
         return Device(
             name=name,
             title=self.title,
@@ -129,22 +138,19 @@ class DeviceEntry(Section):
             pcie=self.pcie_gb_s * _GB,
             capability=self.capability,
             sources=tuple(self.sources),
-            efficiency=Efficiency(
-                **{key: rate(key) for key in Rates.model_fields if key != "fp8"},
-                dtypes={"fp8": rate("fp8")} if self.efficiency.fp8 else {},
-            ),
+            efficiency=self.efficiency.efficiency(self.measured),
         )
 
     def machine(self, devices: int) -> Node:
-        """A node's part that comes with some of its devices: one of eight is rented with an eighth of the host."""
-        share = min(1.0, devices / self.node.devices)
-        return Node(
-            ram=int(self.node.ram_gib * _GIB * share),
-            cores=max(1, int(self.node.cores * share)),
-            network=self.node.network_gbit_s * _GB / 8 * share,
-            nvme=self.node.nvme_gb_s * _GB * share,
-            nvme_bytes=int(self.node.nvme_tb * 1e12 * share) if self.node.nvme_tb else None,
+        """The part of a usual machine that comes with some of its devices."""
+        whole = Node(
+            ram=int(self.node.ram_gib * _GIB),
+            cores=self.node.cores,
+            network=self.node.network_gbit_s * _GB / 8,
+            nvme=self.node.nvme_gb_s * _GB,
+            nvme_bytes=int(self.node.nvme_tb * _TERA) if self.node.nvme_tb else None,
         )
+        return whole.part(min(1.0, devices / self.node.devices))
 
 
 @functools.cache
@@ -159,10 +165,14 @@ def _document() -> dict[str, Any]:
     return document
 
 
-def estimated() -> tuple[Rates, NodeEntry]:
-    """What is assumed of a device and a machine that nothing is known about."""
-    document = _document()
-    return Rates.model_validate(document["estimates"]["generic"]), NodeEntry.model_validate(document["node"])
+def estimated_rates(kind: Literal["generic", "cpu"]) -> Rates:
+    """What is assumed to be reached of a device that nothing is known about."""
+    return Rates.model_validate(_document()["estimates"][kind])
+
+
+def estimated_node() -> NodeEntry:
+    """What is assumed of a machine that nothing is known about."""
+    return NodeEntry.model_validate(_document()["node"])
 
 
 def known(folder: Path | None) -> dict[str, DeviceEntry]:

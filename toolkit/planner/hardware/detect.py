@@ -20,8 +20,8 @@ import psutil
 import pynvml
 
 from toolkit.common import UserError
-from toolkit.planner.hardware.catalogue import DeviceEntry, Rates, estimated, known
-from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
+from toolkit.planner.hardware.catalogue import DeviceEntry, estimated_node, estimated_rates, known
+from toolkit.planner.hardware.specs import Device, Hardware, Kind, Node
 
 # Operations per cycle of one core: two fused multiply-adds per vector.
 _PER_CYCLE = {"avx512f": 64, "avx2": 32, "asimd": 16}
@@ -156,7 +156,7 @@ def _known(gpu: Gpu, entries: Mapping[str, DeviceEntry]) -> Device | None:
 def _unknown(gpu: Gpu) -> Device:
     """A GPU that the catalogue lacks: guesses by its generation, with a wide range."""
     kind: Kind = "cuda" if gpu.capability else "rocm"
-    rates, _ = estimated()
+    rates = estimated_rates("generic")
     major = int((gpu.capability or "8.0").split(".")[0])
     tflops = {"fp16": 60.0, "fp32": 15.0}
     if major >= 8 or kind == "rocm":
@@ -172,17 +172,9 @@ def _unknown(gpu: Gpu) -> Device:
         pcie=15.75e9,
         capability=gpu.capability,
         sources=(),
-        efficiency=_guessed(rates),
+        # As wide as the guess of the peaks.
+        efficiency=rates.model_copy(update={"fp8": None}).efficiency(width=3),
     )
-
-
-def _guessed(rates: Rates) -> Efficiency:
-    """The generic shares with a range as wide as the guess of the peaks."""
-    width = 3
-    keys = [key for key in Rates.model_fields if key != "fp8"]
-    values: dict[str, Any] = {key: getattr(rates, key) for key in keys}
-    wide: dict[str, Any] = {key: Rate(value, low / width, high * width) for key, (value, low, high) in values.items()}
-    return Efficiency(**wide)
 
 
 def cpu(processes: int) -> Hardware:
@@ -194,16 +186,6 @@ def cpu(processes: int) -> Hardware:
     # torch falls back to plain loops (two cores with AVX2: 0.75 GFLOP/s in bf16 where fp32 reaches 74).
     bf16 = fp32 * next((factor for flag, factor in _BF16_FACTOR.items() if flag in flags), 0.01)
     bandwidth = min(node.cores * _CORE_BANDWIDTH, _HOST_BANDWIDTH) / processes
-    wide: dict[str, Any] = {
-        "matmul": Rate(0.5, 0.2, 0.9),
-        "attention": Rate(0.2, 0.05, 0.5),
-        "bandwidth": Rate(0.6, 0.2, 1.5),
-        "optimizer": Rate(0.5, 0.2, 1.5),
-        "link": Rate(0.5, 0.1, 1.0),
-        "pcie": Rate(0.5, 0.1, 1.0),
-        "network": Rate(0.5, 0.1, 1.0),
-        "launch_seconds": Rate(1e-5, 4e-6, 3e-5),
-    }
     device = Device(
         name="cpu",
         title=f"{_cpu_title()}, {node.cores} core{'s' if node.cores > 1 else ''}",
@@ -215,14 +197,14 @@ def cpu(processes: int) -> Hardware:
         pcie=bandwidth,
         capability=None,
         sources=("/proc/cpuinfo: cores, clock and vector units",),
-        efficiency=Efficiency(**wide),
+        efficiency=estimated_rates("cpu").efficiency(),
     )
     return Hardware(f"cpux{processes}" if processes > 1 else "cpu", device, node, processes)
 
 
 def host() -> Node:
     """This machine around its devices; network and drives are guessed, their size is not known."""
-    _, usual = estimated()
+    usual = estimated_node()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = min(psutil.cpu_count(logical=False) or cores, cores)
     return Node(ram(), physical, usual.network_gbit_s * 1e9 / 8, usual.nvme_gb_s * 1e9, None)

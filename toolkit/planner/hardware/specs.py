@@ -7,7 +7,7 @@ them on such a device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Kind = Literal["cuda", "rocm", "cpu"]
@@ -112,6 +112,17 @@ class Node:
     network: float
     nvme: float
     nvme_bytes: int | None
+
+    def part(self, share: float) -> Node:
+        """What comes with some of its devices: one of eight is rented with an eighth of the host."""
+        return replace(
+            self,
+            ram=int(self.ram * share),
+            cores=max(1, int(self.cores * share)),
+            network=self.network * share,
+            nvme=self.nvme * share,
+            nvme_bytes=int(self.nvme_bytes * share) if self.nvme_bytes else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from toolkit.distributed import BatchLayout, Dtypes, dtypes
-from toolkit.planner.hardware import Hardware
 from toolkit.planner.memory.engines import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
-from toolkit.planner.memory.states import WIDTH, Division, States, division, parameter_width, states, whole_model
+from toolkit.planner.memory.states import States, states, whole_model
 from toolkit.planner.memory.zero import Bf16Zero1, Zero2, Zero3
 from toolkit.planner.plan import PARTS, Memory, Range
-from toolkit.planner.trace.types import Shape, Trace
-from toolkit.recipe import Recipe
+from toolkit.planner.trace.types import Shape
+from toolkit.planner.workload import WIDTH, Workload
 
 Parts = dict[str, float]
 
@@ -41,18 +39,11 @@ _WORKSPACE, _OLDER_WORKSPACE = 2 * 4096 * 8 * 1024, 2 * (4096 * 2 + 16 * 8) * 10
 Hopper on, 8.1 MiB before (torch's `CublasHandlePool.cpp`, `parseChosenWorkspaceSize`)."""
 
 
-def memory(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> list[Memory]:
-    """What each kind of rank holds, the fullest first.
-
-    Args:
-        recipe: Resolved.
-        layout: How the batch is divided.
-        hardware: What it runs on; on a CPU what is offloaded stays in the same memory and counts.
-        trace: Of the recipe's model.
-    """
-    ranks = _RankMemory(recipe, layout, hardware, trace)
+def memory(workload: Workload) -> list[Memory]:
+    """What each kind of rank holds, the fullest first."""
+    ranks = _RankMemory(workload)
     first = ranks.describe("every rank", ranks.phases(first=True))
-    if layout.world_size == 1 or first.peak_phase != "save":
+    if workload.layout.world_size == 1 or first.peak_phase != "save":
         return [first]
     others = ranks.describe("other ranks", ranks.phases(first=False))
     return [first.model_copy(update={"ranks": "rank 0"}), others]
@@ -61,13 +52,11 @@ def memory(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace
 class _RankMemory:
     """One recipe on one machine."""
 
-    def __init__(self, recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> None:
-        self.recipe, self.layout, self.hardware, self.trace = recipe, layout, hardware, trace
-        self.types = dtypes(recipe)
-        self.kind = hardware.device.kind
-        self.over = division(recipe, layout.world_size, hardware.devices_per_node)
-        self.states = states(recipe, self.types, trace, self.over)
-        self.engine: Engine = engine(recipe, self.types, layout, trace, self.over, self.kind == "cpu")
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.recipe, self.layout = workload, workload.recipe, workload.layout
+        self.trace, self.types, self.over = workload.trace, workload.types, workload.over
+        self.on_cpu, self.kind = workload.on_cpu, workload.hardware.device.kind
+        self.states, self.engine = states(workload), engine(workload)
 
     def phases(self, first: bool) -> dict[str, Parts]:
         """Phase to part to bytes.
@@ -100,7 +89,7 @@ class _RankMemory:
         peak = max(sums, key=lambda phase: sums[phase])
         allocated = sums[peak]
         base, shares = allocated, _FRAGMENTATION
-        if self.kind == "cpu":
+        if self.on_cpu:
             # Between steps, as after resuming, only states are there.
             base, shares = min(allocated - sums.get("resume", 0), 2**30), _KEPT
         value, low, high = (allocated + share * base for share in shares)
@@ -129,11 +118,11 @@ class _RankMemory:
             "parameters": held.parameters + self.trace.buffers,
             "adapters": held.adapters,
             "masters": held.masters,
-            "optimizer": held.optimizer - (held.paged if self.kind != "cpu" else 0),
+            "optimizer": held.optimizer - (held.paged if not self.on_cpu else 0),
         }
-        if self.kind == "cpu":
+        if self.on_cpu:
             # What is offloaded stays; what only offloading needs comes on top.
-            extra = offloaded(self.recipe, self.types, self.trace, self.over, held, self.engine.accumulates)
+            extra = offloaded(self.workload, held)
             gradients = extra.get("gradients", 0.0) if self.recipe.strategy.zero_stage else 0.0
             return _add(parts, {"engine": extra.get("staging", 0.0), "gradients": gradients})
         strategy = self.recipe.strategy
@@ -174,7 +163,7 @@ class _RankMemory:
         strategy = self.recipe.strategy
         if self.recipe.optimizer.traits.in_backward:
             return Held(0.0, held.engine)
-        away = self.kind != "cpu" and strategy.name == "fsdp" and strategy.offload_param != "none"
+        away = not self.on_cpu and strategy.name == "fsdp" and strategy.offload_param != "none"
         return Held(0.0, held.engine) if away and not self.engine.accumulates else held
 
     def _batch(self) -> float:
@@ -186,15 +175,15 @@ class _RankMemory:
         """What libraries of matrix products keep."""
         if self.kind != "cuda":
             return 0.0
-        return _WORKSPACE if float(self.hardware.device.capability or 0) >= 9 else _OLDER_WORKSPACE
+        return _WORKSPACE if float(self.workload.hardware.device.capability or 0) >= 9 else _OLDER_WORKSPACE
 
     def _temporaries(self) -> float:
         """What the optimizer allocates while it updates."""
         traits = self.recipe.optimizer.traits
-        if self.kind != "cpu" and self.recipe.strategy.offload_optimizer != "none":
+        if not self.on_cpu and self.recipe.strategy.offload_optimizer != "none":
             return 0.0
         flat = self.recipe.strategy.zero_stage > 0
-        updated = self.trace.elements(trained=True) / self.over.optimizer
+        updated = self.workload.owned
         trained = [each for each in self.trace.tensors if each.trained and traits.updates(each.shape, each.place)]
         share = 1 / self.over.optimizer if self.recipe.strategy.name == "fsdp" else 1.0
         one = updated if flat else max((each.numel for each in trained), default=0) * share
@@ -202,7 +191,7 @@ class _RankMemory:
         before = 0.0 if flat else max((each.numel for each in trained if each.place == "layer"), default=0) * share
         copied = traits.copies * one + before if traits.copies else 0.0
         if traits.foreach:
-            return WIDTH[self.types.master] * (copied if self.kind == "cpu" else updated)
+            return WIDTH[self.types.master] * (copied if self.on_cpu else updated)
         return 4 * copied
 
     def _loading(self, first: bool) -> Parts:
@@ -211,7 +200,7 @@ class _RankMemory:
             # Each is quantized from 16 bits, one by one.
             return {"parameters": self.engine.largest(trained=False) * float(WIDTH[self.types.compute])}
         extra = self.engine.loading()
-        if self.kind == "cpu" and self.recipe.strategy.shards_parameters and self.over.parameters > 1:
+        if self.on_cpu and self.recipe.strategy.shards_parameters and self.over.parameters > 1:
             whole = sum(each.count * self.engine.stored(each, WIDTH[self.types.load]) for each in self.trace.tensors)
             standing = self.engine.standing()
             if self.recipe.strategy.name == "fsdp":
@@ -223,12 +212,12 @@ class _RankMemory:
     def _saving(self, first: bool) -> float:
         """Copies of weights that are made to publish them (`publish.py`)."""
         strategy, full = self.recipe.strategy, self.recipe.method.name == "full"
-        largest = max((each.numel * parameter_width(each, self.types) for each in self.trace.tensors), default=0)
-        whole = whole_model(self.recipe, self.types, self.trace)
+        largest = max((each.numel * self.workload.width(each) for each in self.trace.tensors), default=0)
+        whole = whole_model(self.workload)
         if strategy.shards_parameters:
             # Gathered one after the other, on their way to the memory of the first process's host.
             copies = 1 + (WIDTH[self.types.export] / WIDTH[self.types.local] if full and self._casts_to_publish else 0)
-            gathered = whole * copies if self.kind == "cpu" and first else 0.0
+            gathered = whole * copies if self.on_cpu and first else 0.0
             return largest + gathered if self.over.parameters > 1 else gathered
         if strategy.zero_stage and full and first:
             # They share one flat vector, out of which each is copied to be written.
@@ -252,9 +241,9 @@ def _sum(parts: Mapping[str, float]) -> float:
     return math.fsum(parts.values())
 
 
-def engine(recipe: Recipe, types: Dtypes, layout: BatchLayout, trace: Trace, over: Division, on_cpu: bool) -> Engine:
+def engine(workload: Workload) -> Engine:
     """The recipe's engine."""
-    strategy = recipe.strategy
+    strategy, types = workload.strategy, workload.types
     kind: type[Engine] = Engine
     if strategy.zero_stage == 3:
         kind = Zero3
@@ -264,4 +253,4 @@ def engine(recipe: Recipe, types: Dtypes, layout: BatchLayout, trace: Trace, ove
         kind = Bf16Zero1 if bf16 and strategy.zero_stage == 1 else Zero2
     elif strategy.name == "fsdp":
         kind = Fsdp
-    return kind(recipe, types, layout, trace, over, on_cpu)
+    return kind(workload)

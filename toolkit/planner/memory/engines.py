@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from toolkit.distributed import BatchLayout, Dtypes
-from toolkit.planner.memory.states import WIDTH, Division, parameter_width, stored_bytes
-from toolkit.planner.trace.types import Amount, Moment, Shape, Tensors, Trace
-from toolkit.recipe import Recipe
+from toolkit.planner.memory.states import stored
+from toolkit.planner.trace.types import Amount, Moment, Tensors
+from toolkit.planner.workload import WIDTH, Workload
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,14 @@ class Held:
 
 
 class Engine:
-    """One process, or DistributedDataParallel. The base of the others.
+    """One process, or DistributedDataParallel. The base of the others."""
 
-    Args:
-        recipe: Resolved.
-        types: Its dtypes.
-        layout: How the batch is divided.
-        trace: Of the recipe's model.
-        over: Over how many ranks states are divided.
-        on_cpu: Whether gloo reduces and tensors are freed at once.
-    """
-
-    def __init__(
-        self, recipe: Recipe, types: Dtypes, layout: BatchLayout, trace: Trace, over: Division, on_cpu: bool
-    ) -> None:
-        self.recipe, self.types, self.layout, self.trace, self.over = recipe, types, layout, trace, over
-        self.strategy, self.on_cpu = recipe.strategy, on_cpu
-        self.shape = Shape(trace.layers, layout.micro_batch_size, layout.seq_len)
-        self.accumulates = layout.gradient_accumulation_steps > 1
-        self.trained = trace.elements(trained=True)
-        self.local, self.reduce = WIDTH[types.local], WIDTH[types.reduce]
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.trace, self.types, self.over = workload, workload.trace, workload.types, workload.over
+        self.recipe, self.strategy, self.layout = workload.recipe, workload.strategy, workload.layout
+        self.shape, self.accumulates, self.on_cpu = workload.shape, workload.accumulates, workload.on_cpu
+        self.trained, self.owned = workload.trained, workload.owned
+        self.local, self.reduce = WIDTH[self.types.local], WIDTH[self.types.reduce]
 
     def standing(self) -> Held:
         """What is there all the time."""
@@ -101,8 +88,7 @@ class Engine:
 
     def stored(self, tensors: Tensors, width: int | None = None) -> float:
         """Bytes of one whole parameter."""
-        width = parameter_width(tensors, self.types) if width is None else width
-        return stored_bytes(tensors, width, self.recipe.method.double_quantization)
+        return stored(self.workload, tensors, width)
 
     def layers_done(self, moment: Moment) -> int:
         """Layers whose backward pass is over."""

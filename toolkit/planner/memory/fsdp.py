@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.memory.engines import Engine, Held, fewer
-from toolkit.planner.memory.states import WIDTH, shard
+from toolkit.planner.memory.states import shard
 from toolkit.planner.trace.types import Moment
+from toolkit.planner.workload import WIDTH
 
 _LINGERING = 0.8
 """gloo's threads let go of their copy of what is reduced some time after that: the chance that it is still there when

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from toolkit.distributed import BatchLayout, Dtypes
-from toolkit.planner.memory.states import WIDTH, Division, States
-from toolkit.planner.trace.types import Shape, Trace
-from toolkit.recipe import Recipe
+from toolkit.planner.memory.states import States
+from toolkit.planner.workload import WIDTH, Workload
 
 _NVME_BUFFERS, _NVME_BUFFER = 5, 100_000_000
 """ZeRO-3's buffers for parameters on NVMe, and elements of each (`offload_param.buffer_count`, `.buffer_size`)."""
@@ -17,24 +15,21 @@ _SUB_GROUP = 1_000_000_000
 """Elements that ZeRO-3 updates at a time (`sub_group_size`)."""
 
 
-def offloaded(
-    recipe: Recipe, types: Dtypes, trace: Trace, over: Division, held: States, accumulates: bool
-) -> dict[str, float]:
+def offloaded(workload: Workload, held: States) -> dict[str, float]:
     """What one process keeps in host memory instead of on its device, by part; `staging` is there in addition.
 
     Sources: DeepSpeed 0.19.8, `zero/stage_1_and_2.py` and `zero/stage3.py`; torch 2.13, FSDP2's `CPUOffloadPolicy`.
     """
-    strategy = recipe.strategy
+    strategy, types, share = workload.strategy, workload.types, workload.owned
     found: dict[str, float] = {"optimizer": held.paged} if held.paged else {}
-    share = trace.elements(trained=True) / over.optimizer
     if strategy.offload_optimizer == "cpu":
         # All keep a gradient beside the masters; stage 3 has its flat vector of gradients there too, and stages 1 and
         # 2 what they accumulate, where it is not summed in fp32 on the device.
-        twice = strategy.zero_stage == 3 or (accumulates and types.local == types.reduce)
+        twice = strategy.zero_stage == 3 or (workload.accumulates and types.local == types.reduce)
         gradients = share * (WIDTH[types.master] + (WIDTH[types.reduce] if twice else 0))
         found |= {"optimizer": held.optimizer, "masters": held.masters, "gradients": gradients}
         if strategy.zero_stage < 3:
-            largest = max((each.numel for each in trace.tensors if each.trained), default=0)
+            largest = max((each.numel for each in workload.trace.tensors if each.trained), default=0)
             # param_buffer_of_bit16_for_cpu_offload_groups, temp_grad_buffer_for_cpu_offload
             found["staging"] = (share + largest) * WIDTH[types.local]
     elif strategy.offload_optimizer == "nvme":
@@ -50,8 +45,7 @@ def offloaded(
     return found
 
 
-def offloaded_activations(recipe: Recipe, layout: BatchLayout, trace: Trace) -> float:
+def offloaded_activations(workload: Workload) -> float:
     """Inputs of the checkpointed layers that one process holds in host memory until the backward pass."""
-    shape = Shape(trace.layers, layout.micro_batch_size, layout.seq_len)
-    every = recipe.activation_checkpointing.every_n_layers
-    return trace.boundary.at(shape) * math.ceil(trace.layers / every)
+    trace, every = workload.trace, workload.recipe.activation_checkpointing.every_n_layers
+    return trace.boundary.at(workload.shape) * math.ceil(trace.layers / every)

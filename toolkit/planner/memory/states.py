@@ -2,7 +2,7 @@
 
 Mixed precision with Adam takes 16 bytes per parameter: 2 for the weight, 2 for its gradient, 4 for the fp32 master and
 4 + 4 for the moments (Rajbhandari et al. 2020, "ZeRO", section 3.1). ZeRO divides over N ranks the last 12 of them
-(stage 1), the gradient too (stage 2), the weight too (stage 3); see `zero_paper`. Our runs differ in two points:
+(stage 1), the gradient too (stage 2), the weight too (stage 3). Our runs differ in two points:
 gradients are summed over micro-batches and ranks in fp32 unless the recipe says otherwise, and what an engine really
 allocates beside its share is in `engines`.
 """
@@ -14,14 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.distributed import Dtypes
-from toolkit.planner.trace.types import Tensors, Trace
-from toolkit.recipe import Recipe
+from toolkit.planner.trace.types import Tensors
+from toolkit.planner.workload import WIDTH, Division, Workload
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 from toolkit.recipe.sections import Optimizer
-
-WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element."""
 
 BLOCK, SMALLEST = 256, 4096
 """8-bit state: elements that share an fp32 scale, and the fewest elements of a tensor that is stored so; smaller ones
@@ -127,81 +123,23 @@ class States:
     optimizer: float
     paged: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.parameters + self.adapters + self.masters + self.gradients + self.optimizer
 
-
-def per_parameter(
-    optimizer: Optimizer, weights: str = "float32", gradients: str = "float32", masters: str | None = None
-) -> States:
-    """Bytes per parameter of a large matrix that is trained in full.
-
-    Args:
-        optimizer: The recipe's section `optimizer`.
-        weights: Dtype the model computes with.
-        gradients: Dtype gradients are kept in.
-        masters: Dtype of separate masters, or None where the weights are their own.
-    """
-    numel = 2**22
-    moments = moment_bytes(optimizer, (numel,), masters or weights) / numel
-    return States(WIDTH[weights], 0, WIDTH[masters] if masters else 0, WIDTH[gradients], moments)
-
-
-def zero_paper(
-    parameters: float, devices: int, stage: int, weights: int = 2, gradients: int = 2, optimizer: int = 12
-) -> float:
-    """Bytes of states per device: figure 1 and table 1 of Rajbhandari et al. 2020.
-
-    Args:
-        stage: What is divided: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too.
-        weights: Bytes per parameter, likewise `gradients` and `optimizer` (master and moments).
-    """
-    shares = (weights / (devices if stage >= 3 else 1), gradients / (devices if stage >= 2 else 1),
-              optimizer / (devices if stage >= 1 else 1))  # fmt: skip
-    return parameters * sum(shares)
-
-
-@dataclass(frozen=True)
-class Division:
-    """Over how many ranks each state is divided.
-
-    Args:
-        parameters: Of weights.
-        gradients: Of gradients.
-        optimizer: Of masters and moments.
-    """
-
-    parameters: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-
-
-def division(recipe: Recipe, ranks: int, ranks_per_node: int) -> Division:
-    """What the recipe's strategy divides; see `zero_paper`."""
-    strategy = recipe.strategy
-    if strategy.name == "fsdp":
-        ranks = ranks_per_node if strategy.sharding == "hybrid_shard" else ranks
-        return Division(ranks, ranks, ranks)
-    stage = strategy.zero_stage
-    return Division(*(ranks if stage >= least else 1 for least in (3, 2, 1)))
-
-
-def states(recipe: Recipe, types: Dtypes, trace: Trace, over: Division) -> States:
+def states(workload: Workload, over: Division | None = None) -> States:
     """One rank's share, between the last backward pass and the optimizer's step.
 
     ZeRO-1 and 2 divide one vector of all trained parameters, padded to twice the ranks (DeepSpeed's
     `nccl_start_alignment_factor`); ZeRO-3 each parameter by itself, and FSDP2 each along its first dimension, rounded
     up.
+
+    Args:
+        over: Over how many ranks they are divided, where that is not the workload's own division.
     """
+    recipe, types, over = workload.recipe, workload.types, over or workload.over
     zero, fsdp = recipe.strategy.zero_stage > 0, recipe.strategy.name == "fsdp"
-    sums = {"parameters": 0.0, "adapters": 0.0, "masters": 0.0, "gradients": 0.0, "optimizer": 0.0, "paged": 0.0}
-    for each in trace.tensors:
-        width = parameter_width(each, types)
-        whole = stored_bytes(each, width, recipe.method.double_quantization)
+    sums = dict.fromkeys(("parameters", "adapters", "masters", "gradients", "optimizer", "paged"), 0.0)
+    for each in workload.trace.tensors:
         part = "adapters" if each.kind == "adapter" else "parameters"
-        sums[part] += each.count * shard(each, whole, over.parameters, fsdp)
+        sums[part] += each.count * shard(each, stored(workload, each), over.parameters, fsdp)
         if not each.trained:
             continue
         share = _share(each, over.optimizer, fsdp)
@@ -216,24 +154,25 @@ def states(recipe: Recipe, types: Dtypes, trace: Trace, over: Division) -> State
             embedding = each.place == "embeddings" and len(each.shape) > 1
             sums["paged"] += each.count * (paged_bytes(recipe.optimizer, share) if not embedding else 0)
     if zero:
-        flat = (math.ceil(trace.elements(trained=True) / over.optimizer),)
+        flat = (math.ceil(workload.trained / over.optimizer),)
         sums["optimizer"] = moment_bytes(recipe.optimizer, flat, types.master, True)
         sums["paged"] = paged_bytes(recipe.optimizer, flat, True)
     return States(**sums)
 
 
-def whole_model(recipe: Recipe, types: Dtypes, trace: Trace) -> float:
+def stored(workload: Workload, tensors: Tensors, width: int | None = None) -> float:
+    """Bytes of one whole parameter, by default as the model holds it between steps."""
+    width = workload.width(tensors) if width is None else width
+    return stored_bytes(tensors, width, workload.recipe.method.double_quantization)
+
+
+def whole_model(workload: Workload) -> float:
     """Bytes of what is published, in the dtypes of training: the whole model, or its adapters."""
     return sum(
-        each.count * stored_bytes(each, parameter_width(each, types), recipe.method.double_quantization)
-        for each in trace.tensors
-        if each.trained or recipe.method.name == "full"
+        each.count * stored(workload, each)
+        for each in workload.trace.tensors
+        if each.trained or workload.recipe.method.name == "full"
     )
-
-
-def parameter_width(tensors: Tensors, types: Dtypes) -> int:
-    """Bytes of an element of a parameter that is not quantized, as the model holds it between steps."""
-    return WIDTH[types.local if tensors.trained or tensors.kind == "adapter" else types.load]
 
 
 def shard(tensors: Tensors, whole: float, ranks: int, by_rows: bool) -> float:

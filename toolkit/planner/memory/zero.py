@@ -83,18 +83,17 @@ class Zero2(_Zero):
         yield left, Held(earlier + now + self._oversized(), self._buckets() + flat)
 
     def stepping(self) -> Held:
-        share = self.trained / self.over.optimizer
         if self._offloads:
             return Held(self._partition())
         if self._compact:
             # `get_grad_norm_direct` converts one gradient at a time to fp64.
-            return Held(self._partition() + self._oversized(), 8 * min(self.largest(), share))
+            return Held(self._partition() + self._oversized(), 8 * min(self.largest(), self.owned))
         # `step` flattens the gradients of the partition once more, group by group; matrices are nearly all.
-        return Held(self._partition(), share * self.local)
+        return Held(self._partition(), self.owned * self.local)
 
     def loading(self) -> float:
         # Parameters are flattened while the single tensors are still there; masters come after that.
-        masters = self.trained / self.over.optimizer * (4 if self.types.master == "float32" else 2)
+        masters = self.owned * (4 if self.types.master == "float32" else 2)
         return max(0.0, self.trained * self.local - masters)
 
     @property
@@ -126,15 +125,14 @@ class Zero2(_Zero):
 
     def _partition(self) -> float:
         """Gradients of one rank's partition."""
-        share = self.trained / self.over.optimizer
         if self._compact:
-            return share * self.reduce
+            return self.owned * self.reduce
         if self._offloads:
             return 0.0  # They go to the host one by one (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`).
         # `grads_in_partition` has whole parameters, also those that lie across an edge of the partition.
         across = max((each.numel for each in self.trace.tensors if each.trained and each.place == "layer"), default=0)
-        edges = min(across / 2, self.trained - share) if self.over.optimizer > 1 else 0
-        return (share + edges) * self.local
+        edges = min(across / 2, self.trained - self.owned) if self.over.optimizer > 1 else 0
+        return (self.owned + edges) * self.local
 
     def _oversized(self) -> float:
         """16-bit gradients of the partition that did not fit into a bucket: without offloading nothing frees them
@@ -171,7 +169,7 @@ class Bf16Zero1(_Zero):
         return Held(self.trained * self.local)
 
     def loading(self) -> float:
-        masters = self.trained / self.over.optimizer * 4
+        masters = self.owned * 4
         return max(0.0, self.trained * self.local - masters - self.trained * self.reduce)
 
 
@@ -180,7 +178,7 @@ class Zero3(_Zero):
 
     def standing(self) -> Held:
         # A bucket, and gradients of the partition, which stay between steps (`_setup_for_real_optimizer`).
-        held = self.trained / self.over.optimizer * self.reduce if self.strategy.offload_optimizer == "none" else 0
+        held = self.owned * self.reduce if self.strategy.offload_optimizer == "none" else 0
         return Held(held, self.strategy.reduce_bucket_size * self.reduce + self._persistent())
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
@@ -203,7 +201,7 @@ class Zero3(_Zero):
             return Held()
         # `_prepare_fp32_grad_for_sub_group` flattens gradients of up to a sub-group; weights that stay whole are
         # gathered again after it.
-        flat = min(self.trained / self.over.optimizer, _SUB_GROUP) * self.reduce
+        flat = min(self.owned, _SUB_GROUP) * self.reduce
         return Held(engine=max(0.0, flat - self._persistent()))
 
     def evaluating(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from toolkit.distributed import BatchLayout, dtypes
 from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.memory.states import WIDTH, division, states
-from toolkit.planner.trace.types import Tensors, Trace
-from toolkit.recipe import Recipe
+from toolkit.planner.memory.states import states
+from toolkit.planner.trace.types import Tensors
+from toolkit.planner.workload import WIDTH, Workload
 
 HOST, NVME, NETWORK = "PCIe to the host", "NVMe", "network"
 During = Literal["forward", "backward", "step"]
@@ -59,24 +58,19 @@ def inner_link(hardware: Hardware) -> str:
     return "xGMI" if device.kind == "rocm" else "NVLink"
 
 
-def transfers(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, boundary: float) -> list[Transfer]:
+def transfers(workload: Workload, boundary: float) -> list[Transfer]:
     """All that one rank sends in a step.
 
     Args:
-        recipe: Resolved.
-        layout: How the batch is divided.
-        hardware: Decides what is within a node.
-        trace: Of the recipe's model.
         boundary: Bytes of the hidden states between two layers.
     """
-    found = [*_collectives(recipe, layout, hardware, trace), *_offloads(recipe, layout, hardware, trace, boundary)]
+    found = [*_collectives(workload), *_offloads(workload, boundary)]
     return [each for each in found if any(each.sent.values())]
 
 
-def _collectives(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace) -> Iterator[Transfer]:
-    strategy, types = recipe.strategy, dtypes(recipe)
-    every = layout.gradient_accumulation_steps
-    trained = trace.elements(trained=True)
+def _collectives(workload: Workload) -> Iterator[Transfer]:
+    strategy, types, trace, hardware = workload.strategy, workload.types, workload.trace, workload.hardware
+    every, trained = workload.layout.gradient_accumulation_steps, workload.trained
     reduced = trained * WIDTH[types.reduce]
 
     def gather(size: float, times: int = 1) -> dict[str, float]:
@@ -97,8 +91,8 @@ def _collectives(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace:
         yield Transfer("backward", times, gather(reduced, 2), hidden=strategy.overlap_comm)
         yield Transfer("step", 1, gather(trained * WIDTH[types.local]), hidden=False)
     elif strategy.zero_stage == 3:
-        whole = sum(_bytes(recipe, each) for each in trace.tensors if _divided(recipe, each))
-        small = sum(_bytes(recipe, each) for each in trace.tensors if each.trained and not _divided(recipe, each))
+        whole = sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each))
+        small = sum(_bytes(workload, each) for each in trace.tensors if each.trained and not _divided(workload, each))
         prefetched = strategy.prefetch_bucket_size > 0
         # What is used again within `max_reuse_distance` is kept: twice the elements that follow a layer lie between
         # its forward and its backward pass.
@@ -108,27 +102,28 @@ def _collectives(recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace:
         yield Transfer("backward", every, gather(reduced), hidden=strategy.overlap_comm)
         yield Transfer("step", 1, gather(small), hidden=False)
     else:
-        yield from _fsdp(recipe, hardware, trace, every)
+        yield from _fsdp(workload)
 
 
-def _fsdp(recipe: Recipe, hardware: Hardware, trace: Trace, every: int) -> Iterator[Transfer]:
+def _fsdp(workload: Workload) -> Iterator[Transfer]:
     """FSDP2 gathers in the compute dtype and reduces once per step, in `reduce_dtype` (accelerate defers the rest)."""
-    types = dtypes(recipe)
+    types, trace, hardware = workload.types, workload.trace, workload.hardware
+    every = workload.layout.gradient_accumulation_steps
     inner, nodes = hardware.devices_per_node, hardware.nodes
-    hybrid = recipe.strategy.sharding == "hybrid_shard"
+    hybrid = workload.strategy.sharding == "hybrid_shard"
     link = inner_link(hardware)
 
     def gather(size: float) -> dict[str, float]:
         within = {link: size * (inner - 1) / inner}
         return within if hybrid else {**within, NETWORK: size * (nodes - 1) / nodes / inner}
 
-    whole = sum(_bytes(recipe, each, types.compute) for each in trace.tensors)
+    whole = sum(_bytes(workload, each, types.compute) for each in trace.tensors)
     # Final norm and head are not released between the passes; tied, the head is the embedding.
     heads = trace.elements(place="head") or trace.elements(place="embeddings")
     kept = heads * WIDTH[types.compute]
-    reduced = trace.elements(trained=True) * WIDTH[types.reduce]
+    reduced = workload.trained * WIDTH[types.reduce]
     yield Transfer("forward", every, gather(whole))
-    if reshards_after_forward(recipe):
+    if reshards_after_forward(workload.recipe):
         yield Transfer("backward", every, gather(max(0, whole - kept)))
     yield Transfer("backward", 1, gather(reduced))
     if hybrid:
@@ -136,20 +131,16 @@ def _fsdp(recipe: Recipe, hardware: Hardware, trace: Trace, every: int) -> Itera
         yield Transfer("backward", 1, {NETWORK: 2 * reduced / inner * (nodes - 1) / nodes})
 
 
-def _bytes(recipe: Recipe, tensors: Tensors, dtype: str | None = None) -> float:
+def _bytes(workload: Workload, tensors: Tensors, dtype: str | None = None) -> float:
     """Of parameters, as they are kept or in another dtype. The constants of quantization stay whole on each rank."""
-    types = dtypes(recipe)
+    types = workload.types
     width = WIDTH[dtype or (types.local if tensors.trained else types.load)]
     return tensors.numel * tensors.count * {"nf4": 0.5, "int8": 1.0}.get(tensors.kind, width)
 
 
-def _offloads(
-    recipe: Recipe, layout: BatchLayout, hardware: Hardware, trace: Trace, boundary: float
-) -> Iterator[Transfer]:
-    strategy, types = recipe.strategy, dtypes(recipe)
-    every = layout.gradient_accumulation_steps
-    over = division(recipe, layout.world_size, hardware.devices_per_node)
-    owned = trace.elements(trained=True) / over.optimizer
+def _offloads(workload: Workload, boundary: float) -> Iterator[Transfer]:
+    strategy, types, trace, owned = workload.strategy, workload.types, workload.trace, workload.owned
+    every = workload.layout.gradient_accumulation_steps
     reduced, local, master = WIDTH[types.reduce], WIDTH[types.local], WIDTH[types.master]
     if strategy.offload_optimizer != "none":
         on_device = strategy.zero_stage < 3 and types.reduce == "float32" != types.compute
@@ -162,10 +153,12 @@ def _offloads(
             yield Transfer("step", 1, {HOST: owned * local}, hidden=False)
     if strategy.offload_optimizer == "nvme":
         # Masters, moments and the gradient that waits for them are written and read.
-        state = states(recipe, types, trace, over)
+        state = states(workload)
         yield Transfer("step", 1, {NVME: 2 * (state.masters + state.optimizer + owned * master)}, hidden=False)
     if strategy.offload_param != "none":
-        part = sum(_bytes(recipe, each) for each in trace.tensors if _divided(recipe, each)) / over.parameters
+        part = (
+            sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each)) / workload.over.parameters
+        )
         fetched = {HOST: part, NVME: part} if strategy.offload_param == "nvme" else {HOST: part}
         yield Transfer("forward", every, fetched)
         yield Transfer("backward", every, fetched)
@@ -173,13 +166,13 @@ def _offloads(
             yield Transfer("backward", 1, {HOST: owned * local})
         if strategy.offload_param == "nvme":
             yield Transfer("step", 1, {NVME: owned * local}, hidden=False)
-    checkpointing = recipe.activation_checkpointing
+    checkpointing = workload.recipe.activation_checkpointing
     if checkpointing.mode == "offload":
         kept = boundary * -(-trace.layers // checkpointing.every_n_layers)
         yield Transfer("forward", every, {HOST: kept})
         yield Transfer("backward", every, {HOST: kept})
 
 
-def _divided(recipe: Recipe, tensors: Tensors) -> bool:
+def _divided(workload: Workload, tensors: Tensors) -> bool:
     """Whether each rank holds a part: ZeRO-3 leaves small parameters whole, FSDP none."""
-    return recipe.strategy.name == "fsdp" or tensors.numel > recipe.strategy.param_persistence_threshold
+    return workload.strategy.name == "fsdp" or tensors.numel > workload.strategy.param_persistence_threshold

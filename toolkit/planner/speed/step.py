@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.distributed import BatchLayout, dtypes
 from toolkit.planner.hardware import Hardware, Rate
-from toolkit.planner.memory.states import WIDTH, division, states
+from toolkit.planner.memory.states import states
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
 from toolkit.planner.trace.types import Amount, Pass, Trace
+from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
 
 HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
@@ -55,10 +55,10 @@ class Load:
     longest: float
 
 
-def peak_dtype(recipe: Recipe, hardware: Hardware) -> str:
+def peak_dtype(workload: Workload) -> str:
     """The entry of `Device.flops` that matrix products run at; fp32's where the compute dtype has no units."""
-    name, flops = _PEAKS[dtypes(recipe).compute], hardware.device.flops
-    if name == "fp32" and recipe.tf32 and "tf32" in flops:
+    name, flops = _PEAKS[workload.types.compute], workload.hardware.device.flops
+    if name == "fp32" and workload.recipe.tf32 and "tf32" in flops:
         return "tf32"
     return name if name in flops else "fp32"
 
@@ -85,12 +85,8 @@ class Step:
     """One optimizer step at one end of what is expected of the hardware.
 
     Args:
-        recipe: Resolved.
-        layout: How the batch is divided.
-        hardware: What it runs on.
-        trace: Of the recipe's model.
         load: A micro-batch.
-        sent: What is sent, see `traffic.transfers`.
+        sent: What is sent, see `communication.transfers`.
         end: `low` is the shortest time.
 
     Attributes:
@@ -100,22 +96,13 @@ class Step:
         seconds: All together.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layout: BatchLayout,
-        hardware: Hardware,
-        trace: Trace,
-        load: Load,
-        sent: Sequence[Transfer],
-        end: End = "value",
-    ) -> None:
-        self._recipe, self._layout, self._hardware, self._trace = recipe, layout, hardware, trace
+    def __init__(self, workload: Workload, load: Load, sent: Sequence[Transfer], end: End = "value") -> None:
+        self._workload, self._sent = workload, sent
+        self._recipe, self._layout, self._hardware = workload.recipe, workload.layout, workload.hardware
+        self._trace, self._dtype = workload.trace, peak_dtype(workload)
         self._end, self._rates = end, OPPOSITE[end]
-        self._sent = sent
-        self._dtype = peak_dtype(recipe, hardware)
-        every = layout.gradient_accumulation_steps
-        passes = {name: self._pass_seconds(trace.passes[name], load) for name in ("forward", "backward")}
+        every = self._layout.gradient_accumulation_steps
+        passes = {name: self._pass_seconds(self._trace.passes[name], load) for name in ("forward", "backward")}
         update = self._update_seconds()
         self.compute = every * sum(passes.values()) + self._accumulation_seconds()
         self.compute += 0.0 if self._updates_on_host else update
@@ -166,27 +153,25 @@ class Step:
         Masters and moments are read and written; gradients are read by the norm and by the optimizer, and read and
         written by clipping; ZeRO writes the parameters as copies.
         """
-        recipe, layout, device = self._recipe, self._layout, self._hardware.device
-        types, strategy = dtypes(recipe), recipe.strategy
-        over = division(recipe, layout.world_size, self._hardware.devices_per_node)
-        owned, gradient = self._trace.elements(trained=True) / over.optimizer, WIDTH[types.reduce]
-        each = 2 * WIDTH[types.master] + gradient * (4 if recipe.optimizer.max_grad_norm else 1)
-        each += WIDTH[types.local] if strategy.zero_stage else 0
-        moved = owned * each + 2 * states(recipe, types, self._trace, over).optimizer
+        workload, device = self._workload, self._hardware.device
+        types, gradient = workload.types, WIDTH[workload.types.reduce]
+        each = 2 * WIDTH[types.master] + gradient * (4 if self._recipe.optimizer.max_grad_norm else 1)
+        each += WIDTH[types.local] if workload.strategy.zero_stage else 0
+        moved = workload.owned * each + 2 * states(workload).optimizer
         if self._updates_on_host and device.kind != "cpu":
             hardware = self._hardware
             host = min(HOST_BANDWIDTH, CORE_BANDWIDTH * hardware.node.cores) / hardware.devices_per_node
             return moved / (host * _GUESSED[self._rates])
         moving = moved / (device.bandwidth * self._of(device.efficiency.optimizer))
         name = "bf16" if "bf16" in device.flops else "fp32"
-        return moving + newton_schulz_flops(recipe, self._trace) / (
+        return moving + newton_schulz_flops(self._recipe, self._trace) / (
             device.flops[name] * self._of(device.efficiency.matmul_in(name))
         )
 
     def _accumulation_seconds(self) -> float:
         """Sums of gradients over micro-batches: each reads two and writes one."""
-        trained, device = self._trace.elements(trained=True), self._hardware.device
-        moved = 3 * WIDTH[dtypes(self._recipe).reduce] * trained * (self._layout.gradient_accumulation_steps - 1)
+        trained, device = self._workload.trained, self._hardware.device
+        moved = 3 * WIDTH[self._workload.types.reduce] * trained * (self._layout.gradient_accumulation_steps - 1)
         return moved / (device.bandwidth * self._of(device.efficiency.bandwidth))
 
     def _exposed(self, sent: Iterable[Transfer], passes: Mapping[str, float]) -> float:

@@ -18,6 +18,7 @@ from toolkit.planner.plan import Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, transfers
 from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
 from toolkit.planner.trace.types import Pass, Trace
+from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
 
 PFLOP_DAY = 1e15 * 86400
@@ -26,10 +27,7 @@ CHINCHILLA = 20
 
 
 def work(
-    recipe: Recipe,
-    layout: BatchLayout,
-    hardware: Hardware,
-    trace: Trace,
+    workload: Workload,
     counted: DataStatistics | None = None,
     price: float | None = None,
     *,
@@ -40,34 +38,31 @@ def work(
     """Everything of a plan that is not memory.
 
     Args:
-        recipe: Resolved.
-        layout: How the batch is divided over `hardware.devices` processes.
-        hardware: What it runs on.
-        trace: Of the recipe's model.
         counted: Of its data; without it full sequences are assumed.
         price: Of a device-hour.
         attention: Backend as it will run.
         experts: Of the model, see `model_configs.experts`.
         checkpoint_bytes: Of one checkpoint, all ranks together.
     """
+    recipe, layout, hardware, trace = workload.recipe, workload.layout, workload.hardware, workload.trace
     load = micro_load(recipe, layout, counted, attention)
     ranks = layout.world_size * layout.gradient_accumulation_steps
     tokens = load.tokens * ranks
-    parameters, trained = trace.elements(), trace.elements(trained=True)
+    parameters = trace.elements()
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
-    sent = transfers(recipe, layout, hardware, trace, boundary)
-    ends = {end: Step(recipe, layout, hardware, trace, load, sent, end) for end in OPPOSITE}
+    sent = transfers(workload, boundary)
+    ends = {end: Step(workload, load, sent, end) for end in OPPOSITE}
     step = _range(ends, "seconds")
     steps, total = None, None
     if counted or recipe.schedule.max_steps:
         steps = run_length(recipe, counted.rows if counted else None, layout).total_steps
         total = _total(ends, steps, recipe, layout, counted, attention, checkpoint_bytes)
-    peak = hardware.device.flops[peak_dtype(recipe, hardware)]
+    peak = hardware.device.flops[peak_dtype(workload)]
     hours = hardware.devices * total.value / 3600 if total else None
     return Work(
         parameters=parameters,
-        trained_parameters=trained,
+        trained_parameters=workload.trained,
         steps=steps,
         tokens_per_step=tokens,
         tokens=tokens * steps if steps else None,

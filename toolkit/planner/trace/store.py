@@ -167,7 +167,7 @@ def _shipped(architecture: str) -> dict[str, Any]:
 def _read(file: Path) -> Trace | None:
     try:
         return Trace.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None  # Cut off, or of another version: it is made again.
 
 

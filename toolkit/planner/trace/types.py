@@ -12,9 +12,12 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from toolkit.distributed import BatchLayout, dtypes
 from toolkit.models import attention
@@ -133,10 +136,7 @@ class Tensors:
     @property
     def numel(self) -> int:
         """Elements of each."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -193,26 +193,17 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        """The reverse of `to_json`."""
+        """The reverse of `to_json`.
 
-        def amounts(kind: Any, row: Mapping[str, Any]) -> Any:
-            return kind(**{key: _amount(value) if isinstance(value, Mapping) else value for key, value in row.items()})
-
-        return cls(
-            layers=data["layers"],
-            tensors=tuple(Tensors(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"]),
-            moments=tuple(amounts(Moment, row) for row in data["moments"]),
-            passes={name: amounts(Pass, row) for name, row in data["passes"].items()},
-            boundary=_amount(data["boundary"]),
-            buffers=data["buffers"],
-            layer_elements=tuple(data["layer_elements"]),
-            origin=data["origin"],
-            note=data["note"],
-        )
+        Raises:
+            ValueError: For what is cut off or of another version.
+        """
+        return _traces().validate_python(data)
 
 
-def _amount(row: Mapping[str, Any]) -> Amount:
-    return Amount(tuple(row["fixed"]), tuple(row["per_layer"]), row["chunk"])
+@functools.cache
+def _traces() -> TypeAdapter[Trace]:
+    return TypeAdapter(Trace)
 
 
 Layout = Literal["padded", "packed", "flat", "seq2seq"]

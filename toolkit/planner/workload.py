@@ -1,0 +1,100 @@
+"""One recipe on one machine: what every figure of a plan is computed from, and what follows from it at once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from toolkit.distributed import BatchLayout, Dtypes, dtypes
+from toolkit.planner.hardware import Hardware
+from toolkit.planner.trace.types import Shape, Tensors, Trace
+from toolkit.recipe import Recipe
+from toolkit.recipe.sections import Strategy
+
+WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over how many ranks each state is divided.
+
+    Args:
+        parameters: Of weights.
+        gradients: Of gradients.
+        optimizer: Of masters and moments.
+    """
+
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A recipe, divided over devices.
+
+    Args:
+        recipe: Resolved.
+        layout: How the batch is divided.
+        hardware: What it runs on; on a CPU what is offloaded stays in the same memory and counts.
+        trace: Of the recipe's model.
+    """
+
+    recipe: Recipe
+    layout: BatchLayout
+    hardware: Hardware
+    trace: Trace
+
+    @property
+    def strategy(self) -> Strategy:
+        """The recipe's."""
+        return self.recipe.strategy
+
+    @functools.cached_property
+    def types(self) -> Dtypes:
+        """In what it computes, keeps, reduces and publishes."""
+        return dtypes(self.recipe)
+
+    @functools.cached_property
+    def over(self) -> Division:
+        """What the recipe's strategy divides."""
+        strategy, ranks = self.strategy, self.layout.world_size
+        if strategy.name == "fsdp":
+            ranks = self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks
+            return Division(ranks, ranks, ranks)
+        return Division(*(ranks if strategy.zero_stage >= least else 1 for least in (3, 2, 1)))
+
+    @functools.cached_property
+    def trained(self) -> int:
+        """Elements that get gradients."""
+        return self.trace.elements(trained=True)
+
+    @property
+    def owned(self) -> float:
+        """Elements that one rank's optimizer updates."""
+        return self.trained / self.over.optimizer
+
+    @property
+    def shape(self) -> Shape:
+        """Of a micro-batch."""
+        return Shape(self.trace.layers, self.layout.micro_batch_size, self.layout.seq_len)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are summed over several micro-batches."""
+        return self.layout.gradient_accumulation_steps > 1
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether gloo reduces, tensors are freed at once, and all processes share the host's memory."""
+        return self.hardware.device.kind == "cpu"
+
+    @property
+    def processes_per_node(self) -> int:
+        """One per device."""
+        return min(self.hardware.devices_per_node, self.layout.world_size)
+
+    def width(self, tensors: Tensors) -> int:
+        """Bytes of an element of a parameter that is not quantized, as the model holds it between steps."""
+        return WIDTH[self.types.local if tensors.trained or tensors.kind == "adapter" else self.types.load]
