@@ -8,6 +8,7 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.common import table
 from toolkit.data.audit import Audit, Side
 from toolkit.data.encode import IGNORE
 from toolkit.data.prepare import Prepared
@@ -74,15 +75,16 @@ def render(audit: Audit, width: int | None = None) -> str:
     """
     width = width or min(100, shutil.get_terminal_size((100, 24)).columns)
     name_width = max(width - 55, 12)
-    lines = [f"{'data':<{name_width}} {'format':<17} {'read':>9} {'used':>9} {'repeats':>7} {'share':>8}"]
+    rows = [("data", "format", "read", "used", "repeats", "share")]
     for source in audit.sources:
         name = source.path if source.split == "train" else f"{source.path} [{source.split}]"
         name = name if len(name) <= name_width else f"…{name[1 - name_width :]}"
         share = f"{source.share:.1%}" if source.role == "train" else "held out"
-        lines.append(
-            f"{name:<{name_width}} {source.format:<17} {source.rows:>9,} {source.used_rows:>9,} "
-            f"{source.repeats:>7.2f} {share:>8}"
-        )
+        rows.append((name, source.format, f"{source.rows:,}", f"{source.used_rows:,}", f"{source.repeats:.2f}", share))
+    head, *described = table(rows, "llrrrr", gap=1).plain.split("\n")
+    lines = [head]
+    for source, line in zip(audit.sources, described, strict=True):
+        lines.append(line)
         if unused := source.unused_columns:
             more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
             lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
@@ -93,13 +95,13 @@ def render(audit: Audit, width: int | None = None) -> str:
             lines.append(f"{role:<6} {side.rows:,} rows, {side.tokens:,} tokens, {trained}")
     for detail in _details(audit):
         lines += _wrap(detail, width)
-    lines += ["", f"{'tokens per row':<20} {'rows':>9}"]
     histogram = audit.train.lengths.histogram
     most = max((bucket.rows for bucket in histogram), default=1) or 1
+    bars = [("tokens per row", "rows", "")]
     for bucket in histogram:
-        bar = "█" * round((width - 32) * bucket.rows / most) or ("▏" if bucket.rows else "")
-        span = f"{bucket.low:,} to {bucket.high:,}"
-        lines.append(f"{span:<20} {bucket.rows:>9,} {bar}".rstrip())
+        bar = "█" * round((width - 34) * bucket.rows / most) or ("▏" if bucket.rows else "")
+        bars.append((f"{bucket.low:,} to {bucket.high:,}", f"{bucket.rows:,}", bar))
+    lines += ["", table(bars, "lrl").plain]
     percentiles = audit.train.lengths.percentiles
     lines.append("  ".join(f"{name} {value:,}" for name, value in percentiles.items()))
     for problem in audit.problems:
