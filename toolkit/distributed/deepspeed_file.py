@@ -148,12 +148,12 @@ def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dic
     strategy, optimizer = recipe.strategy, recipe.optimizer
     steps, reduce = layout.gradient_accumulation_steps, deepspeed_config(recipe)["communication_data_type"]
     # A rendered file stands for every precision.
-    reduces = _row("strategy.reduce_dtype", reduce, *["fp32"] * (strategy.reduce_dtype == "auto"))
+    reduces = Row.of("strategy.reduce_dtype", reduce, *["fp32"] * (strategy.reduce_dtype == "auto"))
     rows = {
-        "train_batch_size": _row("batch.global_batch_size", layout.global_batch_size),
-        "train_micro_batch_size_per_gpu": _row("batch.micro_batch_size", layout.micro_batch_size),
+        "train_batch_size": Row.of("batch.global_batch_size", layout.global_batch_size),
+        "train_micro_batch_size_per_gpu": Row.of("batch.micro_batch_size", layout.micro_batch_size),
         "gradient_accumulation_steps": Row((steps,), f"gradient_accumulation_steps={steps}"),
-        "gradient_clipping": _row("optimizer.max_grad_norm", optimizer.max_grad_norm),
+        "gradient_clipping": Row.of("optimizer.max_grad_norm", optimizer.max_grad_norm),
         "gradient_allreduce_op": Row(("mean",), "gradient_allreduce_op=mean"),
         "sequence_parallel_size": Row((1,), "sequence_parallel_size=1"),
         "communication_data_type": reduces,
@@ -161,8 +161,8 @@ def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dic
         "bf16.enabled": _precision_row(recipe, "bf16", "pure_bf16"),
         "fp16.enabled": _precision_row(recipe, "fp16"),
         "zero_optimization.stage": Row((strategy.zero_stage,), f"strategy.name={strategy.name}", STAGES),
-        "zero_optimization.offload_optimizer.device": _row("strategy.offload_optimizer", strategy.offload_optimizer),
-        "zero_optimization.offload_param.device": _row("strategy.offload_param", strategy.offload_param),
+        "zero_optimization.offload_optimizer.device": Row.of("strategy.offload_optimizer", strategy.offload_optimizer),
+        "zero_optimization.offload_param.device": Row.of("strategy.offload_param", strategy.offload_param),
         "zero_force_ds_cpu_optimizer": Row((False,), "zero_force_ds_cpu_optimizer=false"),
     }
     if "bf16" in recipe.precision:
@@ -182,11 +182,11 @@ def _optimizer_rows(recipe: Recipe) -> dict[str, Row]:
     betas = [optimizer.beta1, optimizer.beta2]
     return {
         "type": _type_row("optimizer.name", optimizer.name, _OPTIMIZERS),
-        "params.lr": _row("optimizer.learning_rate", optimizer.learning_rate),
+        "params.lr": Row.of("optimizer.learning_rate", optimizer.learning_rate),
         "params.betas": Row((betas,), f"optimizer.beta1={betas[0]} and optimizer.beta2={betas[1]}"),
-        "params.eps": _row("optimizer.eps", optimizer.eps),
-        "params.weight_decay": _row("optimizer.weight_decay", optimizer.weight_decay),
-        "params.momentum": _row("optimizer.momentum", optimizer.stated_momentum),
+        "params.eps": Row.of("optimizer.eps", optimizer.eps),
+        "params.weight_decay": Row.of("optimizer.weight_decay", optimizer.weight_decay),
+        "params.momentum": Row.of("optimizer.momentum", optimizer.stated_momentum),
         "params.adam_w_mode": Row((True,), "decoupled weight decay"),
         "params.torch_adam": Row((True, False)),
     }
@@ -198,19 +198,15 @@ def _scheduler_rows(recipe: Recipe, stated: Mapping[str, Any]) -> dict[str, Row]
     from_zero = Row((0,), "a warm-up from 0")
     return {
         "type": _type_row("schedule.name", schedule.name, _SCHEDULES),
-        "params.warmup_max_lr": _row("optimizer.learning_rate", recipe.optimizer.learning_rate),
+        "params.warmup_max_lr": Row.of("optimizer.learning_rate", recipe.optimizer.learning_rate),
         "params.warmup_min_lr": from_zero,
         "params.warmup_min_ratio": from_zero,
-        "params.warmup_num_steps": _row("schedule.warmup_steps", schedule.warmup_steps or share),
+        "params.warmup_num_steps": Row.of("schedule.warmup_steps", schedule.warmup_steps or share),
         "params.warmup_type": Row(("linear",), "a linear warm-up" * (stated.get(_WARMUP_TYPE) != _UNSAID_WARMUP)),
-        "params.total_num_steps": _row("schedule.max_steps", schedule.max_steps),
+        "params.total_num_steps": Row.of("schedule.max_steps", schedule.max_steps),
         # DeepSpeed's own default ends at a ten-thousandth.
         "params.cos_min_ratio": Row((0, 1e-4), "a decay to 0"),
     }
-
-
-def _row(key: str, *agrees: Any) -> Row:
-    return Row(agrees, f"{key}={text_of(agrees[0])}", f"{key}={{}}")
 
 
 def _type_row(key: str, own: str, names: Mapping[str, tuple[str, ...]]) -> Row:

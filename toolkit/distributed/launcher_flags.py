@@ -51,6 +51,11 @@ class Row:
     recipe: str = ""
     follow: str | Mapping[str, str] = ""
 
+    @classmethod
+    def of(cls, key: str, *agrees: Any) -> Row:
+        """The setting that is a key of the recipe; the first of the values that agree is the recipe's."""
+        return cls(agrees, f"{key}={text_of(agrees[0])}", f"{key}={{}}")
+
     def differs(self, value: Any, launcher: str, variable: str, file: str = "") -> Iterator[Difference]:
         """The difference, if the launcher's value is one."""
         if not any(same(value, agreeing) for agreeing in self.agrees):
@@ -109,9 +114,7 @@ def _common_rows(recipe: Recipe, layout: BatchLayout) -> dict[str, Row]:
         "ACCELERATE_DYNAMO_BACKEND": Row(("no",), "--dynamo_backend no (it has no compilation)"),
         "ACCELERATE_MIXED_PRECISION": Row(precision, f"precision={recipe.precision}", _PRECISIONS),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Row(("auto", "none", steps), f"gradient_accumulation_steps={steps}"),
-        "ACCELERATE_GRADIENT_CLIPPING": Row(
-            ("auto", "none", norm), f"optimizer.max_grad_norm={norm}", "optimizer.max_grad_norm={}"
-        ),
+        "ACCELERATE_GRADIENT_CLIPPING": Row.of("optimizer.max_grad_norm", norm, "auto", "none"),
     }
 
 
@@ -128,8 +131,7 @@ def _deepspeed_rows(recipe: Recipe) -> dict[str, Row]:
     strategy = recipe.strategy
     rows = {"ZERO_STAGE": Row((strategy.zero_stage,), f"strategy.name={strategy.name}", STAGES)}
     for part in ("offload_optimizer", "offload_param"):
-        device = getattr(strategy, part)
-        rows[f"{part.upper()}_DEVICE"] = Row((device,), f"strategy.{part}={device}", f"strategy.{part}={{}}")
+        rows[f"{part.upper()}_DEVICE"] = Row.of(f"strategy.{part}", getattr(strategy, part))
         rows[f"{part.upper()}_NVME_PATH"] = Row(("none", strategy.nvme_path))
     if strategy.zero_stage == 3:
         # Sharded loading and gathered weights are part of stage 3; for the other stages both mean nothing.

@@ -227,24 +227,22 @@ def _record(node: yaml.Node, path: str, result: Read) -> None:
                 for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                     _record(part, path, result)
                 continue
-            _note(f"{path}.{key.value}" if path else str(key.value), key, value, result)
+            below = f"{path}.{key.value}" if path else str(key.value)
+            result.origins[below] = f"{short(result.file)}:{key.start_mark.line + 1}"
+            _record(value, below, result)
     elif isinstance(node, yaml.SequenceNode):
         forget(path, result.origins)
         for index, item in enumerate(node.value):
-            _note(f"{path}.{index}", item, item, result)
+            result.origins[f"{path}.{index}"] = f"{short(result.file)}:{item.start_mark.line + 1}"
+            _record(item, f"{path}.{index}", result)
+    elif path:
+        result.texts[path] = node.value
 
 
 def forget(path: str, origins: dict[str, str]) -> None:
     """Takes out the origins of everything below a dotted path."""
     for key in [key for key in origins if key.startswith(f"{path}.")]:
         del origins[key]
-
-
-def _note(path: str, place: yaml.Node, value: yaml.Node, result: Read) -> None:
-    result.origins[path] = f"{short(result.file)}:{place.start_mark.line + 1}"
-    if isinstance(value, yaml.ScalarNode):
-        result.texts[path] = value.value
-    _record(value, path, result)
 
 
 def first_lines(error: Exception) -> str:

@@ -10,11 +10,6 @@ from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import SCHEDULES
 
 
-def has_evaluation(recipe: Recipe) -> bool:
-    """Whether rows are held out."""
-    return recipe.data.eval_split is not None or bool(recipe.data.eval_sources)
-
-
 def evaluation_keys(recipe: Recipe) -> list[str]:
     """Keys that ask for an evaluation."""
     keys = ("every_steps", "batch_size", "generation_metrics")
@@ -31,17 +26,8 @@ def _is_number(text: object) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(r"[\d.]+(e-?\d+)?%?", text))
 
 
-def _same_split(recipe: Recipe) -> bool:
-    return any(source.split == recipe.data.eval_split for source in recipe.data.sources)
-
-
 def _warms_up(recipe: Recipe) -> bool:
     return bool(recipe.schedule.warmup_steps or recipe.schedule.warmup_ratio)
-
-
-def _min_lr(recipe: Recipe) -> int:
-    """How many ways the lowest learning rate is given."""
-    return len({"min_lr", "min_lr_rate"} & set(recipe.schedule.args))
 
 
 DATA_RULES = (
@@ -83,7 +69,9 @@ DATA_RULES = (
     Rule(
         "eval-split-is-train",
         "data.eval_split",
-        lambda r, _: not _is_number(r.data.eval_split) and _same_split(r),
+        lambda r, _: (
+            not _is_number(r.data.eval_split) and r.data.eval_split in [source.split for source in r.data.sources]
+        ),
         "the training rows would be their own held-out rows",
         "name another split, or a fraction: data.eval_split=0.05",
     ),
@@ -180,7 +168,9 @@ SCHEDULE_RULES = (
     Rule(
         "schedule-min-lr",
         "schedule.args",
-        lambda r, _: r.schedule.name.endswith("with_min_lr") and _min_lr(r) != 1,
+        lambda r, _: (
+            r.schedule.name.endswith("with_min_lr") and len({"min_lr", "min_lr_rate"} & set(r.schedule.args)) != 1
+        ),
         "schedule {r.schedule.name} needs its lowest learning rate, once: "
         "min_lr, or min_lr_rate as a share of the peak",
         "set schedule.args.min_lr_rate=0.1",
@@ -219,7 +209,7 @@ LOOKING_RULES = (
     Rule(
         "evaluation-without-data",
         "evaluation",
-        lambda r, _: bool(evaluation_keys(r)) and not has_evaluation(r),
+        lambda r, _: bool(evaluation_keys(r)) and r.data.eval_split is None and not r.data.eval_sources,
         "no rows are held out, so this has no effect: {evaluation_keys}",
         "set data.eval_split (0.05, or the name of a split) or data.eval_sources, or remove these keys",
     ),

@@ -16,10 +16,6 @@ def adapter_keys(recipe: Recipe) -> list[str]:
     return [key for key in recipe.method.changed() if key not in ("name", "freeze", "double_quantization")]
 
 
-def _is_gguf(recipe: Recipe) -> bool:
-    return recipe.model.path.endswith(".gguf") or recipe.model.gguf_file is not None
-
-
 def _is_local(recipe: Recipe) -> bool:
     path = recipe.model.path
     return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).expanduser().is_dir()
@@ -135,7 +131,9 @@ METHOD_RULES = (
     Rule(
         "quantized-gguf",
         "method.quantization",
-        lambda r, _: r.method.quantization != "none" and _is_gguf(r),
+        lambda r, _: (
+            r.method.quantization != "none" and (r.model.gguf_file is not None or r.model.path.endswith(".gguf"))
+        ),
         "weights in a GGUF file are quantized already and cannot be quantized again",
         "set method.quantization=none, or name the model's safetensors",
     ),
