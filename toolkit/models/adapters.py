@@ -7,10 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import (
-    BitsAndBytesConfig,
-    PreTrainedModel,
-)
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from toolkit.common import UserError
 from toolkit.distributed import Dtypes

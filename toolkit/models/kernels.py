@@ -26,17 +26,16 @@ def available() -> dict[str, str]:
     """Every backend with `ok`, or the reason why it does not run on this machine."""
     cuda = torch.cuda.is_available()
     reasons = {"eager": "ok", "sdpa": "ok", "flex": "ok" if cuda else "has no backward pass on a CPU"}
-    capability = torch.cuda.get_device_capability() if cuda else (0, 0)
     if not cuda:
-        reasons["torch_varlen"] = "needs a CUDA GPU"
-    elif capability < (8, 0):
+        return reasons | dict.fromkeys(("torch_varlen", *_FLASH_MODULES), "needs a CUDA GPU")
+    if torch.cuda.get_device_capability() < (8, 0):
         reasons["torch_varlen"] = "needs an Ampere GPU or newer (compute capability 8.0)"
     elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
         reasons["torch_varlen"] = "needs torch 2.10 or newer"
     else:
         reasons["torch_varlen"] = "ok"
     for name, module in _FLASH_MODULES.items():
-        reasons[name] = "ok" if cuda and _imports(module) else _flash_reason(module, cuda)
+        reasons[name] = "ok" if _imports(module) else f"{module} does not import"
     return reasons
 
 
@@ -130,10 +129,6 @@ def _imports(module: str) -> bool:
     except Exception:
         # A broken build of flash-attn raises anything from ImportError to OSError on its shared library.
         return False
-
-
-def _flash_reason(module: str, cuda: bool) -> str:
-    return f"{module} does not import" if cuda else "needs a CUDA GPU"
 
 
 def keep_attention(model: Any) -> None:

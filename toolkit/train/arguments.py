@@ -6,7 +6,6 @@ recipe alone is in `distributed.training_arguments`, where plans and tests can a
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,13 @@ def build_arguments(
         f"strategy.name={recipe.strategy.name}: accelerate offers its engines on GPUs only, and there is none here",
         "set strategy.name=ddp",
     )
+    kind: Any = Seq2SeqTrainingArguments
+    if recipe.objective != "seq2seq":
+        # What the data is made of is decided elsewhere.
+        prepared = {"max_length": None, "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        kind, kwargs = SFTConfig, kwargs | prepared
     try:
-        arguments = _kind(recipe)(**kwargs)
+        arguments = kind(**kwargs)
     except ValueError as error:
         if cuda or plain:
             raise
@@ -75,19 +79,10 @@ def build_arguments(
     return arguments
 
 
-def _kind(recipe: Recipe) -> Any:
-    """The class of TrainingArguments; what the data is made of is decided elsewhere."""
-    if recipe.objective == "seq2seq":
-        return Seq2SeqTrainingArguments
-    return functools.partial(SFTConfig, max_length=None, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
-
-
 def _fsdp_plugin(recipe: Recipe) -> dict[str, Any]:
     """What accelerate's FSDP plugin takes and TrainingArguments do not pass on."""
     types = {key: getattr(torch, name) if name else None for key, name in fsdp_dtypes(recipe).items()}
-    plugin: dict[str, Any] = {
-        "mixed_precision_policy": MixedPrecisionPolicy(**types),  # type: ignore[arg-type]
-    }
+    plugin: dict[str, Any] = {"mixed_precision_policy": MixedPrecisionPolicy(**types)}  # type: ignore[arg-type]
     if recipe.strategy.offload_param == "cpu":
         plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=recipe.strategy.pin_memory)
     return plugin

@@ -142,16 +142,12 @@ def answer(
     if not prompts:
         return []
     encoder_decoder = bool(model.config.is_encoder_decoder)
-    width = max(map(len, prompts))
-    # Decoders continue at the right edge, so they are padded on the left.
-    ids, mask = [], []
-    for prompt in prompts:
-        pads = [tokenizer.pad_token_id] * (width - len(prompt))
-        real, padding = [1] * len(prompt), [0] * len(pads)
-        ids.append([*prompt, *pads] if encoder_decoder else [*pads, *prompt])
-        mask.append([*real, *padding] if encoder_decoder else [*padding, *real])
     device = device or model.device
-    batch = {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
+    # Decoders continue at the right edge, so they are padded on the left.
+    side = "right" if encoder_decoder else "left"
+    batch = tokenizer.pad(
+        {"input_ids": list(prompts)}, padding_side=side, return_attention_mask=True, return_tensors="pt"
+    ).to(device)
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     kwargs = {"do_sample": True, **sample} if sample else greedy

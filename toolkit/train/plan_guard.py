@@ -10,18 +10,16 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from rich.text import Text
 
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed import World
 from toolkit.models.load import ModelSource
-from toolkit.planner.build import estimate, launched_on, run_folder_bytes
+from toolkit.planner.build import estimate, launched_on
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Plan, UnknownSize
 from toolkit.recipe import Loaded, model_configs
 from toolkit.report.load import Measured
-from toolkit.report.plan_text import brief_text
 from toolkit.report.plan_view import change_text, fit_text, parts_at_peak
 from toolkit.train.process import peak_host_bytes
 
@@ -46,16 +44,6 @@ class PlanGuard:
     hardware: Hardware
     plan: Plan
     statistics: DataStatistics | None
-
-    @property
-    def text(self) -> Text:
-        """The plan in a few lines."""
-        return brief_text(self.plan)
-
-    @property
-    def run_folder_bytes(self) -> int:
-        """What its checkpoints and its final model take."""
-        return run_folder_bytes(self.loaded.recipe, self.plan.disk)
 
     def check(self) -> None:
         """Refuses a run that would not fit.

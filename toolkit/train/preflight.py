@@ -28,7 +28,7 @@ from toolkit.models.load import ModelSource
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.train import optimizer
-from toolkit.train.run_folder import hash_files, versions
+from toolkit.train.run_folder import flat, hash_files, versions
 
 _log = logging.getLogger("toolkit.train")
 
@@ -170,11 +170,8 @@ def _versions() -> dict[str, str]:
 
 def _settings(recipe: Recipe) -> dict[str, str]:
     """Every key of the recipe that more than the first process reads."""
-    settings: dict[str, Any] = {}
-    for section, values in recipe.model_dump(mode="json", exclude={"description", "output"}).items():
-        pairs = {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else None
-        settings |= pairs or {section: values}
-    return {key: json.dumps(value, sort_keys=True) for key, value in settings.items()}
+    values = recipe.model_dump(mode="json", exclude={"description", "output"})
+    return {key: json.dumps(value, sort_keys=True) for key, value in flat(values)}
 
 
 def _hardware(world: World) -> dict[str, str]:

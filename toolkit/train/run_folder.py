@@ -25,12 +25,13 @@ from typing import Any
 import psutil
 import yaml
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from toolkit.common import UserError, write_atomically, write_json
 from toolkit.distributed import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
-from toolkit.report.load import Manifest, read_manifest
+from toolkit.report.load import Batch, Manifest, read_manifest
 from toolkit.train import checkpoint
 
 _PACKAGES = [
@@ -139,7 +140,7 @@ def _has_effect(path: str) -> bool:
 
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
-    content = {path: value for path, value in _flat(recipe.model_dump()) if _has_effect(path)}
+    content = {path: value for path, value in flat(recipe.model_dump()) if _has_effect(path)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -188,13 +189,9 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     Raises:
         UserError: As `claim` does, on every process.
     """
-    world, claimed = rendezvous.world, None
-    if world.rank == 0:
-        folder = claim(loaded, world.world_size)
-        resume_from = str(folder.resume_from) if folder.resume_from else None
-        claimed = [str(folder.path), folder.finished, resume_from, [str(path) for path in folder.cut_off]]
-    path, finished, resume_from, cut_off = rendezvous.exchange("folder", claimed, lambda values: values[0])
-    return RunFolder(Path(path), finished, Path(resume_from) if resume_from else None, [Path(each) for each in cut_off])
+    world, kind = rendezvous.world, TypeAdapter(RunFolder)
+    claimed = None if world.rank else kind.dump_python(claim(loaded, world.world_size), mode="json")
+    return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
 
 
 def check_disk(folder: RunFolder, need: int) -> None:
@@ -230,14 +227,7 @@ def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> 
         "chosen": dict(loaded.chosen),
         "taken_over": dict(loaded.taken_over),
         "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
-        "batch": {
-            "global_batch_size": layout.global_batch_size,
-            "micro_batch_size": layout.micro_batch_size,
-            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-            "world_size": layout.world_size,
-            "seq_len": layout.seq_len,
-            "tokens_per_step": layout.tokens_per_step,
-        },
+        "batch": Batch.model_validate(layout, from_attributes=True),
     }
 
 
@@ -293,15 +283,16 @@ def _differences(path: Path, loaded: Loaded) -> str:
     except (OSError, yaml.YAMLError):
         return "its content (the folder has no readable recipe.yaml)"
     after = yaml.safe_load(loaded.to_yaml())
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = dict(flat(before)), dict(flat(after))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and _has_effect(key)]
     return ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]) or "nothing but the code"
 
 
-def _flat(values: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(values: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The values of nested dicts, each with its dotted key."""
     if isinstance(values, dict) and values:
         for key, value in values.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, values
 

@@ -16,12 +16,11 @@ from transformers import PrinterCallback, set_seed
 
 from toolkit.common import write_json
 from toolkit.data.audit import Audit, DataError, check_batch
-from toolkit.data.collate import Collator, Seq2SeqCollator
+from toolkit.data.collate import Collator, Layout, Seq2SeqCollator
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.distributed import (
     BatchLayout,
-    Length,
     batch_layout,
     dtypes,
     run_length,
@@ -30,8 +29,10 @@ from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
 from toolkit.models.load import ModelSource
+from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
+from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
 from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
@@ -116,10 +117,7 @@ def set_up(
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
 
-    # Run folder: from here on it says what is trained.
-    if first:
-        _describe(loaded, source, folder, layout, length, prepared, parameter_counts(trainer.model))
-    return Session(
+    session = Session(
         loaded=loaded,
         world=world,
         source=source,
@@ -135,6 +133,9 @@ def set_up(
         trainer=trainer,
         progress=progress,
     )
+    if first:
+        _describe(session)
+    return session
 
 
 def _prepare(
@@ -177,42 +178,34 @@ def _plan(
         progress.message(error.what)
         return None
     folder.update_manifest(plan=guard.plan)
-    progress.message(guard.text.plain)
+    progress.message(brief_text(guard.plan).plain)
     if not force:
         guard.check()
-    check_disk(folder, guard.run_folder_bytes)
+    check_disk(folder, run_folder_bytes(loaded.recipe, guard.plan.disk))
     return guard
 
 
 def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     if recipe.objective == "seq2seq":
         return Seq2SeqCollator(tokenizer.pad_token_id)
-    if backend in attention.VARLEN:
-        return Collator(tokenizer.pad_token_id, "flat")
-    return Collator(tokenizer.pad_token_id, "packed" if recipe.data.packing else "padded")
+    layout: Layout = "packed" if recipe.data.packing else "padded"
+    return Collator(tokenizer.pad_token_id, "flat" if backend in attention.VARLEN else layout)
 
 
-def _describe(
-    loaded: Loaded,
-    source: ModelSource,
-    folder: RunFolder,
-    layout: BatchLayout,
-    length: Length,
-    prepared: Prepared,
-    counts: dict[str, int],
-) -> None:
-    """Writes down what is trained, unless it is not what the run began with."""
-    hashes = {"data": prepared.fingerprint, "model": hash_files(source.weight_files())}
-    description = describe(loaded, layout, hashes)
+def _describe(session: Session) -> None:
+    """Writes down in the run folder what is trained, unless it is not what the run began with."""
+    folder = session.folder
+    hashes = {"data": session.prepared.fingerprint, "model": hash_files(session.source.weight_files())}
+    description = describe(session.loaded, session.layout, hashes)
     if folder.resume_from:
-        if loaded.recipe.checkpoint.resume == "auto":
+        if session.recipe.checkpoint.resume == "auto":
             folder.check_unchanged(hashes)
         if started := folder.manifest().started:
             description |= {"started": started, "continued": now()}
     folder.update_manifest(
         **description,
-        parameters=counts,
-        total_steps=length.total_steps,
+        parameters=parameter_counts(session.trainer.model),
+        total_steps=session.length.total_steps,
         resumed_from=str(folder.resume_from) if folder.resume_from else None,
     )
 
