@@ -16,6 +16,7 @@ from toolkit.common import (
     duration,
     first_line,
     start_logging,
+    table,
     write_atomically,
 )
 
@@ -91,3 +92,11 @@ def test_bytes() -> None:
         "3.6 GiB",
         "141 GiB",
     ]
+
+
+def test_a_table_wraps_only_its_last_column_and_reads_no_markup() -> None:
+    rows = [("name", "10", "[bold]one two three"), ("日本", "9", "")]
+    assert table(rows, "lrl", columns=24, indent=1).plain == (" name  10  [bold]one two\n           three\n 日本   9")
+    path = "/a/long/path " * 20 + "end"
+    assert table([("report", path)]).plain == f"report  {path}"
+    assert table([]).plain == ""
