@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from toolkit.data.collate import Collator, Seq2SeqCollator, isolates
+from toolkit.data.collate import Collator, isolates
 from toolkit.data.encode import IGNORE
 
 SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -148,14 +148,13 @@ def test_a_layout_that_the_backend_does_not_read_does_not_isolate() -> None:
 
 def test_flat_layout_states_boundaries_as_host_integers() -> None:
     rows = documents()
-    batch = Collator(0, "flat", pad_to_multiple_of=8)([example(*row) for row in rows])
+    batch = Collator(0, "flat")([example(*row) for row in rows])
     lengths = [5, 1, 9, 3, 7]
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 32)
-    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18, 25, 32]
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 25)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18, 25]
     assert batch["cu_seq_lens_k"].dtype == torch.int32
     assert type(batch["max_length_q"]) is int and batch["max_length_q"] == batch["max_length_k"] == 9
-    assert batch["position_ids"][0].tolist() == [p for n in [*lengths, 7] for p in range(n)]
-    assert batch["labels"][0, 25:].eq(IGNORE).all()
+    assert batch["position_ids"][0].tolist() == [p for n in lengths for p in range(n)]
     for start in batch["cu_seq_lens_q"][:-1]:
         assert batch["labels"][0, start] == IGNORE
     plain = [{"input_ids": row[0], "labels": example(row[0])["labels"]} for row in rows]
@@ -165,10 +164,10 @@ def test_flat_layout_states_boundaries_as_host_integers() -> None:
 
 
 def test_padded_layout() -> None:
-    batch = Collator(7, "padded", pad_to_multiple_of=4)([example([1, 2, 3]), example([4, 5, 6, 7, 8])])
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 7, 7, 7, 7], [4, 5, 6, 7, 8, 7, 7, 7]]
+    batch = Collator(7, "padded")([example([1, 2, 3]), example([4, 5, 6, 7, 8])])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 7], [4, 5, 6, 7, 8]]
     assert batch["attention_mask"].sum(1).tolist() == [3, 5]
-    assert batch["labels"][0].tolist() == [IGNORE, 2, 3] + [IGNORE] * 5
+    assert batch["labels"][0].tolist() == [IGNORE, 2, 3] + [IGNORE] * 2
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
 
 
@@ -188,7 +187,7 @@ def test_padding_of_sources_and_targets_does_not_change_the_loss() -> None:
         BartConfig(vocab_size=97, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0, **size)
     ).eval()
     rows = [{"input_ids": [5, 6, 7], "labels": [8, 2]}, {"input_ids": [9, 2], "labels": [11, 12, 13, 2]}]
-    collator = Seq2SeqCollator(pad_token_id=1)
+    collator = Collator(1, "pairs")
     batch = collator(rows)
     assert batch["labels"].tolist() == [[8, 2, IGNORE, IGNORE], [11, 12, 13, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]

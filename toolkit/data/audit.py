@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from toolkit.common import UserError
 
 Figures = dict[str, NDArray[Any]]
-"""Columns by name, one entry per row: length, over_long, tokens, trained, stops, merged, pieces (all after over-long
+"""Columns by name, one entry per row: length, over_long, tokens, trained, stops, merged (all after over-long
 rows were handled, but for length and over_long)."""
 
 MIN_UNTRAINED_FATAL = 0.5

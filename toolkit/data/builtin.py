@@ -36,26 +36,6 @@ C_MODULES = (
     *("array", "binascii", "builtins", "cmath", "errno", "gc", "itertools", "math", "select", "sys", "time"),
     *("unicodedata", "zlib", "_socket", "_struct", "_operator", "_functools", "_collections", "_bisect"),
 )
-QUESTIONS = {
-    "function": (
-        "What does the Python function `{name}` do?",
-        "Explain `{name}` from Python's standard library.",
-        "In Python, what is `{name}` for?",
-        "Describe what `{name}()` does in Python.",
-    ),
-    "class": (
-        "What is the Python class `{name}`?",
-        "Explain the class `{name}` from Python's standard library.",
-        "In Python, what is `{name}` for?",
-        "Describe `{name}` in Python.",
-    ),
-    "method": (
-        "What does the Python method `{name}` do?",
-        "Explain the method `{name}` from Python's standard library.",
-        "In Python, what happens when I call `{name}`?",
-        "Describe what `{name}()` does in Python.",
-    ),
-}
 MIN_ANSWER_CHARS, MAX_ANSWER_CHARS = 40, 600
 MIN_ROWS = 2_000
 
@@ -88,8 +68,7 @@ def _write_rows(folder: Path) -> None:
         if not MIN_ANSWER_CHARS <= len(answer) <= MAX_ANSWER_CHARS or name in rows or fingerprint in answers:
             continue
         answers.add(fingerprint)
-        question = QUESTIONS[kind][int(_digest(name), 16) % len(QUESTIONS[kind])].format(name=name)
-        turns = [("user", question), ("assistant", answer)]
+        turns = [("user", _question(kind, name)), ("assistant", answer)]
         rows[name] = {"messages": [{"role": role, "content": content} for role, content in turns]}
     if len(rows) < MIN_ROWS:
         raise UserError(
@@ -100,6 +79,18 @@ def _write_rows(folder: Path) -> None:
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
         # Neighbours by name are alike, so any prefix or tail of a sorted list would be a lopsided sample.
         file.writelines(json.dumps(rows[name], ensure_ascii=False) + "\n" for name in sorted(rows, key=_digest))
+
+
+def _question(kind: str, name: str) -> str:
+    """One of four questions about an object, chosen by its name."""
+    noun = "" if kind == "function" else f"the {kind} "
+    questions = (
+        f"What is the Python class `{name}`?" if kind == "class" else f"What does the Python {kind} `{name}` do?",
+        f"Explain {noun}`{name}` from Python's standard library.",
+        f"In Python, what happens when I call `{name}`?" if kind == "method" else f"In Python, what is `{name}` for?",
+        f"Describe `{name}` in Python." if kind == "class" else f"Describe what `{name}()` does in Python.",
+    )
+    return questions[int(_digest(name), 16) % len(questions)]
 
 
 def _digest(name: str) -> str:

@@ -28,7 +28,6 @@ from toolkit.common import UserError
 Message = dict[str, Any]
 Span = tuple[int, int]
 
-ASSISTANT_ROLES = ("assistant", "model")
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
 _MARKER = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
 
@@ -82,7 +81,7 @@ def render_with_turns(
         marked = _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
     except (jinja2.TemplateError, TypeError):
         return Rendered(text)
-    rendered = _parse(marked, [i for i, m in enumerate(messages) if m["role"] in ASSISTANT_ROLES])
+    rendered = _parse(marked, [i for i, m in enumerate(messages) if m["role"] == "assistant"])
     return rendered if rendered.text == text else Rendered(text)
 
 
@@ -125,7 +124,7 @@ def refuse_lost_answers(text: str, messages: list[Message]) -> None:
         UserError: If not one word of what the assistant says is in the text.
     """
     for i, message in enumerate(messages):
-        if message["role"] not in ASSISTANT_ROLES:
+        if message["role"] != "assistant":
             continue
         calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
         for kind, parts in (("text", (message.get("content") or "").split()), ("tool calls", calls)):
@@ -138,11 +137,8 @@ def refuse_lost_answers(text: str, messages: list[Message]) -> None:
 
 def answer_of(message: Message) -> str:
     """What a message says: its text, else its tool calls as JSON."""
-    content: Any = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
     calls = message.get("tool_calls")
-    return content or (json.dumps(calls, ensure_ascii=False) if calls else "")
+    return message.get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 class _Markers:

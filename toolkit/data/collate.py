@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-Layout = Literal["padded", "packed", "flat"]
+Layout = Literal["padded", "packed", "flat", "pairs"]
 
 
 def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.device | None = None) -> bool:
@@ -68,7 +68,7 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.d
 
 @dataclass(frozen=True)
 class Collator:
-    """Batches decoder-only rows.
+    """Batches rows; what they look like is the layout.
 
     Layouts (B examples, L the longest of them, T their sum):
         padded: `input_ids`, `attention_mask`, `labels`, each (B, L), padded on the right.
@@ -78,36 +78,37 @@ class Collator:
         flat: all documents in one row, `input_ids`, `labels`, `position_ids`, each (1, T), with `cu_seq_lens_q`,
             `cu_seq_lens_k` (documents + 1,) int32 and `max_length_q`, `max_length_k` as host integers, which saves
             every layer a wait for the device.
+        pairs: as `padded`, for encoder-decoder rows: `labels` (B, longest target) have a length of their own, and the
+            model shifts them into decoder inputs itself.
 
     Args:
         pad_token_id: Fills up rows; never trained, never seen by other tokens.
         layout: One of the above.
-        pad_to_multiple_of: Rounds L (or T) up; 8 suits tensor cores.
     """
 
     pad_token_id: int
     layout: Layout
-    pad_to_multiple_of: int = 1
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels` and, where packed, `seq_lengths`."""
         rows = [(list(example["input_ids"]), list(example["labels"])) for example in examples]
         documents = [list(example.get("seq_lengths") or [len(example["input_ids"])]) for example in examples]
-        for (_, labels), lengths in zip(rows, documents, strict=True):
-            assert sum(lengths) == len(labels), "seq_lengths do not add up to the row"
-            starts = accumulate(lengths[:-1], initial=0)
-            assert all(labels[start] == IGNORE for start in starts), "the first token of a document is trained"
+        if self.layout != "pairs":
+            for (_, labels), lengths in zip(rows, documents, strict=True):
+                assert sum(lengths) == len(labels), "seq_lengths do not add up to the row"
+                starts = accumulate(lengths[:-1], initial=0)
+                assert all(labels[start] == IGNORE for start in starts), "the first token of a document is trained"
         if self.layout == "flat":
             rows = [([t for ids, _ in rows for t in ids], [t for _, labels in rows for t in labels])]
             documents = [[length for lengths in documents for length in lengths]]
         assert self.layout != "padded" or all(len(lengths) == 1 for lengths in documents), "packed rows need isolation"
 
         batch: dict[str, Any] = {
-            "input_ids": _pad([ids for ids, _ in rows], self.pad_token_id, self.pad_to_multiple_of),
-            "labels": _pad([labels for _, labels in rows], IGNORE, self.pad_to_multiple_of),
+            "input_ids": _pad([ids for ids, _ in rows], self.pad_token_id),
+            "labels": _pad([labels for _, labels in rows], IGNORE),
         }
-        if self.layout == "padded":
-            return batch | {"attention_mask": _pad([[1] * len(ids) for ids, _ in rows], 0, self.pad_to_multiple_of)}
+        if self.layout in ("padded", "pairs"):
+            return batch | {"attention_mask": _pad([[1] * len(ids) for ids, _ in rows], 0)}
         pads = [batch["labels"].shape[1] - len(ids) for ids, _ in rows]
         documents = [[*lengths, n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
         batch["position_ids"] = torch.tensor([[p for n in lengths for p in range(n)] for lengths in documents])
@@ -120,29 +121,7 @@ class Collator:
         return batch
 
 
-@dataclass(frozen=True)
-class Seq2SeqCollator:
-    """Batches encoder-decoder rows; the model shifts the labels into decoder inputs itself.
-
-    Args:
-        pad_token_id: Fills up the sources; labels are filled with -100.
-        pad_to_multiple_of: Rounds the lengths up.
-    """
-
-    pad_token_id: int
-    pad_to_multiple_of: int = 1
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids` and `attention_mask` (B, longest source), `labels` (B, longest target), padded on the right."""
-        sources = [list(example["input_ids"]) for example in examples]
-        return {
-            "input_ids": _pad(sources, self.pad_token_id, self.pad_to_multiple_of),
-            "attention_mask": _pad([[1] * len(ids) for ids in sources], 0, self.pad_to_multiple_of),
-            "labels": _pad([list(example["labels"]) for example in examples], IGNORE, self.pad_to_multiple_of),
-        }
-
-
-def _pad(rows: list[list[int]], value: int, multiple: int) -> torch.Tensor:
-    """The rows, padded on the right to the longest, rounded up to a multiple."""
-    width = -(-max(map(len, rows)) // multiple) * multiple
+def _pad(rows: list[list[int]], value: int) -> torch.Tensor:
+    """The rows, padded on the right to the longest."""
+    width = max(map(len, rows))
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])

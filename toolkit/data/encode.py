@@ -22,7 +22,6 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError
 from toolkit.data.chat_spans import (
-    ASSISTANT_ROLES,
     Message,
     Span,
     answer_of,
@@ -302,7 +301,7 @@ def _without_flags(message: Message) -> Message:
 
 
 def _assistants(messages: list[Message]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] in ASSISTANT_ROLES]
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _common_length(first: str, second: str) -> int:

@@ -25,12 +25,12 @@ class Mixture:
     Attributes:
         train: Row numbers to train on, in order; rows of small sources stand there several times.
         eval: Row numbers held out.
-        duplicates: Rows whose content stands in an earlier row, by source.
+        duplicates: How many rows have the content of an earlier row.
     """
 
     train: Indices
     eval: Indices
-    duplicates: list[int]
+    duplicates: int
 
 
 def mix(
@@ -66,7 +66,6 @@ def mix(
     _, first = np.unique(content, return_index=True)
     repeated = np.ones(len(content), dtype=bool)
     repeated[first] = False
-    duplicates = np.bincount(source[repeated], minlength=len(weights)).tolist()
 
     rows = np.arange(len(content))
     if deduplicate:
@@ -88,7 +87,7 @@ def mix(
     train = np.concatenate([_repeat(part, count, rng) for part, count in zip(parts, counts, strict=True)])
     if max_samples is not None and max_samples < len(train):
         train = train[np.sort(rng.permutation(len(train))[:max_samples])]
-    return Mixture(rng.permutation(train) if shuffle else train, held_out, duplicates)
+    return Mixture(rng.permutation(train) if shuffle else train, held_out, int(repeated.sum()))
 
 
 def _counts(sizes: list[int], weights: list[float | None]) -> list[int]:

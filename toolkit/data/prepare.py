@@ -76,7 +76,7 @@ def prepare(
     read again only to hash them.
 
     Args:
-        recipe: The whole recipe; `data`, `objective`, `batch` and `seed` matter.
+        recipe: One that the rules accept; `data`, `objective`, `batch` and `seed` matter.
         tokenizer: With the chat template that shall be used.
         stop_token_ids: Tokens that end generation.
         cache: Folder of prepared data; by default `data/` in the toolkit's cache.
@@ -92,7 +92,6 @@ def prepare(
     """
     datasets.disable_progress_bars()
     data = recipe.data
-    _check_streaming(recipe)
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, train + held_out)
@@ -190,7 +189,7 @@ def _build(recipe: Recipe, chunker: Chunker, task: Task, train: Sources, held_ou
         train=tokens.measure(sides["train"]),
         eval=tokens.measure(sides["eval"]) if has_eval else None,
         deduplicate=data.deduplicate,
-        duplicates=sum(mixture.duplicates),
+        duplicates=mixture.duplicates,
         in_train_and_eval=int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
         chat_template=auditing.ChatTemplate(
             source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds
@@ -314,21 +313,3 @@ def _open(sources: list[Source], streaming: bool, max_samples: int | None = None
 
 def _num_samples(recipe: Recipe) -> int:
     return max(MIN_SAMPLES, recipe.evaluation.num_prompts)
-
-
-def _check_streaming(recipe: Recipe) -> None:
-    """Refuses settings that need all rows at once."""
-    data = recipe.data
-    if not data.streaming:
-        return
-    wrong = {
-        "data.deduplicate": data.deduplicate,
-        "data.max_samples": data.max_samples is not None,
-        "data.eval_split as a fraction": isinstance(data.eval_split, float),
-    }
-    if named := [f"`{name}`" for name, is_set in wrong.items() if is_set]:
-        raise UserError(
-            f"`data.streaming` does not know all rows, which {', '.join(named)} needs",
-            "set `data.streaming: false`; or limit sources with `max_samples` of their own and name held-out rows "
-            "with `data.eval_sources`",
-        )

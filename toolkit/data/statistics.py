@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from toolkit.common import cache_dir, write_atomically
 from toolkit.recipe import Recipe
 
@@ -81,11 +83,9 @@ def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics |
     if recipe.data.streaming:
         return None
     try:
-        text = _file(recipe, cache).read_text(encoding="utf-8")
+        return TypeAdapter(DataStatistics).validate_json(_file(recipe, cache).read_bytes())
     except OSError:
         return None
-    figures = json.loads(text)
-    return DataStatistics(**{**figures, "quantiles": tuple(figures["quantiles"])})
 
 
 def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -> None:

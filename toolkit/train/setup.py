@@ -16,7 +16,7 @@ from transformers import PrinterCallback, set_seed
 
 from toolkit.common import write_json
 from toolkit.data.audit import Audit, DataError, check_batch
-from toolkit.data.collate import Collator, Layout, Seq2SeqCollator
+from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.distributed import (
@@ -187,7 +187,7 @@ def _plan(
 
 def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     if recipe.objective == "seq2seq":
-        return Seq2SeqCollator(tokenizer.pad_token_id)
+        return Collator(tokenizer.pad_token_id, "pairs")
     layout: Layout = "packed" if recipe.data.packing else "padded"
     return Collator(tokenizer.pad_token_id, "flat" if backend in attention.VARLEN else layout)
 
