@@ -41,8 +41,6 @@ CODE_VERSION = 1
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 
-Sources = list[tuple[Source, Reader]]
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -143,7 +141,9 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     )
 
 
-def _build(recipe: Recipe, chunker: Chunker, task: Task, train: Sources, held_out: Sources, folder: Path) -> None:
+def _build(
+    recipe: Recipe, chunker: Chunker, task: Task, train: list[Reader], held_out: list[Reader], folder: Path
+) -> None:
     """Fills one folder of the cache."""
     data = recipe.data
     scratch = folder / "scratch"
@@ -154,7 +154,7 @@ def _build(recipe: Recipe, chunker: Chunker, task: Task, train: Sources, held_ou
     mixture = mix(
         source[is_train],
         content[is_train],
-        [each.weight for each, _ in train],
+        [reader.source.weight for reader in train],
         eval_fraction=data.eval_split if isinstance(data.eval_split, float) else None,
         max_samples=data.max_samples,
         deduplicate=data.deduplicate,
@@ -280,7 +280,7 @@ def _sample(row: Row, encoder: Encoder) -> Sample:
 
 
 def _fingerprint(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], sources: Sources
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], readers: list[Reader]
 ) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
     for state in ("truncation", "padding"):  # what the last call left behind
@@ -288,7 +288,7 @@ def _fingerprint(
     parts: Mapping[str, Any] = {
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "sources", "eval_sources"}),
-        "sources": [[source.model_dump(), reader.fingerprint()] for source, reader in sources],
+        "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.objective,
         "seq_len": recipe.batch.seq_len,
         "seed": recipe.seed,
@@ -301,14 +301,14 @@ def _fingerprint(
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
-def _open(sources: list[Source], streaming: bool, max_samples: int | None = None) -> Sources:
+def _open(sources: list[Source], streaming: bool, max_samples: int | None = None) -> list[Reader]:
     """Locates all sources; `max_samples` limits every one that is streamed, so that no more is read than is used."""
     if streaming and max_samples is not None:
         sources = [
             source.model_copy(update={"max_samples": min(source.max_samples or max_samples, max_samples)})
             for source in sources
         ]
-    return [(source, open_source(source, streaming)) for source in sources]
+    return [open_source(source, streaming) for source in sources]
 
 
 def _num_samples(recipe: Recipe) -> int:

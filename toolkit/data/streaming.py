@@ -19,14 +19,13 @@ from toolkit.data.formats import Task
 from toolkit.data.sources import Reader
 from toolkit.data.tokenization import FEATURES, Chunker, is_empty, open_rows, pack
 from toolkit.recipe import Recipe
-from toolkit.recipe.schema import Source
 
 AUDITED_ROWS = 1000
 """The audit of a stream sees this many rows of every source."""
 SHUFFLE_BUFFER = 10_000
 
 
-def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, chunker: Chunker, task: Task) -> IterableDataset:
+def stream(readers: list[Reader], recipe: Recipe, chunker: Chunker, task: Task) -> IterableDataset:
     """The training rows of a recipe as a stream without an end.
 
     Without weights sources follow each other; with weights rows are drawn from them at random in these shares until
@@ -38,13 +37,11 @@ def stream(sources: list[tuple[Source, Reader]], recipe: Recipe, chunker: Chunke
     """
     parts = [
         IterableDataset.from_generator(
-            _tokens,
-            features=FEATURES,
-            gen_kwargs={"source": source, "reader": reader, "chunker": chunker, "task": task},
+            _tokens, features=FEATURES, gen_kwargs={"reader": reader, "chunker": chunker, "task": task}
         )
-        for source, reader in sources
+        for reader in readers
     ]
-    weights = [source.weight for source, _ in sources]
+    weights = [reader.source.weight for reader in readers]
     if len(parts) > 1 and any(weight is not None for weight in weights):
         filled = [1.0 if weight is None else weight for weight in weights]
         shares = [weight / sum(filled) for weight in filled]
@@ -76,8 +73,8 @@ def _pack(batch: dict[str, list[Any]], seq_len: int) -> dict[str, list[Any]]:
     return pack(Dataset.from_dict(batch, features=FEATURES), seq_len).to_dict()
 
 
-def _tokens(source: Source, reader: Reader, chunker: Chunker, task: Task) -> Iterator[dict[str, Any]]:
-    row_format, rows = open_rows(reader, source, task)
+def _tokens(reader: Reader, chunker: Chunker, task: Task) -> Iterator[dict[str, Any]]:
+    row_format, rows = open_rows(reader, task)
     usable = False
     for where, raw in rows:
         row = row_format.convert(raw, where)
@@ -95,6 +92,6 @@ def _tokens(source: Source, reader: Reader, chunker: Chunker, task: Task) -> Ite
                 yield {name: chunk[name] for name in FEATURES}
     if not usable:
         raise UserError(
-            f"data source `{source.path}` has no row with a trained token",
+            f"data source `{reader.source.path}` has no row with a trained token",
             "take it out of `data.sources`, or check `data.columns`, `data.train_on` and `batch.seq_len`",
         )

@@ -32,7 +32,6 @@ from toolkit.data.formats import RowFormat, Task, recognise
 from toolkit.data.readers import RawRow
 from toolkit.data.rows import Completion, Pair, Row, Text, from_json, to_json
 from toolkit.data.sources import Reader
-from toolkit.recipe.schema import Source
 
 FIRST_ROWS = 100
 """By so many rows the format of a source is recognised."""
@@ -57,7 +56,7 @@ TOKENS_FEATURES = Features(
 )
 
 
-def open_rows(reader: Reader, source: Source, task: Task) -> tuple[RowFormat, Iterator[RawRow]]:
+def open_rows(reader: Reader, task: Task) -> tuple[RowFormat, Iterator[RawRow]]:
     """The format of a source, and its rows from the first one on.
 
     Raises:
@@ -65,10 +64,10 @@ def open_rows(reader: Reader, source: Source, task: Task) -> tuple[RowFormat, It
     """
     rows = reader.rows()
     head = list(itertools.islice(rows, FIRST_ROWS))
-    return recognise([row for _, row in head], source, task), itertools.chain(head, rows)
+    return recognise([row for _, row in head], reader.source, task), itertools.chain(head, rows)
 
 
-def collect(readers: list[tuple[Source, Reader]], task: Task, path: Path) -> tuple[Dataset, list[SourceFigures]]:
+def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, list[SourceFigures]]:
     """Writes the rows of all sources that have something to train on into one Arrow file.
 
     Returns:
@@ -81,8 +80,9 @@ def collect(readers: list[tuple[Source, Reader]], task: Task, path: Path) -> tup
         pa.ipc.new_stream(sink, ROWS_SCHEMA) as writer,
         tqdm(desc="Reading data", unit=" rows", delay=5, disable=None, leave=False) as progress,
     ):
-        for number, (source, reader) in enumerate(readers):
-            row_format, rows = open_rows(reader, source, task)
+        for number, reader in enumerate(readers):
+            row_format, rows = open_rows(reader, task)
+            source = reader.source
             figures = SourceFigures(path=source.path, split=source.split, format=row_format.name)
             columns: dict[str, None] = {}
             while batch := list(itertools.islice(rows, 1000)):
