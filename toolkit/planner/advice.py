@@ -43,15 +43,15 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
         At most `MOST` entries.
     """
     asked = Candidate({}, recipe, plan)
-    found = [asked, *explore(recipe, hardware, estimate, _FREE)]
+    explored = [asked, *explore(recipe, hardware, estimate, _FREE)]
     fewer = [each for count in _COUNTS for each in _with_devices(recipe, hardware, estimate, count, fewer=True)]
     options = _options(recipe, hardware, estimate)
-    first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, found, options)
+    first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, explored, options)
     # A setting that cannot run is no measure of others.
     base = first or asked
     trains_the_same = not any(first is each for each in options)
     picked: list[tuple[str, Candidate]] = [("as asked" if trains_the_same else "option", first)] if first else []
-    quick, cheap = fastest(found), cheapest([*found, *fewer])
+    quick, cheap = fastest(explored), cheapest([*explored, *fewer])
     if quick and (quick.seconds < base.seconds * (1 - TIE) or (base.fits, quick.fits) == ("tight", "yes")):
         picked.append(("fastest", quick))
     if cheap and all(cheap.cost < each.cost * (1 - _WORTH) for _, each in picked):
@@ -71,11 +71,11 @@ def remedies(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
 
 
 def _nearest(
-    recipe: Recipe, hardware: Hardware, estimate: Estimate, found: list[Candidate], options: list[Candidate]
+    recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate], options: list[Candidate]
 ) -> Candidate | None:
     """The smallest change that fits: one key before several, the same training before another."""
     singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, (key,))]
-    for candidates in (singles, found, options):
+    for candidates in (singles, explored, options):
         there = fitting(candidates)
         fewest = min((len(each.changes) for each in there), default=0)
         if best := fastest(each for each in there if len(each.changes) == fewest):
@@ -85,7 +85,7 @@ def _nearest(
 
 def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
     """The recipe with each option; where one does not fit by itself, with what makes it fit."""
-    found = []
+    options = []
     for changes in _other_trainings(recipe, hardware):
         changed = recipe.with_values(changes)
         if check(changed):
@@ -94,11 +94,11 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
         if candidate and candidate.fits == "no":
             candidate = fastest(explore(changed, hardware, estimate, _FREE)) or candidate
         if candidate:
-            found.append(dataclasses.replace(candidate, changes={**changes, **candidate.changes}))
+            options.append(dataclasses.replace(candidate, changes={**changes, **candidate.changes}))
     # The smallest number of further devices that fits speaks for all.
     more = (_with_devices(recipe, hardware, estimate, count, fewer=False) for count in _COUNTS)
     there = [best for candidates in more if (best := fastest(candidates))]
-    return found + fitting(there)[:1]
+    return options + fitting(there)[:1]
 
 
 def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
@@ -135,15 +135,14 @@ def _with_devices(
     name = hardware.device.name + (f"x{count}" if count > 1 else "")
     other = dataclasses.replace(hardware, name=name, node=part, devices_per_node=count, nodes=1)
     try:
-        found = explore(recipe, other, estimate, _FREE)
+        explored = explore(recipe, other, estimate, _FREE)
     except UserError:
         return []  # So many cannot take the recipe: hybrid sharding needs several nodes.
-    return [dataclasses.replace(each, changes={"hardware": name, **each.changes}) for each in found]
+    return [dataclasses.replace(each, changes={"hardware": name, **each.changes}) for each in explored]
 
 
 def _saves(each: Candidate, base: Candidate) -> bool:
-    pairs = ((each.seconds, base.seconds), (each.total, base.total), (each.cost, base.cost))
-    return any(new < old * (1 - _WORTH) for new, old in pairs)
+    return any(new < old * (1 - _WORTH) for new, old in zip(each.figures, base.figures, strict=True))
 
 
 def _gain(each: Candidate, base: Candidate) -> float:
@@ -152,7 +151,7 @@ def _gain(each: Candidate, base: Candidate) -> float:
 
 
 def _dominates(other: Candidate, each: Candidate) -> bool:
-    return other.seconds <= each.seconds and other.total <= each.total and other.cost <= each.cost
+    return all(its <= own for its, own in zip(other.figures, each.figures, strict=True))
 
 
 def _entry(kind: str, each: Candidate, asked: Candidate) -> Advice:
@@ -171,22 +170,22 @@ def _entry(kind: str, each: Candidate, asked: Candidate) -> Advice:
 
 
 _GIB = 2**30
-_METHODS = {
+_MODE = "activation_checkpointing.mode"
+_NOTES = {
     # Biderman et al. 2024, "LoRA Learns Less and Forgets Less".
-    "lora": "only adapters are trained, which learn less from much data and want about ten times the learning rate",
-    "nf4": "the frozen base is rounded to 4 bits and expanded again for every pass",
+    ("method.name", "lora"): (
+        "only adapters are trained, which learn less from much data and want about ten times the learning rate"
+    ),
+    ("method.quantization", "nf4"): "the frozen base is rounded to 4 bits and expanded again for every pass",
+    ("precision", "pure_bf16"): "no fp32 masters: most updates of a small learning rate are lost",
+    ("precision", "bf16"): "matrix products in bf16, which has 8 significant bits",
+    ("precision", "fp32"): "weights and activations of twice the size",
+    ("precision", "fp16"): "fp16 with loss scaling, as these devices have no fast bf16",
+    (_MODE, "full"): "layers are computed twice",
+    (_MODE, "selective"): "all but attention is computed twice",
+    (_MODE, "offload"): "layers are computed twice, and their inputs cross to the host and back",
 }
-_PRECISIONS = {
-    "pure_bf16": "no fp32 masters: most updates of a small learning rate are lost",
-    "bf16": "matrix products in bf16, which has 8 significant bits",
-    "fp32": "weights and activations of twice the size",
-    "fp16": "fp16 with loss scaling, as these devices have no fast bf16",
-}
-_CHECKPOINTING = {
-    "full": "layers are computed twice",
-    "selective": "all but attention is computed twice",
-    "offload": "layers are computed twice, and their inputs cross to the host and back",
-}
+"""What a value costs that the figures do not show."""
 
 
 def buys(each: Candidate, asked: Candidate) -> str:
@@ -239,15 +238,10 @@ def _notes(changes: Changes) -> Iterator[str]:
     """What the figures do not show."""
     if "optimizer.name" in changes:
         yield "the optimizer's moments are rounded to 8 bits"
-    if (method := changes.get("method.name")) in _METHODS:
-        yield _METHODS[method]
-    if (storage := changes.get("method.quantization")) in _METHODS:
-        yield _METHODS[storage]
-    if (precision := changes.get("precision")) in _PRECISIONS:
-        yield _PRECISIONS[precision]
     every = changes.get("activation_checkpointing.every_n_layers", 1)
-    if (mode := changes.get("activation_checkpointing.mode")) in _CHECKPOINTING:
-        yield "every second layer is computed twice" if every == 2 else _CHECKPOINTING[mode]
+    for (path, value), text in _NOTES.items():
+        if changes.get(path) == value:
+            yield "every second layer is computed twice" if path == _MODE and every == 2 else text
     if "nvme" in changes.values():
         yield "wear of the drive"
     elif "cpu" in (changes.get("strategy.offload_optimizer"), changes.get("strategy.offload_param")):

@@ -40,23 +40,23 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
     """
     if not recipe.undecided:
         return recipe, {}
-    found = explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
-    best = fastest(found)
+    explored = explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
+    best = fastest(explored)
     if best is None:
-        raise _nothing_fits(recipe, hardware, estimate, found)
-    return best.recipe, _reasons(best, found)
+        raise _nothing_fits(recipe, hardware, estimate, explored)
+    return best.recipe, _reasons(best, explored)
 
 
-def _reasons(best: Candidate, found: Sequence[Candidate]) -> dict[str, str]:
+def _reasons(best: Candidate, explored: Sequence[Candidate]) -> dict[str, str]:
     """Value and reason of each decided key; keys that only follow from another one of their section say so."""
     reasons = {}
     for section, unrivalled in _SECTIONS.items():
         paths = [path for path in best.changes if path.startswith(f"{section}.")]
         for path in paths[:1]:
-            reasons[path] = "; ".join(_rivals(section, best, found)) or unrivalled
+            reasons[path] = "; ".join(_rivals(section, best, explored)) or unrivalled
         reasons |= dict.fromkeys(paths[1:], f"goes with {section}")
         # What is decided later is compared within what is decided already.
-        found = [each for each in found if _part(each, section) == _part(best, section)]
+        explored = [each for each in explored if _part(each, section) == _part(best, section)]
     return {path: f"{as_text(value)}: {reasons[path]}" for path, value in best.changes.items()}
 
 
@@ -70,10 +70,10 @@ def _in_words(part: Changes) -> str:
     return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])
 
 
-def _rivals(section: str, best: Candidate, found: Sequence[Candidate]) -> list[str]:
+def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> list[str]:
     """Why not other values: those that do not fit, then the nearest in speed; three at most."""
     others: dict[str, list[Candidate]] = {}
-    for each in found:
+    for each in explored:
         if (part := _part(each, section)) != _part(best, section):
             others.setdefault(_in_words(part), []).append(each)
     texts: list[tuple[float, str]] = []
@@ -93,14 +93,14 @@ def _rivals(section: str, best: Candidate, found: Sequence[Candidate]) -> list[s
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])][:3]
 
 
-def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, found: Sequence[Candidate]) -> UserError:
-    if not found:
+def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: Sequence[Candidate]) -> UserError:
+    if not explored:
         return UserError(
             f"{' and '.join(recipe.undecided)} cannot be decided: no setting goes with the rest of the recipe on "
             f"{hardware.name}",
             "set these keys; `toolkit validate` then says what stands against them",
         )
-    nearest = least(found)
+    nearest = least(explored)
     left = {path.partition(".")[0] for path in recipe.undecided}
     ways = []
     for way in remedies(nearest.recipe, hardware, estimate):

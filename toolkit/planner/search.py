@@ -88,6 +88,11 @@ class Candidate:
         return int(max(memory.total.value for memory in self.plan.memory))
 
     @property
+    def figures(self) -> tuple[float, float, float]:
+        """What is better the less it is: seconds, memory and device time per token."""
+        return self.seconds, self.total, self.cost
+
+    @property
     def need(self) -> str:
         """What is needed of what is scarcest, as text."""
         fit = self.plan.fit
@@ -118,15 +123,15 @@ def strategies(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Change
         names = ("ddp", *_SHARDED[: 4 * (hardware.devices > 1)]) if not offload else ()
     if recipe.strategy.name == "single" and hardware.devices == 1:
         names = ["single" if name == "ddp" else name for name in names]
-    found = [{"strategy.name": name, **_NOT_OFFLOADED} for name in names]
-    if hardware.nodes > 1 and found[1:]:
-        found.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_NOT_OFFLOADED})
+    settings = [{"strategy.name": name, **_NOT_OFFLOADED} for name in names]
+    if hardware.nodes > 1 and settings[1:]:
+        settings.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_NOT_OFFLOADED})
     if offload and hardware.device.kind != "cpu":
-        found += [{"strategy.nvme_path": None, **changes} for changes in _OFFLOADED]
+        settings += [{"strategy.nvme_path": None, **changes} for changes in _OFFLOADED]
         if path := recipe.strategy.nvme_path:
             nvme = {"strategy.name": "zero3", "strategy.offload_optimizer": "nvme", "strategy.nvme_path": path}
-            found += [{**nvme, "strategy.offload_param": place} for place in ("none", "cpu", "nvme")]
-    return found
+            settings += [{**nvme, "strategy.offload_param": place} for place in ("none", "cpu", "nvme")]
+    return settings
 
 
 def micro_batches(recipe: Recipe, devices: int) -> list[Changes]:
@@ -170,10 +175,10 @@ def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collec
     def places(offload: bool) -> list[Changes]:
         if "strategy.name" not in free:
             return [{}]
-        found = strategies(recipe, hardware, offload)
+        settings = strategies(recipe, hardware, offload)
         if recipe.strategy.name == "auto":
-            return [changes for changes in found if _agrees(recipe, changes)]
-        return _after_asked([_with_defaults(recipe, changes) for changes in found], recipe)
+            return [changes for changes in settings if _agrees(recipe, changes)]
+        return _after_asked([_with_defaults(recipe, changes) for changes in settings], recipe)
 
     def modes(offload: bool) -> list[Changes]:
         if "activation_checkpointing.mode" not in free:
@@ -181,13 +186,13 @@ def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collec
         return recomputations(recipe, hardware, offload)
 
     sizes = micro_batches(recipe, hardware.devices) if "batch.micro_batch_size" in free else [{}]
-    found = search(recipe, hardware, estimate, places(False), modes(False), sizes)
-    if not any(each.fits == "yes" for each in found):
+    candidates = search(recipe, hardware, estimate, places(False), modes(False), sizes)
+    if not any(each.fits == "yes" for each in candidates):
         if "activation_checkpointing.mode" in free:
-            found += search(recipe, hardware, estimate, places(False), modes(True), sizes)
+            candidates += search(recipe, hardware, estimate, places(False), modes(True), sizes)
         if "strategy.name" in free:
-            found += search(recipe, hardware, estimate, places(True), [*modes(False), *modes(True)], sizes)
-    return found
+            candidates += search(recipe, hardware, estimate, places(True), [*modes(False), *modes(True)], sizes)
+    return candidates
 
 
 def _agrees(recipe: Recipe, changes: Changes) -> bool:
@@ -214,11 +219,11 @@ def _after_asked(changes: Iterable[Changes], recipe: Recipe) -> list[Changes]:
 
 def differences(recipe: Recipe, changes: Changes, devices: int) -> Changes:
     """Those changes that change something; a micro-batch that would have been taken anyway does not."""
-    found = {path: value for path, value in changes.items() if at(recipe, path) != value}
-    if recipe.batch.micro_batch_size is None and "batch.micro_batch_size" in found:
+    changed = {path: value for path, value in changes.items() if at(recipe, path) != value}
+    if recipe.batch.micro_batch_size is None and "batch.micro_batch_size" in changed:
         taken = batch_layout(recipe, devices).micro_batch_size
-        found = {path: value for path, value in found.items() if (path, value) != ("batch.micro_batch_size", taken)}
-    return found
+        changed = {path: value for path, value in changed.items() if (path, value) != ("batch.micro_batch_size", taken)}
+    return changed
 
 
 def search(
@@ -245,7 +250,7 @@ def search(
     if not modes:
         return []
     world = World(0, 0, hardware.devices, hardware.devices_per_node)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     refused: list[UserError] = []
     least_seconds: dict[int, float] = {}
 
@@ -260,7 +265,7 @@ def search(
             refused.append(error)
             return
         tried = _largest_that_fits(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
-        found.extend(Candidate(each.changes, each.recipe, each.plan, (place, level)) for each in tried)
+        candidates.extend(Candidate(each.changes, each.recipe, each.plan, (place, level)) for each in tried)
         # The largest is tried first; its plan may not be known.
         if tried and level == 0 and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
             least_seconds[place] = tried[0].seconds
@@ -268,13 +273,13 @@ def search(
     for place in range(len(strategies)):
         look(place, 0)
     for place, level in itertools.product(range(len(strategies)), range(1, len(modes))):
-        best = fastest(found)
+        best = fastest(candidates)
         hopeless = best and best.fits == "yes" and best.seconds < least_seconds.get(place, 0.0) * (1 + _RECOMPUTING)
         if not hopeless:
             look(place, level)
-    if refused and not found:
+    if refused and not candidates:
         raise refused[0]
-    return found
+    return candidates
 
 
 def _largest_that_fits(
@@ -302,27 +307,27 @@ def consider(recipe: Recipe, hardware: Hardware, estimate: Estimate, changes: Ch
     return Candidate(differences(recipe, changes, hardware.devices), changed, plan) if plan else None
 
 
-def fitting(found: Iterable[Candidate]) -> list[Candidate]:
+def fitting(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that fit with room to spare; if there are none, those that fit by the estimate alone."""
-    found = list(found)
-    return [each for each in found if each.fits == "yes"] or [each for each in found if each.fits == "tight"]
+    candidates = list(candidates)
+    return [each for each in candidates if each.fits == "yes"] or [each for each in candidates if each.fits == "tight"]
 
 
-def fastest(found: Iterable[Candidate]) -> Candidate | None:
+def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
     """The fastest that fits; of equally fast ones the simplest, then the one with the least memory."""
-    there = fitting(found)
+    there = fitting(candidates)
     limit = min((each.seconds for each in there), default=0.0) * (1 + TIE)
     equal = [each for each in there if each.seconds <= limit]
     return min(equal, key=lambda each: (each.rank, each.total, each.seconds), default=None)
 
 
-def cheapest(found: Iterable[Candidate]) -> Candidate | None:
+def cheapest(candidates: Iterable[Candidate]) -> Candidate | None:
     """The one that fits with the least device-seconds per token; of equally cheap ones the fastest."""
-    there = fitting(found)
+    there = fitting(candidates)
     limit = min((each.cost for each in there), default=0.0) * (1 + TIE)
     return fastest(each for each in there if each.cost <= limit)
 
 
-def least(found: Iterable[Candidate]) -> Candidate:
+def least(candidates: Iterable[Candidate]) -> Candidate:
     """The one with the least memory, whether it fits or not; there must be one."""
-    return min(found, key=lambda each: (each.total, each.seconds, each.rank))
+    return min(candidates, key=lambda each: (each.total, each.seconds, each.rank))

@@ -2,13 +2,10 @@
 
 from toolkit.planner.hardware.detect import driver_version, visible_gpus
 from toolkit.planner.hardware.lookup import find, names, this_machine
-from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Node, Rate
+from toolkit.planner.hardware.specs import Hardware, Rate
 
 __all__ = [
-    "Device",
-    "Efficiency",
     "Hardware",
-    "Node",
     "Rate",
     "driver_version",
     "find",

@@ -70,20 +70,20 @@ def calibrate(seconds: float = 60.0) -> Path:
         pass
     before = load(path).model_dump() if path.is_file() else {}
     same = before.get("title") == hardware.device.title
-    found: dict[str, Any]
+    measured: dict[str, Any]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with _process_group(on_gpu) as device:
-            found = {**(before if same else {}), **_between_processes(device, seconds)}
+            measured = {**(before if same else {}), **_between_processes(device, seconds)}
             leads = dist.get_rank() == 0
     else:
         kept: dict[str, Any] = {key: before[key] for key in ("link", "network", "processes") if same and key in before}
         with _all_cores(hardware):
-            found = {"processes": 1, **kept, **_Bench(on_gpu, seconds).measure()}
+            measured = {"processes": 1, **kept, **_Bench(on_gpu, seconds).measure()}
         leads = True
-    facts = {"device": hardware.device.name, "title": hardware.device.title, "versions": _versions()}
-    found |= facts | {"date": datetime.date.today().isoformat()}
+    measured |= {"device": hardware.device.name, "title": hardware.device.title, "versions": _versions()}
+    measured["date"] = datetime.date.today().isoformat()
     if leads:
-        checked = Calibration.model_validate(found).model_dump(exclude_none=True)
+        checked = Calibration.model_validate(measured).model_dump(exclude_none=True)
         write_atomically(path, yaml.safe_dump(checked, sort_keys=False, default_flow_style=None))
     return path
 
@@ -127,11 +127,11 @@ class _Bench:
 
     def measure(self) -> dict[str, object]:
         """All figures of `Calibration` that one process can know, and why others are missing."""
-        found: dict[str, object] = {}
-        found["matmul"] = self._by_dtype("matmul", self.dtypes, self._products)
-        found["attention"] = self._by_dtype(
-            "attention", ["fp32" if not self.on_gpu else "bf16" if self._has_bf16() else "fp16"], self._attention
-        )
+        usual = "fp32" if not self.on_gpu else "bf16" if self._has_bf16() else "fp16"
+        figures: dict[str, object] = {
+            "matmul": self._by_dtype("matmul", self.dtypes, self._products),
+            "attention": self._by_dtype("attention", [usual], self._attention),
+        }
         singles: dict[str, Callable[[], Figure]] = {
             "bandwidth": self._bandwidth,
             "optimizer": self._optimizer,
@@ -141,20 +141,20 @@ class _Bench:
             singles["pcie"] = self._copies
         for name, work in singles.items():
             if (figure := self._tried(name, work)) is not None:
-                found[name] = figure
-        return {**found, "skipped": self.skipped}
+                figures[name] = figure
+        return {**figures, "skipped": self.skipped}
 
     def _has_bf16(self) -> bool:
         return not self.on_gpu or torch.cuda.get_device_capability() >= (8, 0)
 
     def _by_dtype(self, name: str, dtypes: list[str], work: Callable[[str], Figure]) -> dict[str, Figure]:
-        found = {}
+        figures = {}
         for dtype in dtypes:
             if dtype in ("bf16", "tf32") and not self._has_bf16():
                 continue
             if (figure := self._tried(f"{name} {dtype}", functools.partial(work, dtype))) is not None:
-                found[dtype] = figure
-        return found
+                figures[dtype] = figure
+        return figures
 
     def _tried(self, name: str, work: Callable[[], Figure]) -> Figure | None:
         """Kernels and dtypes are missing on some devices, in ways that only trying shows."""

@@ -72,18 +72,18 @@ def stored(device: Device) -> Calibration | None:
     file = path_of(device.name)
     if not file.is_file():
         return None
-    found = load(file)
-    return found if device.kind != "cpu" or found.title == device.title else None
+    figures = load(file)
+    return figures if device.kind != "cpu" or figures.title == device.title else None
 
 
-def calibrated(device: Device, node: Node, found: Calibration) -> tuple[Device, Node]:
+def calibrated(device: Device, node: Node, figures: Calibration) -> tuple[Device, Node]:
     """The device and its node with measured figures.
 
     A figure above the peak raises the peak: that of a CPU or an unknown GPU was a guess.
     """
     rates: dict[str, Any] = {}
     peaks: dict[str, Any] = {"flops": dict(device.flops)}
-    for dtype, figure in found.matmul.items():
+    for dtype, figure in figures.matmul.items():
         # torch computes in dtypes that the hardware lacks, slowly.
         if dtype in device.flops:
             peaks["flops"][dtype], rate = _share(figure, device.flops[dtype])
@@ -92,24 +92,24 @@ def calibrated(device: Device, node: Node, found: Calibration) -> tuple[Device, 
     compute = next((dtype for dtype in usual if dtype in rates.get("dtypes", {})), None)
     if compute:
         rates["matmul"] = rates["dtypes"][compute]
-    for dtype, figure in found.attention.items():
+    for dtype, figure in figures.attention.items():
         if dtype in device.flops:
             rates["attention"] = _share(figure, peaks["flops"][dtype])[1]
-    if found.bandwidth:
-        peaks["bandwidth"], rates["bandwidth"] = _share(found.bandwidth, device.bandwidth)
-    if found.optimizer:
-        rates["optimizer"] = _share(found.optimizer, peaks.get("bandwidth", device.bandwidth))[1]
-    if found.pcie:
-        peaks["pcie"], rates["pcie"] = _share(found.pcie, device.pcie)
-    if found.link and device.link:
-        peaks["link"], rates["link"] = _share(found.link, device.link)
-    elif found.link:
-        rates["link"] = _share(found.link, peaks.get("pcie", device.pcie))[1]
-    if found.network:
-        network, rates["network"] = _share(found.network, node.network)
+    if figures.bandwidth:
+        peaks["bandwidth"], rates["bandwidth"] = _share(figures.bandwidth, device.bandwidth)
+    if figures.optimizer:
+        rates["optimizer"] = _share(figures.optimizer, peaks.get("bandwidth", device.bandwidth))[1]
+    if figures.pcie:
+        peaks["pcie"], rates["pcie"] = _share(figures.pcie, device.pcie)
+    if figures.link and device.link:
+        peaks["link"], rates["link"] = _share(figures.link, device.link)
+    elif figures.link:
+        rates["link"] = _share(figures.link, peaks.get("pcie", device.pcie))[1]
+    if figures.network:
+        network, rates["network"] = _share(figures.network, node.network)
         node = dataclasses.replace(node, network=network)
-    if found.launch_seconds:
-        value, low, high = found.launch_seconds
+    if figures.launch_seconds:
+        value, low, high = figures.launch_seconds
         rates["launch_seconds"] = Rate(value, low, high, measured=True)
     efficiency: Efficiency = dataclasses.replace(device.efficiency, **rates)
     return dataclasses.replace(device, efficiency=efficiency, **peaks), node
@@ -123,30 +123,31 @@ def _share(figure: list[float], peak: float) -> tuple[float, Rate]:
 
 def describe(path: Path) -> str:
     """Stored figures as a table: absolute, and as shares of this machine's peaks if they are its own."""
-    found = load(path)
+    figures = load(path)
     hardware = detect()
     shares: Efficiency | None = None
-    if hardware.device.title == found.title:
-        shares = calibrated(hardware.device, hardware.node, found)[0].efficiency
+    if hardware.device.title == figures.title:
+        shares = calibrated(hardware.device, hardware.node, figures)[0].efficiency
     rows: list[tuple[str, Figure, float, str, float | None]] = []
-    for dtype, figure in found.matmul.items():
+    for dtype, figure in figures.matmul.items():
         share = shares.dtypes.get(dtype) if shares else None
         rows.append((f"matrix products, {dtype}", figure, 1e12, "TFLOP/s", share.value if share else None))
-    for dtype, figure in found.attention.items():
+    for dtype, figure in figures.attention.items():
         rows.append((f"attention, {dtype}", figure, 1e12, "TFLOP/s", shares.attention.value if shares else None))
     titles = {"bandwidth": "element-wise", "optimizer": "fused AdamW", "pcie": "host and device"}
-    titles |= {"link": f"all-reduce of {found.processes}", "network": f"all-reduce of {found.processes}, over nodes"}
+    between = f"all-reduce of {figures.processes}"
+    titles |= {"link": between, "network": f"{between}, over nodes"}
     for key, title in titles.items():
-        if value := getattr(found, key):
+        if value := getattr(figures, key):
             rows.append((title, value, 1e9, "GB/s", getattr(shares, key).value if shares else None))
-    if found.launch_seconds:
-        rows.append(("one operation", found.launch_seconds, 1e-6, "microseconds", None))
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    lines = [f"{found.title}, measured on {found.date} ({versions})"]
+    if figures.launch_seconds:
+        rows.append(("one operation", figures.launch_seconds, 1e-6, "microseconds", None))
+    versions = ", ".join(f"{name} {version}" for name, version in figures.versions.items())
+    lines = [f"{figures.title}, measured on {figures.date} ({versions})"]
     for title, (value, low, high), unit, name, part in rows:
         span = f"{low / unit:.4g} to {high / unit:.4g}"
         lines.append(
             f"  {title:<28} {value / unit:>8.4g} {name:<12} {span:<20} {f'{part:.0%} of peak' if part else ''}"
         )
-    lines += [f"  {name:<28} not measured: {reason}" for name, reason in found.skipped.items()]
+    lines += [f"  {name:<28} not measured: {reason}" for name, reason in figures.skipped.items()]
     return "\n".join(line.rstrip() for line in lines)

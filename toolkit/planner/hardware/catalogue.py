@@ -13,7 +13,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Kind, Node, Rate
-from toolkit.recipe import Problem, RecipeError, Section, did_you_mean
+from toolkit.recipe import Problem, RecipeError, Section, did_you_mean, origin_of
 
 USER_FILE = "_hardware.yaml"
 """In a recipes folder; the underscore keeps it out of the list of recipes."""
@@ -40,24 +40,16 @@ Range = Annotated[list[Positive], Field(min_length=3, max_length=3), AfterValida
 
 
 class Rates(Section):
-    """Shares of the peaks as `[value, low, high]`, and the seconds of a launch."""
+    """Shares of the peaks as `[value, low, high]`, and the seconds of a launch; see `specs.Efficiency`."""
 
     matmul: Range
-    """Large matrix products in bf16 or fp16."""
     attention: Range
-    """Fused attention, forward and backward."""
     bandwidth: Range
-    """Element-wise operations."""
     optimizer: Range
-    """A fused optimizer step, of the memory's bandwidth."""
     link: Range
-    """Collectives in a node."""
     pcie: Range
-    """Copies to and from pinned host memory."""
     network: Range
-    """Collectives between nodes."""
     launch_seconds: Range
-    """Python and dispatch of one operation."""
     fp8: Range | None = None
     """Matrix products in fp8 with their casts, where that differs from `matmul`."""
 
@@ -156,7 +148,7 @@ class DeviceEntry(Section):
 @functools.cache
 def shipped() -> dict[str, DeviceEntry]:
     """The catalogue by name."""
-    return _entries(_document()["devices"], {}, _SHIPPED.name)
+    return _entries(_document()["devices"], {})
 
 
 @functools.cache
@@ -192,7 +184,7 @@ def _own(file: Path) -> dict[str, DeviceEntry]:
     hint = "write `devices:` and below it a name with `like: h100` and what differs"
     try:
         text = file.read_text(encoding="utf-8-sig")
-        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
+        origins = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), file))
         content = yaml.safe_load(text) or {}
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -201,22 +193,22 @@ def _own(file: Path) -> dict[str, DeviceEntry]:
         raise RecipeError("", [Problem(USER_FILE, what, where, hint=hint)]) from error
     if not isinstance(content, dict) or set(content) - {"devices"} or not isinstance(content.get("devices", {}), dict):
         raise RecipeError("", [Problem(USER_FILE, "holds something else than devices", str(file), "", "devices", hint)])
-    return _entries(content.get("devices") or {}, lines, str(file))
+    return _entries(content.get("devices") or {}, origins)
 
 
-def _lines(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted key to line."""
+def _lines(node: yaml.Node | None, file: Path, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key to `file:line`."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         below = f"{path}.{key.value}" if path else str(key.value)
-        yield below, key.start_mark.line + 1
-        yield from _lines(value, below)
+        yield below, f"{file}:{key.start_mark.line + 1}"
+        yield from _lines(value, file, below)
 
 
-def _entries(raw: Mapping[str, Any], lines: Mapping[str, int], file: str) -> dict[str, DeviceEntry]:
-    found: dict[str, DeviceEntry] = {}
+def _entries(raw: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, DeviceEntry]:
+    entries: dict[str, DeviceEntry] = {}
     problems: list[Problem] = []
     for name, own in raw.items():
-        place = _Place(file, f"devices.{name}", lines)
+        place = _Place(f"devices.{name}", origins)
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "cpu":
             allowed = "small letters, digits, _ - and . ; not cpu, which is this machine"
             problems.append(place.problem("", "is not a device's name", str(name), allowed))
@@ -225,31 +217,26 @@ def _entries(raw: Mapping[str, Any], lines: Mapping[str, int], file: str) -> dic
             problems.append(place.problem("", "must be a mapping of keys", hint="start with `like: h100`"))
             continue
         try:
-            found[name] = DeviceEntry.model_validate(_extended(name, raw, (), place))
+            entries[name] = DeviceEntry.model_validate(_extended(name, raw, (), place))
         except RecipeError as error:
             problems += error.problems
         except ValidationError as error:
             problems += [place.translated(finding) for finding in error.errors()]
     if problems:
         raise RecipeError("", problems)
-    return found
+    return entries
 
 
 @dataclass
 class _Place:
     """An entry of a file, for messages."""
 
-    file: str
     path: str
-    lines: Mapping[str, int]
+    origins: Mapping[str, str]
 
     def problem(self, key: str, what: str, given: str = "", allowed: str = "", hint: str = "") -> Problem:
         path = f"{self.path}.{key}" if key else self.path
-        at = path
-        while at and at not in self.lines:
-            at = at.rpartition(".")[0]
-        where = f"{self.file}:{self.lines[at]}" if at else self.file
-        return Problem(path, what, where, given, allowed, hint)
+        return Problem(path, what, origin_of(path, self.origins), given, allowed, hint)
 
     def translated(self, finding: Any) -> Problem:
         location = [str(part) for part in finding["loc"] if part != "[key]"]

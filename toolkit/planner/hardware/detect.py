@@ -11,7 +11,7 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,16 +179,17 @@ def _unknown(gpu: Gpu) -> Device:
 
 def cpu(processes: int) -> Hardware:
     """Processes on this machine's CPU, which share its cores and its RAM."""
-    node, flags = host(), _cpu_flags()
+    node, flags = host(), _cpuinfo("flags", "Features").split()
     per_cycle = next((value for flag, value in _PER_CYCLE.items() if flag in flags), 8)
-    fp32 = node.cores * per_cycle * _clock() / processes
+    fp32 = node.cores * per_cycle * float(_cpuinfo("cpu MHz") or 2500) * 1e6 / processes
     # AMX multiplies tiles, 16 times as much as AVX-512 does in fp32. AVX-512 alone converts bf16 first; without it
     # torch falls back to plain loops (two cores with AVX2: 0.75 GFLOP/s in bf16 where fp32 reaches 74).
     bf16 = fp32 * next((factor for flag, factor in _BF16_FACTOR.items() if flag in flags), 0.01)
     bandwidth = min(node.cores * _CORE_BANDWIDTH, _HOST_BANDWIDTH) / processes
+    title = _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
     device = Device(
         name="cpu",
-        title=f"{_cpu_title()}, {node.cores} core{'s' if node.cores > 1 else ''}",
+        title=f"{title}, {node.cores} core{'s' if node.cores > 1 else ''}",
         kind="cpu",
         memory=node.ram,
         flops={"fp32": fp32, "bf16": bf16, "fp16": fp32 * 0.5},
@@ -224,24 +225,10 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _cpuinfo(keys: Iterable[str]) -> str:
-    wanted = tuple(keys)
+def _cpuinfo(*keys: str) -> str:
+    """The value of the first of these keys; empty where the system does not say."""
     for line in _text(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
-        if key.strip() in wanted:
+        if key.strip() in keys:
             return value.strip()
     return ""
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpuinfo(("flags", "Features")).split())
-
-
-def _cpu_title() -> str:
-    return _cpuinfo(("model name", "Model")) or platform.processor() or platform.machine()
-
-
-def _clock() -> float:
-    """Hertz; a guess where the system does not say."""
-    text = _cpuinfo(("cpu MHz",))
-    return float(text) * 1e6 if text else 2.5e9

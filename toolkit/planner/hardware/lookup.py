@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -65,11 +66,11 @@ def _own_folder(folder: Path | None) -> Path:
 
 
 def _with_calibration(hardware: Hardware) -> Hardware:
-    found = calibration.stored(hardware.device)
-    if found is None:
+    measured = calibration.stored(hardware.device)
+    if measured is None:
         return hardware
-    device, node = calibration.calibrated(hardware.device, hardware.node, found)
-    return Hardware(hardware.name, device, node, hardware.devices_per_node, hardware.nodes)
+    device, node = calibration.calibrated(hardware.device, hardware.node, measured)
+    return dataclasses.replace(hardware, device=device, node=node)
 
 
 def _parts(text: str, known_names: list[str]) -> tuple[str, int, int] | None:

@@ -68,16 +68,17 @@ class _RankMemory:
         weights = {key: base[key] for key in ("parameters", "adapters", "masters")}
         between = _add(base, _held(self.engine.standing()))
         training = _add(between, {"batch": self._batch(), "workspace": self._workspace()})
-        found = {
+        stepping = _held(self._device_share(self.engine.stepping()))
+        phases = {
             "load": _add(weights, _held(self.engine.standing()), self._loading(first)),
             "forward": self._pass("forward", training),
             "backward": self._pass("backward", training),
-            "step": _add(training, _held(self._stepping()), {"workspace": self._temporaries()}),
+            "step": _add(training, stepping, {"workspace": self._temporaries()}),
             "evaluation": self._pass("evaluation", training),
             "save": _add(between, {"engine": self._saving(first)}),
             "resume": dict(between),
         }
-        return {phase: parts for phase, parts in found.items() if parts}
+        return {phase: parts for phase, parts in phases.items() if parts}
 
     def describe(self, ranks: str, phases: Mapping[str, Parts]) -> Memory:
         """Sums and ranges."""
@@ -136,9 +137,9 @@ class _RankMemory:
 
     def _pass(self, phase: str, base: Parts) -> Parts:
         """The fullest moment of a pass."""
-        shape, found = self.engine.shape, self.engine.passing
+        shape, moments = self.engine.shape, self.engine.passing
         if phase == "evaluation":
-            shape, found = self._evaluation_shape(), self.engine.evaluating
+            shape, moments = self._evaluation_shape(), self.engine.evaluating
         candidates = [
             _add(
                 base,
@@ -147,16 +148,13 @@ class _RankMemory:
             )
             for moment in self.trace.moments
             if moment.phase == phase
-            for left, held in found(moment)
+            for left, held in moments(moment)
         ]
-        return max(candidates, key=_sum, default={})
+        return max(candidates, key=lambda parts: math.fsum(parts.values()), default={})
 
     def _evaluation_shape(self) -> Shape:
         batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
         return Shape(self.trace.layers, batch, self.layout.seq_len)
-
-    def _stepping(self) -> Held:
-        return self._device_share(self.engine.stepping())
 
     def _device_share(self, held: Held) -> Held:
         """Without gradients, where FSDP keeps them on the host, or the optimizer frees each as soon as it is made."""
@@ -235,10 +233,6 @@ def _held(held: Held) -> Parts:
 
 def _add(*parts: Mapping[str, float]) -> Parts:
     return {key: sum(each.get(key, 0.0) for each in parts) for key in PARTS if any(key in each for each in parts)}
-
-
-def _sum(parts: Mapping[str, float]) -> float:
-    return math.fsum(parts.values())
 
 
 def engine(workload: Workload) -> Engine:

@@ -72,15 +72,10 @@ class Engine:
         """Elements of a layer."""
         return self.trace.elements(trained=trained, place="layer") / max(1, self.trace.layers)
 
-    def outside(self, *places: str, trained: bool | None = None) -> float:
+    def outside(self, *places: str, trained: bool | None = None) -> int:
         """Elements outside the layers, or in some places there."""
-        return sum(
-            each.numel * each.count
-            for each in self.trace.tensors
-            if each.place != "layer"
-            and (not places or each.place in places)
-            and (trained is None or each.trained == trained)
-        )
+        others = places or ("embeddings", "head", "other")
+        return sum(self.trace.elements(trained=trained, place=place) for place in others)
 
     def largest(self, trained: bool = True) -> int:
         """Elements of the largest parameter."""

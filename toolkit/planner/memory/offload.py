@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 from toolkit.planner.memory.states import States
+from toolkit.planner.memory.zero import SUB_GROUP
 from toolkit.planner.workload import WIDTH, Workload
 
 _NVME_BUFFERS, _NVME_BUFFER = 5, 100_000_000
 """ZeRO-3's buffers for parameters on NVMe, and elements of each (`offload_param.buffer_count`, `.buffer_size`)."""
 _SWAP_BUFFERS = 4
 """Pinned buffers for optimizer state on NVMe (`offload_optimizer.buffer_count`), each as large as a sub-group."""
-_SUB_GROUP = 1_000_000_000
-"""Elements that ZeRO-3 updates at a time (`sub_group_size`)."""
 
 
 def offloaded(workload: Workload, held: States) -> dict[str, float]:
@@ -21,28 +20,28 @@ def offloaded(workload: Workload, held: States) -> dict[str, float]:
     Sources: DeepSpeed 0.19.8, `zero/stage_1_and_2.py` and `zero/stage3.py`; torch 2.13, FSDP2's `CPUOffloadPolicy`.
     """
     strategy, types, share = workload.strategy, workload.types, workload.owned
-    found: dict[str, float] = {"optimizer": held.paged} if held.paged else {}
+    parts: dict[str, float] = {"optimizer": held.paged} if held.paged else {}
     if strategy.offload_optimizer == "cpu":
         # All keep a gradient beside the masters; stage 3 has its flat vector of gradients there too, and stages 1 and
         # 2 what they accumulate, where it is not summed in fp32 on the device.
         twice = strategy.zero_stage == 3 or (workload.accumulates and types.local == types.reduce)
         gradients = share * (WIDTH[types.master] + (WIDTH[types.reduce] if twice else 0))
-        found |= {"optimizer": held.optimizer, "masters": held.masters, "gradients": gradients}
+        parts |= {"optimizer": held.optimizer, "masters": held.masters, "gradients": gradients}
         if strategy.zero_stage < 3:
             largest = max((each.numel for each in workload.trace.tensors if each.trained), default=0)
             # param_buffer_of_bit16_for_cpu_offload_groups, temp_grad_buffer_for_cpu_offload
-            found["staging"] = (share + largest) * WIDTH[types.local]
+            parts["staging"] = (share + largest) * WIDTH[types.local]
     elif strategy.offload_optimizer == "nvme":
-        found["staging"] = _SWAP_BUFFERS * min(_SUB_GROUP, share) * WIDTH[types.master]
-        found["gradients"] = share * WIDTH[types.reduce]
+        parts["staging"] = _SWAP_BUFFERS * min(SUB_GROUP, share) * WIDTH[types.master]
+        parts["gradients"] = share * WIDTH[types.reduce]
     if strategy.name == "fsdp" and strategy.offload_param == "cpu":
-        found |= {"parameters": held.parameters + held.adapters, "optimizer": held.optimizer}
-        found["gradients"] = held.gradients
+        parts |= {"parameters": held.parameters + held.adapters, "optimizer": held.optimizer}
+        parts["gradients"] = held.gradients
     elif strategy.offload_param == "cpu":
-        found["parameters"] = held.parameters + held.adapters
+        parts["parameters"] = held.parameters + held.adapters
     elif strategy.offload_param == "nvme":
-        found["staging"] = found.get("staging", 0) + _NVME_BUFFERS * _NVME_BUFFER * WIDTH[types.local]
-    return found
+        parts["staging"] = parts.get("staging", 0) + _NVME_BUFFERS * _NVME_BUFFER * WIDTH[types.local]
+    return parts
 
 
 def offloaded_activations(workload: Workload) -> float:

@@ -10,7 +10,7 @@ from toolkit.planner.trace.types import Moment
 
 _ALL_REDUCE = 500_000_000
 """Elements that `buffered_allreduce_fallback` flattens at a time (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
-_SUB_GROUP = 1_000_000_000
+SUB_GROUP = 1_000_000_000
 """Elements that ZeRO-3 updates at a time (`sub_group_size`)."""
 
 
@@ -69,10 +69,7 @@ class Zero2(_Zero):
         if moment.accumulating:
             return
         earlier, now = self._earlier(), self._now()
-        if moment.phase == "forward":
-            yield moment, Held(earlier, self._buckets() if self._keeps_whole else 0)
-            return
-        if moment.place == "head":
+        if moment.phase == "forward" or moment.place == "head":
             yield moment, Held(earlier, self._buckets() if self._keeps_whole else 0)
             return
         # Before the first reduction there is nothing to keep.
@@ -201,7 +198,7 @@ class Zero3(_Zero):
             return Held()
         # `_prepare_fp32_grad_for_sub_group` flattens gradients of up to a sub-group; weights that stay whole are
         # gathered again after it.
-        flat = min(self.owned, _SUB_GROUP) * self.reduce
+        flat = min(self.owned, SUB_GROUP) * self.reduce
         return Held(engine=max(0.0, flat - self._persistent()))
 
     def evaluating(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:

@@ -64,8 +64,8 @@ def transfers(workload: Workload, boundary: float) -> list[Transfer]:
     Args:
         boundary: Bytes of the hidden states between two layers.
     """
-    found = [*_collectives(workload), *_offloads(workload, boundary)]
-    return [each for each in found if any(each.sent.values())]
+    sent = [*_collectives(workload), *_offloads(workload, boundary)]
+    return [each for each in sent if any(each.sent.values())]
 
 
 def _collectives(workload: Workload) -> Iterator[Transfer]:
@@ -74,12 +74,8 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
     reduced = trained * WIDTH[types.reduce]
 
     def gather(size: float, times: int = 1) -> dict[str, float]:
-        """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does it twice."""
-        inner, nodes = hardware.devices_per_node, hardware.nodes
-        return {
-            inner_link(hardware): times * size * (inner - 1) / inner,
-            NETWORK: times * size * (nodes - 1) / nodes / inner,
-        }
+        """An all-reduce does it twice."""
+        return _gathered(hardware, times * size)
 
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
@@ -105,17 +101,22 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
         yield from _fsdp(workload)
 
 
+def _gathered(hardware: Hardware, size: float) -> dict[str, float]:
+    """Sent by gathering `size` bytes, or by reducing and scattering them."""
+    inner, nodes = hardware.devices_per_node, hardware.nodes
+    return {inner_link(hardware): size * (inner - 1) / inner, NETWORK: size * (nodes - 1) / nodes / inner}
+
+
 def _fsdp(workload: Workload) -> Iterator[Transfer]:
     """FSDP2 gathers in the compute dtype and reduces once per step, in `reduce_dtype` (accelerate defers the rest)."""
     types, trace, hardware = workload.types, workload.trace, workload.hardware
     every = workload.layout.gradient_accumulation_steps
     inner, nodes = hardware.devices_per_node, hardware.nodes
     hybrid = workload.strategy.sharding == "hybrid_shard"
-    link = inner_link(hardware)
 
     def gather(size: float) -> dict[str, float]:
-        within = {link: size * (inner - 1) / inner}
-        return within if hybrid else {**within, NETWORK: size * (nodes - 1) / nodes / inner}
+        sent = _gathered(hardware, size)
+        return {inner_link(hardware): sent[inner_link(hardware)]} if hybrid else sent
 
     whole = sum(_bytes(workload, each, types.compute) for each in trace.tensors)
     # Final norm and head are not released between the passes; tied, the head is the embedding.

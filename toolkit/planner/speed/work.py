@@ -59,6 +59,7 @@ def work(
         steps = run_length(recipe, counted.rows if counted else None, layout).total_steps
         total = _total(ends, steps, recipe, layout, counted, attention, checkpoint_bytes)
     peak = hardware.device.flops[peak_dtype(workload)]
+    from_scratch = recipe.objective == "language_modelling" and recipe.method.name == "full"
     hours = hardware.devices * total.value / 3600 if total else None
     return Work(
         parameters=parameters,
@@ -81,7 +82,7 @@ def work(
         pflop_days=useful * ranks * steps / PFLOP_DAY if steps else None,
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
-        chinchilla_tokens=CHINCHILLA * parameters if _may_start_from_scratch(recipe) else None,
+        chinchilla_tokens=CHINCHILLA * parameters if from_scratch else None,
     )
 
 
@@ -197,7 +198,3 @@ def _evaluations(recipe: Recipe, steps: int) -> int:
     inside = steps // settings.every_steps if settings.every_steps else 0
     at_end = not settings.every_steps or steps % settings.every_steps != 0
     return settings.at_start + inside + at_end
-
-
-def _may_start_from_scratch(recipe: Recipe) -> bool:
-    return recipe.objective == "language_modelling" and recipe.method.name == "full"

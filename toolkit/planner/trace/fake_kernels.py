@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,10 +95,7 @@ def _product_flops(acc: Any, a: Any, b: Any, **kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
 def _gemm_4bit_flops(a: Any, b: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    rows = 1
-    for length in a[:-1]:
-        rows *= length
-    return 2 * rows * shape[0] * shape[1]
+    return 2 * math.prod(a[:-1]) * shape[0] * shape[1]
 
 
 @register_flop_formula([_OPS.grouped_mm, _OPS.grouped_mm_sums])
@@ -188,10 +186,9 @@ def installed(setting: Setting) -> Iterator[None]:
             tile = {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}
             stack.enter_context(_replaced(chunked_logprob, **tile))
             stack.enter_context(_replaced(modeling_utils, save_on_cpu=_SaveOnHost))
-            attention = {"scaled_dot_product_attention": _scaled_dot_product_attention}
-            stack.enter_context(_replaced(torch.nn.functional, **attention))
+            functions = {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}
+            stack.enter_context(_replaced(torch.nn.functional, **functions))
             stack.enter_context(_cuda_autocast())
-            stack.enter_context(_replaced(torch.nn.functional, dropout=_dropout))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -105,7 +106,7 @@ def _as_amount(fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
 
 def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[Moment]:
     """For every pass and place the operations at which some shape has its peak."""
-    found: dict[Any, Moment] = {}
+    moments: dict[Any, Moment] = {}
     for name in next(iter(runs.values()))[0].timelines:
         phase = name.removesuffix("+")
         timelines = [[micro.timelines[name] for micro in runs[depth]] for depth in runs]
@@ -115,8 +116,8 @@ def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[M
                 continue
             for amounts in _peaks(parts, fit, layers):
                 moment = Moment(phase, place, name.endswith("+"), **amounts)  # type: ignore[arg-type]
-                found[moment] = moment
-    return _undominated(list(found))
+                moments[moment] = moment
+    return _undominated(list(moments))
 
 
 def _at(timeline: Timeline, place: str) -> tuple[list[str], np.ndarray]:
@@ -161,9 +162,9 @@ def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[dict[s
 
 def _amounts(fixed: np.ndarray, per_layer: np.ndarray) -> dict[str, Amount]:
     """The amounts of a moment, from coefficients (terms, categories)."""
-    found = {name: _as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
-    chunks = found.pop("chunks")
-    return found | {"logits": dataclasses.replace(found["logits"], chunk=chunks.at(Shape(0, 1, CHUNK)))}
+    amounts = {name: _as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
+    chunks = amounts.pop("chunks")
+    return amounts | {"logits": dataclasses.replace(amounts["logits"], chunk=chunks.at(Shape(0, 1, CHUNK)))}
 
 
 def _aligned(parts: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
@@ -233,11 +234,10 @@ def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tup
         for parameter in layer.parameters():
             place[id(parameter)] = "layer"
         sizes.append(sum(parameter.numel() for parameter in layer.parameters()))
-    counts: dict[tuple[Any, ...], int] = {}
-    for parameter in shallow.model.parameters():
-        where, shape = place.get(id(parameter), "other"), tuple(parameter.shape)
-        key = (where, shape, parameter.requires_grad, _kind(parameter, setting))
-        counts[key] = counts.get(key, 0) + 1
+    counts = Counter(
+        (place.get(id(each), "other"), tuple(each.shape), each.requires_grad, _kind(each, setting))
+        for each in shallow.model.parameters()
+    )
     tensors = tuple(
         Tensors(where, shape, count, trained, kind) for (where, shape, trained, kind), count in counts.items()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def run(
     _prepare(shallow, setting)
     with fake:
         inputs = _inputs(setting, batch, length)
-        persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *_tensors(inputs)]
+        persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         chunked = batch * length > CHUNK
         tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
         timelines: dict[str, Timeline] = {}
@@ -162,14 +163,14 @@ def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[list[i
     def enter(index: int) -> str:
         return "first_layer" if index < period else "last_layer" if index > last - period else "layer"
 
-    def before(index: int, args: Any, kwargs: Any) -> None:
+    def before(index: int, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         boundary[0] = hidden.numel() * hidden.element_size()
         tracker.place = enter(index)
         if hidden.requires_grad and index == 0:
             hidden.register_hook(lambda grad: setattr(tracker, "place", "embeddings"))
 
-    def after(index: int, output: Any) -> None:
+    def after(index: int, module: Any, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: setattr(tracker, "place", enter(index)))
@@ -177,12 +178,8 @@ def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[list[i
             tracker.place = "head"
 
     for index, layer in enumerate(shallow.layers):
-        handles.append(
-            layer.register_forward_pre_hook(
-                lambda module, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
-            )
-        )
-        handles.append(layer.register_forward_hook(lambda module, args, output, index=index: after(index, output)))
+        handles.append(layer.register_forward_pre_hook(functools.partial(before, index), with_kwargs=True))
+        handles.append(layer.register_forward_hook(functools.partial(after, index)))
 
     def made(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # T5 gives parameters to autograd that end up without.
@@ -207,7 +204,3 @@ def _quantization_state(model: Any) -> Iterator[torch.Tensor]:
             state = state.state2 if state.nested else None
         if hasattr(module, "state") and getattr(module.state, "CB", None) is not None:
             yield from (module.state.CB, module.state.SCB)
-
-
-def _tensors(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    return (value for value in inputs.values() if isinstance(value, torch.Tensor))

@@ -124,10 +124,8 @@ class Tracker(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         category = self._category(func, inputs, outputs)
-        made = 0
-        for tensor in outputs:
-            made += self._add(tensor, category)
-        self._count(func, args, kwargs, out, inputs, outputs, made)
+        made = sum(self._add(tensor, category) for tensor in outputs)
+        self._count(func, args, kwargs, out, [*inputs, *outputs], made)
         self.timeline.places.append(self.place)
         self.timeline.names.append(func.name())
         live = list(self._live)
@@ -170,33 +168,23 @@ class Tracker(TorchDispatchMode):
         size, category = self._sizes.pop(key)
         self._live[category] -= size
 
-    def _count(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        made: int,
-    ) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: list[torch.Tensor], made: int) -> None:
         changes = func._schema.is_mutable
         if not made and not changes:
             return  # A view: no kernel runs.
-        found = {"launches": 1.0}
-        packet = func._overloadpacket
+        amounts = {"launches": 1.0}
+        packet, traffic = func._overloadpacket, sum(_bytes(tensor) for tensor in tensors)
         if packet in flop_registry:
             kind = "attention" if "attention" in func.name() or "attn" in func.name() else "matmul"
-            found[kind] = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-            traffic = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
-            if kind == "matmul" and found[kind] < _THIN * traffic:
-                found["moved"] = float(traffic)
+            amounts[kind] = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            if kind == "matmul" and amounts[kind] < _THIN * traffic:
+                amounts["moved"] = float(traffic)
         elif not func.name().startswith("aten::empty"):
-            found["moved"] = float(sum(_bytes(tensor) for tensor in (*inputs, *outputs)))
+            amounts["moved"] = float(traffic)
         # A backward pass records nothing for a further one, except while it repeats a part of the forward pass. Within
         # a custom function nothing is recorded either way, but those that belong to the forward pass are known.
         repeats = torch._C._current_graph_task_id() != -1 and (torch.is_grad_enabled() or func.name() in _FORWARD_ONLY)
-        for key, value in found.items():
+        for key, value in amounts.items():
             self.timeline.work[key] += value
             if repeats:
                 self.timeline.recomputed[key] += value
