@@ -128,7 +128,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
     from trl import SFTTrainer
 
     from toolkit.models.load import ModelSource
-    from toolkit.train import train, trainer
+    from toolkit.train import evaluate, train, trainer
 
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -155,7 +155,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
         wrap(kind, "compute_loss", "forward")
     wrap(Accelerator, "backward", "backward")
     wrap(DeepSpeedEngine, "step", "step")
-    wrap(trainer._ExactMixin, "held_out", "evaluation")
+    wrap(evaluate, "held_out_loss", "evaluation")
     wrap(Trainer, "_save_checkpoint", "save")
     wrap(train, "publish", "save")
     resize = torch.UntypedStorage.resize_

@@ -10,7 +10,7 @@ import torch
 from harness import metrics
 from small import LORA, NF4, SEQ2SEQ, populate, set_up
 
-from toolkit.train.evaluate import answer, generated_metrics
+from toolkit.train.evaluate import answer, generated_metrics, held_out_loss
 from toolkit.train.main import main
 
 
@@ -33,7 +33,7 @@ def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
     kind = SEQ2SEQ if model == "blenderbot" else [f"model.path={model}"]
     training = set_up(*kind, "data.eval_split=0.2")
     training.trainer.model.train()
-    found = training.trainer.held_out(3, lambda batch, total: None)
+    found = held_out_loss(training.trainer, 3, lambda batch, total: None)
     assert training.trainer.model.training
     network = training.trainer.model.eval()
     total, count = 0.0, 0
@@ -57,7 +57,7 @@ def test_logits_of_decoders_are_never_all_built() -> None:
     head = training.trainer.model.get_output_embeddings()
     called: list[int] = []
     head.register_forward_hook(lambda *_: called.append(1))
-    training.trainer.held_out(4, lambda batch, total: None)
+    held_out_loss(training.trainer, 4, lambda batch, total: None)
     assert not called
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toolkit.common import UserError
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.sections import SCHEDULES
+from toolkit.train.evaluate import held_out_loss
 from toolkit.train.main import main
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -150,7 +151,7 @@ def test_gradients_after_an_evaluation_equal_those_before(method: list[str]) -> 
     loss, gradients = loss_and_gradients(training)
     training.trainer.eval_dataset = training.prepared.train
     with training.trainer.accelerator.autocast():
-        training.trainer.held_out(4, lambda batch, total: None)
+        held_out_loss(training.trainer, 4, lambda batch, total: None)
     again, gradients_after = loss_and_gradients(training)
     assert again == loss
     for name, gradient in gradients.items():

@@ -28,7 +28,6 @@ ELSEWHERE = {
     "planner/search": "planner/test_advice",
     "report/page": "report/test_run_page",
     "train/arguments": "distributed/test_engines",
-    "train/samples": "train/test_evaluate",
     # Tables and types, tested by what reads them.
     "recipe/optimizers": "train/test_optimizer",
     "recipe/schema": "recipe/test_show",

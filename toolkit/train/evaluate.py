@@ -22,15 +22,12 @@ from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
 from toolkit.train.session import Session
 
-NegativeLogLikelihood = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
-"""Model and batch to the summed loss of its trained tokens, and their number."""
-
 
 def evaluate(session: Session) -> dict[str, float]:
     """One evaluation on all processes: held-out loss and, where asked for, metrics of generated targets."""
     trainer, settings = session.trainer, session.recipe.evaluation
     batch_size = settings.batch_size or session.layout.micro_batch_size
-    metrics: dict[str, float] = trainer.held_out(batch_size, session.progress.evaluating)
+    metrics = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:
         metrics |= generated_metrics(
             session.module,
@@ -48,22 +45,20 @@ def evaluate(session: Session) -> dict[str, float]:
 
 
 def held_out_loss(
-    model: Any,
-    dataset: Any,
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    batch_size: int,
-    accelerator: Any,
-    loss: NegativeLogLikelihood,
-    on_batch: Callable[[int, int], None] = lambda batch, total: None,
+    trainer: Any, batch_size: int, on_batch: Callable[[int, int], None] = lambda batch, total: None
 ) -> dict[str, float]:
-    """Mean loss over all trained tokens of a data set, and its perplexity. No logits are kept between batches.
+    """Mean loss over all trained tokens of a trainer's held-out rows, and its perplexity.
 
-    Rows are dealt to the processes in turn, so nothing is counted twice; every process runs the same number of
-    forward passes, because sharded engines need all of them in each pass.
+    No logits are kept between batches. Rows are dealt to the processes in turn, so nothing is counted twice; every
+    process runs the same number of forward passes, because sharded engines need all of them in each pass.
 
     Returns:
         `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
     """
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        # Schedule-free optimizers train one point and evaluate another; each training step switches back.
+        trainer.optimizer.eval()
+    model, dataset, accelerator = trainer.model_wrapped, trainer.eval_dataset, trainer.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     # Rows of like length together: little padding.
     lengths = row_lengths(dataset)
@@ -75,8 +70,8 @@ def held_out_loss(
         for turn in range(rounds):
             index = turn * world + rank
             rows = batches[min(index, len(batches) - 1)]
-            inputs = send_to_device(collate([dataset[row] for row in rows]), accelerator.device)
-            total, count = loss(model, inputs)
+            inputs = send_to_device(trainer.data_collator([dataset[row] for row in rows]), accelerator.device)
+            total, count = trainer.negative_log_likelihood(model, inputs)
             if index < len(batches):
                 sums += torch.stack([total.double(), count.double()]).to(sums.device)
             on_batch(turn + 1, rounds)
@@ -151,6 +146,9 @@ def answer(
     context = torch.autocast(device.type, getattr(torch, autocast)) if autocast else nullcontext()
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     kwargs = {"do_sample": True, **sample} if sample else greedy
+    # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
+    routed = hasattr(model.config.get_text_config(), "output_router_logits")
+    without_router_logits = {"output_router_logits": False} if routed else {}
     with evaluating(model), torch.no_grad(), context, _padding_aware_attention(model):
         generated = model.generate(
             **batch,
@@ -159,17 +157,12 @@ def answer(
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=sorted(stop_token_ids) or None,
-            **_without_router_logits(model),
+            **without_router_logits,
             **kwargs,
         )
     start = 0 if encoder_decoder else batch["input_ids"].shape[1]
     texts = tokenizer.batch_decode(generated[:, start:], skip_special_tokens=True)
     return [text.strip() for text in texts]
-
-
-def _without_router_logits(model: Any) -> dict[str, bool]:
-    """While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them."""
-    return {"output_router_logits": False} if hasattr(model.config.get_text_config(), "output_router_logits") else {}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -157,7 +158,8 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
         checkpoint.check_named(named, loaded.recipe)
     path = Path(output.dir) / (output.name or loaded.name.replace("/", "-"))
     if resume == "never":
-        path = next(place for place in _numbered(path) if not _used(place))
+        numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+        path = next(place for place in itertools.chain([path], numbered) if not _used(place))
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, not a run folder", "set output.dir or output.name")
     folder = RunFolder(path)
@@ -259,14 +261,6 @@ def hash_files(files: Iterable[Path]) -> str:
             with blob.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def _numbered(path: Path) -> Iterable[Path]:
-    yield path
-    number = 2
-    while True:
-        yield path.with_name(f"{path.name}-{number}")
-        number += 1
 
 
 def _used(path: Path) -> bool:

@@ -21,7 +21,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
 from toolkit.models.kernels import keep_attention
-from toolkit.train.evaluate import NegativeLogLikelihood, held_out_loss
 
 
 class FixedOrder(Sampler[int]):
@@ -90,7 +89,6 @@ class _ExactMixin:
     """What both trainers share. Set `order` after construction."""
 
     order: FixedOrder | None = None
-    negative_log_likelihood: NegativeLogLikelihood
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         if (args.activation_checkpointing_kwargs or {}).get("selective"):
@@ -133,21 +131,6 @@ class _ExactMixin:
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written once, at the end."""
-
-    def held_out(self, batch_size: int, on_batch: Any) -> dict[str, float]:
-        """Loss of the held-out rows, see `evaluate.held_out_loss`."""
-        if callable(getattr(self.optimizer, "eval", None)):  # type: ignore[attr-defined]
-            # Schedule-free optimizers train one point and evaluate another; each training step switches back.
-            self.optimizer.eval()  # type: ignore[attr-defined]
-        return held_out_loss(
-            self.model_wrapped,  # type: ignore[attr-defined]
-            self.eval_dataset,  # type: ignore[attr-defined]
-            self.data_collator,  # type: ignore[attr-defined]
-            batch_size,
-            self.accelerator,  # type: ignore[attr-defined]
-            self.negative_log_likelihood,
-            on_batch,
-        )
 
 
 class CausalTrainer(_ExactMixin, SFTTrainer):

@@ -1,0 +1,41 @@
+"""What `samples.json` holds: prompts, the model's answers before and after training, and what the data says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import populate
+
+from toolkit.train.main import main
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    populate(tmp_path, "llama")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def samples(*overrides: str) -> list[dict[str, Any]]:
+    """Those of a training."""
+    assert main(["recipe=small", "checkpoint.save_steps=1", *overrides]) == 0
+    content: list[dict[str, Any]] = json.loads(Path("runs/small/samples.json").read_text(encoding="utf-8"))
+    return content
+
+
+def test_prompts_of_the_recipe_are_answered_before_and_after() -> None:
+    given = "evaluation.prompts=['What is a list?','What is a dict?']"
+    first, second = samples(given, "evaluation.num_prompts=2", "schedule.max_steps=4")
+    assert [first["prompt"], second["prompt"]] == ["What is a list?", "What is a dict?"]
+    assert all(isinstance(row[key], str) for row in (first, second) for key in ("before", "after"))
+    assert first.get("reference") is None
+
+
+def test_without_prompts_held_out_rows_are_asked_and_their_answers_shown() -> None:
+    rows = samples("data.eval_split=0.2", "evaluation.num_prompts=3")
+    texts = Path("chat.jsonl").read_text(encoding="utf-8")
+    assert len(rows) == 3
+    assert all(json.dumps(row["reference"])[1:-1] in texts for row in rows)
