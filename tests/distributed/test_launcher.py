@@ -18,8 +18,8 @@ from small import RECIPE
 
 from toolkit.common import UserError
 from toolkit.distributed import World, check_launch, environment
+from toolkit.distributed.config_files import render
 from toolkit.distributed.launcher import Launch
-from toolkit.distributed.render import render
 from toolkit.recipe import Recipe, shipped_recipes
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]

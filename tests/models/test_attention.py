@@ -14,7 +14,7 @@ from transformers.integrations import sdpa_attention
 from toolkit.common import UserError
 from toolkit.data.collate import Collator
 from toolkit.distributed import dtypes
-from toolkit.models import attention, kernels
+from toolkit.models import attention, attention_kernels
 from toolkit.models.load import ModelSource
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
@@ -55,28 +55,28 @@ def test_eager_and_sdpa_train_the_same(model: str, packing: str) -> None:
 def test_capped_logits_are_never_dropped_in_silence() -> None:
     for backend in ("sdpa", "torch_varlen"):
         with pytest.raises(UserError, match="eager"):
-            attention.resolve(backend, GEMMA2, "bfloat16", kernels.available())
-    assert attention.resolve("auto", GEMMA2, "float32", kernels.available()) == "eager"
+            attention.resolve(backend, GEMMA2, "bfloat16", attention_kernels.available())
+    assert attention.resolve("auto", GEMMA2, "float32", attention_kernels.available()) == "eager"
     training = set_up("model.path=gemma", "evaluation.num_prompts=1")
     assert training.trainer.model.config._attn_implementation == "eager"
     assert attention.with_mask(GEMMA2) == "eager"
 
 
 def test_auto_picks_what_runs_here() -> None:
-    expected = "torch_varlen" if kernels.available()["torch_varlen"] == "ok" else "sdpa"
-    assert attention.resolve("auto", LLAMA, "bfloat16", kernels.available()) == expected
-    assert attention.resolve("auto", LLAMA, "float32", kernels.available()) == "sdpa"
-    assert attention.resolve("auto", {}, "float32", kernels.available()) == "sdpa"
+    expected = "torch_varlen" if attention_kernels.available()["torch_varlen"] == "ok" else "sdpa"
+    assert attention.resolve("auto", LLAMA, "bfloat16", attention_kernels.available()) == expected
+    assert attention.resolve("auto", LLAMA, "float32", attention_kernels.available()) == "sdpa"
+    assert attention.resolve("auto", {}, "float32", attention_kernels.available()) == "sdpa"
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_every_backend_is_taken_or_refused_with_what_can_run(backend: str) -> None:
-    reason = "ok" if backend == "auto" else kernels.available()[backend]
+    reason = "ok" if backend == "auto" else attention_kernels.available()[backend]
     if reason == "ok":
-        assert attention.resolve(backend, LLAMA, "bfloat16", kernels.available()) in attention.IMPLEMENTATIONS
+        assert attention.resolve(backend, LLAMA, "bfloat16", attention_kernels.available()) in attention.IMPLEMENTATIONS
         return
     with pytest.raises(UserError) as caught:
-        attention.resolve(backend, LLAMA, "bfloat16", kernels.available())
+        attention.resolve(backend, LLAMA, "bfloat16", attention_kernels.available())
     assert reason in str(caught.value) and "sdpa" in str(caught.value)
 
 
@@ -117,7 +117,7 @@ def test_backends_that_transformers_lacks_are_known_without_it() -> None:
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_head": 4}
     assert (
         attention.planned("auto", bloom, "bfloat16", "9.0")
-        == attention.resolve("auto", bloom, "bfloat16", kernels.available())
+        == attention.resolve("auto", bloom, "bfloat16", attention_kernels.available())
         == "eager"
     )
 
@@ -179,10 +179,10 @@ def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.
 def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
     tensor = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="cu_seq_lens"):
-        kernels.varlen_attention(None, tensor, tensor, tensor, None)
+        attention_kernels.varlen_attention(None, tensor, tensor, tensor, None)
     boundaries = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="dropout"):
-        kernels.varlen_attention(
+        attention_kernels.varlen_attention(
             None, tensor, tensor, tensor, None, dropout=0.1, cu_seq_lens_q=boundaries, max_length_q=4
         )
 
@@ -200,8 +200,8 @@ def test_shared_heads_are_repeated_where_only_the_kernel_that_holds_all_scores_w
     capability: tuple[int, int], dtype: torch.dtype, autocast: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
-    kernels.repeat_shared_heads((7, 0))
-    kernels.repeat_shared_heads(capability)
+    attention_kernels.repeat_shared_heads((7, 0))
+    attention_kernels.repeat_shared_heads(capability)
     seen = []
     fused = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ TESTS = ROOT / "tests"
 ELSEWHERE = {
     # Tested by what a user does with them.
     "cli/main": "cli/test_commands",
-    "cli/options": "cli/test_commands",
+    "cli/option_types": "cli/test_commands",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",
@@ -23,9 +23,10 @@ ELSEWHERE = {
     "distributed/environment": "distributed/test_launcher",
     "distributed/launcher_flags": "distributed/test_launcher",
     "distributed/layout": "distributed/test_engines",
-    "models/kernels": "models/test_attention",
+    "models/attention_kernels": "models/test_attention",
     "planner/plan": "planner/test_build",
     "planner/search": "planner/test_advice",
+    "planner/workload": "planner/test_memory",
     "report/page": "report/test_run_page",
     "train/arguments": "distributed/test_engines",
     # Tables and types, tested by what reads them.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.options import count, port, positive, price, sweep
+from toolkit.cli.option_types import count, port, positive, price, sweep
 from toolkit.common import UserError, table
 
 Command = Callable[[argparse.Namespace], int]
@@ -282,7 +282,7 @@ def launch(options: argparse.Namespace) -> int:
 @_command(_FOLDER, _option("--check", "write nothing; fail if a file is not as it would be", action="store_true"))
 def render(options: argparse.Namespace) -> int:
     """Write accelerate_configs/ and deepspeed_configs/, one per strategy."""
-    from toolkit.distributed.render import render, stale, write
+    from toolkit.distributed.config_files import render, stale, write
     from toolkit.recipe import recipe_folders
 
     files = render(recipe_folders(options.recipes))

@@ -116,9 +116,9 @@ def _devices() -> dict[str, str]:
 
 def _attention() -> dict[str, str]:
     try:
-        from toolkit.models import kernels
+        from toolkit.models import attention_kernels
 
-        return kernels.available()
+        return attention_kernels.available()
     except Exception as error:
         return {"backends": _failure(error)}
 

@@ -1,6 +1,6 @@
 """Attention backends by name: which there are, what a model needs of one, and the one place that decides `auto`.
 
-Imports no torch, so that validation and plans can ask too; the kernels themselves are in `kernels`.
+Imports no torch, so that validation and plans can ask too; the kernels themselves are in `attention_kernels`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str, available: 
         requested: `model.attention` of the recipe.
         config: The model's config as a dictionary; may be empty.
         compute: Name of the compute dtype, e.g. `bfloat16`.
-        available: Every backend with `ok`, or why it does not run, see `kernels.available`.
+        available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
 
     Returns:
         A key of `IMPLEMENTATIONS`.

@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from toolkit.common import UserError, first_line
 from toolkit.data.encode import load_chat_template
 from toolkit.distributed import Dtypes
-from toolkit.models import attention, kernels
+from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import keep_unpacked, quantization_config
 from toolkit.recipe import Recipe, model_configs
 
@@ -115,9 +115,9 @@ class ModelSource:
             UserError: If the files cannot be read, or cannot be quantized as the recipe asks.
         """
         if backend == "torch_varlen":
-            kernels.register()
+            attention_kernels.register()
         if torch.cuda.is_available():
-            kernels.repeat_shared_heads(torch.cuda.get_device_capability())
+            attention_kernels.repeat_shared_heads(torch.cuda.get_device_capability())
         arguments: dict[str, Any] = {
             "dtype": getattr(torch, dtypes.load),
             "attn_implementation": attention.IMPLEMENTATIONS[backend],

@@ -26,7 +26,7 @@ from toolkit.distributed import (
     run_length,
 )
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.models import attention, kernels
+from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
 from toolkit.models.load import ModelSource
 from toolkit.planner.build import run_folder_bytes
@@ -75,7 +75,7 @@ def set_up(
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
-    kinds = kernels.available()
+    kinds = attention_kernels.available()
     backend = attention.resolve(recipe.model.attention, source.config.to_dict(), types.compute, kinds)
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
     tokenizer = source.tokenizer()

@@ -20,7 +20,7 @@ from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
-from toolkit.models.kernels import keep_attention
+from toolkit.models.attention_kernels import keep_attention
 
 
 class FixedOrder(Sampler[int]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from toolkit.planner.memory.engines import Engine, Held
+from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
 from toolkit.planner.memory.states import States, states, whole_model
@@ -22,8 +22,8 @@ from toolkit.planner.workload import WIDTH, Workload
 Parts = dict[str, float]
 
 _FRAGMENTATION = (0.04, 0.01, 0.15)
-"""Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place (`variables.py`)
-holes inside them remain; without, 12 to 22% were measured in the median."""
+"""Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place
+(`distributed.environment`) holes inside them remain; without, 12 to 22% were measured in the median."""
 _KEPT = (1.0, 0.1, 1.6)
 """On a CPU, freed memory that glibc keeps, as a share of what comes and goes in a step: 0.1 to 0.7 of it were measured
 after 8 steps (1.8 where that was a third of a GiB), 1.4 after 72 with rows of many lengths. Of more than a GiB most is
@@ -208,7 +208,7 @@ class _RankMemory:
         return {"engine": extra}
 
     def _saving(self, first: bool) -> float:
-        """Copies of weights that are made to publish them (`publish.py`)."""
+        """Copies of weights that are made to publish them (`train.save`)."""
         strategy, full = self.recipe.strategy, self.recipe.method.name == "full"
         largest = max((each.numel * self.workload.width(each) for each in self.trace.tensors), default=0)
         whole = whole_model(self.workload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.distributed.engines import reshards_after_forward
-from toolkit.planner.memory.engines import Engine, Held, fewer
+from toolkit.planner.memory.engine import Engine, Held, fewer
 from toolkit.planner.memory.states import shard
 from toolkit.planner.trace.types import Moment
 from toolkit.planner.workload import WIDTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from toolkit.planner.memory.engines import Engine, Held, fewer
+from toolkit.planner.memory.engine import Engine, Held, fewer
 from toolkit.planner.trace.types import Moment
 
 _ALL_REDUCE = 500_000_000

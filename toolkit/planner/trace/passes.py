@@ -14,7 +14,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
-from toolkit.models.kernels import keep_attention
+from toolkit.models.attention_kernels import keep_attention
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
 from toolkit.planner.trace.types import CHUNK, Setting

@@ -141,7 +141,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Trace:
-    """A model in one setting (see `setting.Setting`), for every shape of micro-batch.
+    """A model in one setting (see `Setting`), for every shape of micro-batch.
 
     Args:
         layers: Repeated layers of the whole model (of the decoder, where there is an encoder).
@@ -229,7 +229,7 @@ class Setting:
         device: What it will run on; kernels and rounding differ.
         objective: As in the recipe.
         method: The recipe's section `method`, without what leaves memory and work as they are.
-        load: Dtype of frozen weights, see `policy.Dtypes`.
+        load: Dtype of frozen weights, see `distributed.Dtypes`.
         local: Dtype of trained weights as the forward pass sees them.
         autocast: Dtype of autocast, or None.
         attention: Backend, resolved.
@@ -274,7 +274,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     Args:
         config: The model's `config.json`.
         device: `cpu`, or any other for what torch calls CUDA.
-        backend: Attention backend, see `backends.planned`.
+        backend: Attention backend, see `attention.planned`.
         layout: How the batch is divided; its `seq_len` is the length of the longest row, where that is known.
     """
     types, method = dtypes(recipe), recipe.method
