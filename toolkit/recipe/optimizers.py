@@ -134,7 +134,6 @@ OPTIMIZERS = {
             momentum=0.95,
             moments=1,
             rest="adamw",
-            copies=2,
             zero_alternative="adamw",
             fsdp_alternative="adamw",
         ),

@@ -188,6 +188,9 @@ class _RankMemory:
         # A copy of the one before is still there, at most as large as the largest of a layer.
         before = 0.0 if flat else max((each.numel for each in trained if each.place == "layer"), default=0) * share
         copied = traits.copies * one + before if traits.copies else 0.0
+        if traits.family == "muon":
+            # The update, its bf16 copy and the next one; the product of the shorter sides and its square, in bf16 too.
+            copied = max((2.0 * each.numel + min(each.shape) ** 2 for each in trained), default=0.0)
         if traits.foreach:
             return WIDTH[self.types.master] * (copied if self.on_cpu else updated)
         return 4 * copied
