@@ -56,11 +56,11 @@ def test_every_layout_is_exact_and_every_number_an_error_names_works() -> None:
             assert f"set {key}=" in error.change
             for name, numbers in re.findall(r"batch\.(\w+)=(\d+(?: or \d+)*)", error.change):
                 for number in map(int, numbers.split(" or ")):
-                    mended = batch_layout(recipe(batch={**batch, name: number}), world)
-                    product = mended.micro_batch_size * mended.gradient_accumulation_steps * world
-                    assert product == mended.global_batch_size
+                    fitted = batch_layout(recipe(batch={**batch, name: number}), world)
+                    product = fitted.micro_batch_size * fitted.gradient_accumulation_steps * world
+                    assert product == fitted.global_batch_size
                     if name == "micro_batch_size":
-                        assert mended.global_batch_size == total
+                        assert fitted.global_batch_size == total
             continue
         assert layout.micro_batch_size * layout.gradient_accumulation_steps * world == layout.global_batch_size == total
         assert micro in (None, layout.micro_batch_size)
