@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from toolkit.common import UserError
+from toolkit.distributed import World
 from toolkit.planner.hardware import Hardware, driver_version, find, names, this_machine, visible_gpus
 from toolkit.planner.hardware.calibration import path_of
 from toolkit.planner.hardware.catalogue import shipped
@@ -293,6 +296,16 @@ def test_gpus_are_known_by_their_drivers_name(driver, monkeypatch: pytest.Monkey
         assert this_machine().devices == devices, selection
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert this_machine().device.kind == "cpu"
+
+
+def test_variables_are_read_anew_where_a_library_has_replaced_the_environment(driver, monkeypatch) -> None:
+    """Datasets does so when it maps with several processes."""
+    driver("NVIDIA H200", "NVIDIA H200")
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
+    for key, value in {"CUDA_VISIBLE_DEVICES": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setitem(os.environ, key, value)
+    assert len(visible_gpus()) == this_machine().devices == 1
+    assert World.from_environment().rank == 1
 
 
 def test_unknown_gpus_are_guessed_widely_and_different_ones_refused(driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,12 @@ _ENGINE = (
 )
 
 
-def environment(recipe: Recipe, world: World, current: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+def environment(recipe: Recipe, world: World, current: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """What is to change in the environment before any library is imported; None removes a variable.
 
     A user's own values stay, except those of the engines, which `check_launch` has compared with the recipe.
     """
+    current = os.environ if current is None else current
     wanted = {
         # The tokenizer's own threads fight with the processes that tokenise and with data loader workers.
         "TOKENIZERS_PARALLELISM": "false",

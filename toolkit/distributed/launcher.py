@@ -46,7 +46,7 @@ class Launch:
         return [f"{title}: {text}" for title, text in lines.items() if text]
 
 
-def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = os.environ) -> Launch:
+def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] | None = None) -> Launch:
     """Compares what the launcher put into the environment with the recipe.
 
     Raises:
@@ -54,6 +54,7 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] = 
             cannot take the recipe.
     """
     assert not recipe.undecided, recipe.undecided
+    environment = os.environ if environment is None else environment
     _check_processes(recipe, world, environment)
     layout = batch_layout(recipe, world.world_size)
     fsdp_mesh(recipe, world)

@@ -42,12 +42,14 @@ class World:
         return self.world_size // self.local_world_size
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which torchrun and accelerate set, or those of srun.
 
         Raises:
             UserError: If they are incomplete, no numbers, or contradict each other.
         """
+        # Looked up at each call: Datasets replaces `os.environ` by a copy when it has mapped with several processes.
+        environment = os.environ if environment is None else environment
         keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         given = {key: environment[key] for key in keys if key in environment}
         if not given and _is_slurm_task(environment):

@@ -190,7 +190,7 @@ def decide_for_launch(loaded: Loaded, world: World, folder: str | Path | None = 
 
 
 def launched_on(
-    world: World, folder: str | Path | None = None, environment: Mapping[str, str] = os.environ
+    world: World, folder: str | Path | None = None, environment: Mapping[str, str] | None = None
 ) -> Hardware:
     """The hardware of a launch: a device of this machine for each of its processes, and other nodes like this one.
 
@@ -202,6 +202,7 @@ def launched_on(
     """
     # `accelerate launch --cpu` means the CPU, also where there are GPUs.
     own = Path(folder) if folder else None
+    environment = os.environ if environment is None else environment
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
     machine = find("cpu", own) if on_cpu else this_machine(own)
     if machine.device.kind == "cpu":

@@ -48,9 +48,11 @@ class Gpu:
     exact: bool = True
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs that a process with these variables would see, NVIDIA's or else AMD's; empty without a driver."""
-    return nvidia(environment) or amd(environment)
+def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
+    """The GPUs that a process with these variables, by default this one's, would see, NVIDIA's or else AMD's; empty
+    without a driver."""
+    variables = os.environ if environment is None else environment
+    return nvidia(variables) or amd(variables)
 
 
 def nvidia(environment: Mapping[str, str]) -> list[Gpu]:
