@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import in_a_line, quiet_libraries
-from toolkit.distributed import batch_layout, dtypes
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import batch_layout
 from toolkit.models import attention
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.store import SHIPPED

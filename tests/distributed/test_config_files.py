@@ -10,9 +10,11 @@ import yaml
 from harness import ROOT
 
 from toolkit.cli.main import main
-from toolkit.distributed import World, batch_layout, environment, run_length, training_arguments
 from toolkit.distributed.config_files import render, stale
 from toolkit.distributed.deepspeed_file import NVME_PLACEHOLDER
+from toolkit.distributed.engines import training_arguments
+from toolkit.distributed.environment import environment
+from toolkit.distributed.layout import World, batch_layout, run_length
 from toolkit.recipe import load, shipped_recipes
 
 ZERO = ["zero1", "zero2", "zero2_offload", "zero3", "zero3_nvme", "zero3_offload"]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed import Length, World, batch_layout, check_launch, deepspeed_config, training_arguments
-from toolkit.distributed.launcher import Launch
+from toolkit.distributed.engines import deepspeed_config, training_arguments
+from toolkit.distributed.launcher import Launch, check_launch
+from toolkit.distributed.layout import Length, World, batch_layout
 from toolkit.recipe import Recipe
 
 # The example for ZeRO-3 in the documentation of Transformers.

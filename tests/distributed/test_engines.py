@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed import World, batch_layout, check_launch, dtypes, environment, run_length, training_arguments
+from toolkit.distributed.engines import dtypes, training_arguments
+from toolkit.distributed.environment import environment
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World, batch_layout, run_length
 from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.sections import SCHEDULES

@@ -17,9 +17,10 @@ from harness import environment as shell
 from small import RECIPE
 
 from toolkit.common import UserError
-from toolkit.distributed import World, check_launch, environment
 from toolkit.distributed.config_files import render
-from toolkit.distributed.launcher import Launch
+from toolkit.distributed.environment import environment
+from toolkit.distributed.launcher import Launch, check_launch
+from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe, shipped_recipes
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -395,7 +396,8 @@ import sys
 from pathlib import Path
 import yaml
 from toolkit.common import UserError
-from toolkit.distributed import World, check_launch
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
 world = World.from_environment()
 for name in sys.argv[1:]:

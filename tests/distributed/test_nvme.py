@@ -14,7 +14,8 @@ from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_tokenizer
 
 from toolkit.common import UserError
-from toolkit.distributed import World, nvme
+from toolkit.distributed import nvme
+from toolkit.distributed.layout import World
 from toolkit.recipe import load
 
 RECIPE = """

@@ -122,7 +122,8 @@ def test_a_node_with_another_recipe_and_other_packages_stops_both(
 
 CONNECT = """
 import sys
-from toolkit.distributed import World, rendezvous
+from toolkit.distributed import rendezvous
+from toolkit.distributed.layout import World
 rendezvous.TIMEOUT_SECONDS = 6.0
 try:
     with rendezvous.connect(World.from_environment()) as connected:

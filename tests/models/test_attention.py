@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 from toolkit.common import UserError
 from toolkit.data.collate import Collator
-from toolkit.distributed import dtypes
+from toolkit.distributed.engines import dtypes
 from toolkit.models import attention, attention_kernels
 from toolkit.models.load import ModelSource
 from toolkit.recipe import model_configs

@@ -11,7 +11,7 @@ import torch
 from small import INT8, LORA, NF4, populate, set_up
 
 from toolkit.common import UserError
-from toolkit.distributed import dtypes
+from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import parameter_counts
 from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked

@@ -19,7 +19,7 @@ from small import RECIPE, populate
 
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
-from toolkit.distributed import batch_layout
+from toolkit.distributed.layout import batch_layout
 from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import find
 from toolkit.recipe import Recipe

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from toolkit.common import UserError
-from toolkit.distributed import World
+from toolkit.distributed.layout import World
 from toolkit.planner.hardware import Hardware, driver_version, find, names, this_machine, visible_gpus
 from toolkit.planner.hardware.calibration import path_of
 from toolkit.planner.hardware.catalogue import shipped

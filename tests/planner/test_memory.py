@@ -12,7 +12,7 @@ from small import INT8, LORA, MODELS, NF4, SEQ2SEQ
 from tiny import text_rows, tiny_model, tiny_tokenizer
 from tracker import measured, planned
 
-from toolkit.distributed import batch_layout
+from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.data.statistics import DataStatistics
-from toolkit.distributed import batch_layout
+from toolkit.distributed.layout import batch_layout
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Work

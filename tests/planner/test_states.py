@@ -8,7 +8,7 @@ import pytest
 import torch
 from arithmetic import recipe
 
-from toolkit.distributed import batch_layout
+from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find
 from toolkit.planner.memory.states import States, moment_bytes, stored_bytes
 from toolkit.planner.trace.types import Amount, Tensors, Trace

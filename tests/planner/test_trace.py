@@ -18,7 +18,8 @@ from tiny import shrink, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, MarianConfig, T5Config
 
-from toolkit.distributed import BatchLayout, dtypes
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
 from toolkit.models.load import ModelSource
 from toolkit.planner.plan import UnknownSize

@@ -16,7 +16,9 @@ from strategies_doc import strategies_markdown
 from tiny import tiny_model
 
 from toolkit.common import UserError
-from toolkit.distributed import World, batch_layout, environment, fsdp_dtypes, run_length, training_arguments
+from toolkit.distributed.engines import fsdp_dtypes, training_arguments
+from toolkit.distributed.environment import environment
+from toolkit.distributed.layout import World, batch_layout, run_length
 from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS as TABLE
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES

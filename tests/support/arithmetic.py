@@ -6,7 +6,7 @@ from typing import Any
 
 from example_plan import GIB, example_plan
 
-from toolkit.distributed import batch_layout
+from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Plan
 from toolkit.recipe import Recipe

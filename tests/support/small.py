@@ -50,7 +50,7 @@ def set_up(*overrides: str) -> Any:
 
 def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     """The same, and its callbacks."""
-    from toolkit.distributed import World
+    from toolkit.distributed.layout import World
     from toolkit.distributed.rendezvous import Rendezvous
     from toolkit.models.load import ModelSource
     from toolkit.recipe.rules import load_checked

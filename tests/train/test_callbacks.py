@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.distributed import Length
+from toolkit.distributed.layout import Length
 from toolkit.report.terminal import Progress
 from toolkit.train import callbacks
 from toolkit.train.callbacks import Meter, StepTokens, TimeLeft

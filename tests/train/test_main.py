@@ -371,7 +371,8 @@ def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
     env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
     code = (
         "import os\n"
-        "from toolkit.distributed import World, environment\n"
+        "from toolkit.distributed.environment import environment\n"
+        "from toolkit.distributed.layout import World\n"
         "from toolkit.recipe.rules import load_checked\n"
         "changes = environment(load_checked('small').recipe, World.from_environment())\n"
         "os.environ.update({key: value for key, value in changes.items() if value is not None})\n"

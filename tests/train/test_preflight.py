@@ -19,8 +19,8 @@ import torch
 from small import populate
 
 from toolkit.common import UserError
-from toolkit.distributed import World
 from toolkit.distributed import rendezvous as rendezvous_module
+from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, connect
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe

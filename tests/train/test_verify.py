@@ -13,7 +13,8 @@ from ranks import Ranks
 from transformers import Trainer
 
 from toolkit.common import UserError
-from toolkit.distributed import EngineState, batch_layout, expected_state
+from toolkit.distributed.engines import EngineState, expected_state
+from toolkit.distributed.layout import batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.train.main import main

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.distributed import batch_layout, run_length
+from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.planner.hardware import find
 from toolkit.recipe.load import load
 from toolkit.recipe.rules import load_checked

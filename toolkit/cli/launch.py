@@ -17,7 +17,8 @@ from pathlib import Path
 from jinja2 import StrictUndefined, Template
 
 from toolkit.common import UserError
-from toolkit.distributed import World, check_launch
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World
 from toolkit.planner.hardware import visible_gpus
 from toolkit.recipe import Recipe
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.common import UserError
-from toolkit.distributed import World, check_launch
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.plan import Plan, Refused

@@ -10,7 +10,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from toolkit.common import UserError
-from toolkit.distributed import Dtypes
+from toolkit.distributed.engines import Dtypes
 from toolkit.recipe import Recipe, did_you_mean
 
 

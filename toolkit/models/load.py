@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 
 from toolkit.common import UserError, first_line
 from toolkit.data.encode import load_chat_template
-from toolkit.distributed import Dtypes
+from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import keep_unpacked, quantization_config
 from toolkit.recipe import Recipe, model_configs

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.data.statistics import DataStatistics, statistics_of
-from toolkit.distributed import BatchLayout, World, batch_layout, dtypes
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import BatchLayout, World, batch_layout
 from toolkit.models import attention
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import resolve

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolkit.common import UserError
-from toolkit.distributed import World, batch_layout, check_launch
-from toolkit.distributed.layout import micro_batch_sizes
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World, batch_layout, micro_batch_sizes
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Plan
 from toolkit.recipe import Recipe

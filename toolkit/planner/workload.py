@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from toolkit.distributed import BatchLayout, Dtypes, dtypes
+from toolkit.distributed.engines import Dtypes, dtypes
+from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.trace.types import Shape, Tensors, Trace
 from toolkit.recipe import Recipe

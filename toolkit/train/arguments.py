@@ -1,7 +1,7 @@
 """TrainingArguments: those of the recipe, and those that this machine and this run decide.
 
 Building them starts the process group and prepares the engine, so they come before the model. What follows from the
-recipe alone is in `distributed.training_arguments`, where plans and tests can ask without torch.
+recipe alone is in `distributed.engines`, where plans and tests can ask without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from transformers import Seq2SeqTrainingArguments
 from trl import SFTConfig
 
 from toolkit.common import UserError
-from toolkit.distributed import BatchLayout, Length, World, fsdp_dtypes, fsdp_mesh, training_arguments
+from toolkit.distributed.engines import fsdp_dtypes, fsdp_mesh, training_arguments
+from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Loaded, Recipe
 from toolkit.train.run_folder import RunFolder
 

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.common import write_atomically
-from toolkit.distributed import Length
+from toolkit.distributed.layout import Length
 from toolkit.report.load import read_metrics
 from toolkit.report.terminal import Progress
 from toolkit.train.checkpoint import seal

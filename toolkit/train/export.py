@@ -17,7 +17,7 @@ import torch
 from toolkit.common import UserError, build_once, write_json
 from toolkit.data.audit import Audit
 from toolkit.data.prepare import prepare
-from toolkit.distributed import dtypes
+from toolkit.distributed.engines import dtypes
 from toolkit.models import attention
 from toolkit.models.adapters import cast_parameters
 from toolkit.models.load import ModelSource, auto_class

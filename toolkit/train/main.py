@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.common import UserError, add_verbosity, quiet_libraries, start_logging
-from toolkit.distributed import World, check_launch, environment
+from toolkit.distributed.environment import environment
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World
 from toolkit.recipe import split_arguments
 from toolkit.recipe.rules import load_checked
 from toolkit.train.process import ahead_of_launcher, leave_process_group

@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, get_scheduler
 
 from toolkit.common import UserError
-from toolkit.distributed import Length
+from toolkit.distributed.layout import Length
 from toolkit.recipe import Recipe
 from toolkit.train.muon import Muon, hidden_matrices
 

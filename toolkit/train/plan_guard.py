@@ -13,7 +13,7 @@ import torch
 
 from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.data.statistics import DataStatistics
-from toolkit.distributed import World
+from toolkit.distributed.layout import World
 from toolkit.models.load import ModelSource
 from toolkit.planner.build import estimate, launched_on
 from toolkit.planner.hardware import Hardware

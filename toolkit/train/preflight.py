@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from toolkit.common import UserError, cache_dir
-from toolkit.distributed import World
+from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models.load import ModelSource
 from toolkit.planner.hardware import driver_version

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from toolkit.common import UserError, write_atomically, write_json
-from toolkit.distributed import BatchLayout
+from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.load import Batch, Manifest, read_manifest

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from toolkit.distributed import Dtypes
+from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.data.prepare import Prepared
-from toolkit.distributed import BatchLayout, Dtypes, Length, World
+from toolkit.distributed.engines import Dtypes
+from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress

@@ -19,12 +19,8 @@ from toolkit.data.audit import Audit, DataError, check_batch
 from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
-from toolkit.distributed import (
-    BatchLayout,
-    batch_layout,
-    dtypes,
-    run_length,
-)
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from toolkit.common import duration, write_json
-from toolkit.distributed import World
+from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Rendezvous, connect
 from toolkit.models.load import ModelSource

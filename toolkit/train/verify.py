@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from toolkit.common import UserError
 from toolkit.data.collate import isolates
-from toolkit.distributed import EngineState, expected_state, fsdp_mesh
+from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
 from toolkit.models import attention
 from toolkit.train.session import Session
 
@@ -62,7 +62,7 @@ def verify(expected: EngineState, state: EngineState) -> None:
     """Stops a run that is not what was asked for.
 
     Args:
-        expected: See `distributed.expected_state`. What cannot be read yet (moments, before the first step) is not
+        expected: See `engines.expected_state`. What cannot be read yet (moments, before the first step) is not
             compared.
         state: See `read`.
 

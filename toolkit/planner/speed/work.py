@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from toolkit.data.statistics import DataStatistics
-from toolkit.distributed import BatchLayout, run_length
+from toolkit.distributed.layout import BatchLayout, run_length
 from toolkit.models.attention import VARLEN
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Link, Range, Work

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
-from toolkit.distributed import Dtypes
+from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention
 from toolkit.planner.trace.types import Setting
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.distributed import Dtypes
+from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.types import Setting

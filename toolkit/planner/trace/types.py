@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from toolkit.distributed import BatchLayout, dtypes
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention
 from toolkit.recipe import Recipe
 
@@ -229,7 +230,7 @@ class Setting:
         device: What it will run on; kernels and rounding differ.
         objective: As in the recipe.
         method: The recipe's section `method`, without what leaves memory and work as they are.
-        load: Dtype of frozen weights, see `distributed.Dtypes`.
+        load: Dtype of frozen weights, see `engines.Dtypes`.
         local: Dtype of trained weights as the forward pass sees them.
         autocast: Dtype of autocast, or None.
         attention: Backend, resolved.
