@@ -16,7 +16,7 @@ from strategies_doc import strategies_markdown
 from tiny import tiny_model
 
 from toolkit.common import UserError
-from toolkit.distributed.engines import fsdp_dtypes, training_arguments
+from toolkit.distributed.engines import dtypes, training_arguments
 from toolkit.distributed.environment import environment
 from toolkit.distributed.layout import World, batch_layout, run_length
 from toolkit.recipe import Recipe
@@ -51,7 +51,7 @@ def translated(strategy: dict[str, Any]) -> Any:
     if strategy["name"] in ("zero1", "zero2"):
         # DeepSpeed reads it at stage 3 only.
         arguments["deepspeed"]["zero_optimization"].pop("offload_param", None)
-    types = fsdp_dtypes(made) if strategy["name"] == "fsdp" else None
+    types = dtypes(made) if strategy["name"] == "fsdp" else None
     return types, environment(made, World(0, 0, 2, 2)), arguments
 
 

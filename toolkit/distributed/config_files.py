@@ -7,7 +7,7 @@ the committed files to that.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,12 @@ _GPUS = "# All GPUs of the machine; on several machines, or without GPUs, add --
 _PLACEHOLDER = f"# {NVME_PLACEHOLDER} stands for the recipe's strategy.nvme_path.\n"
 
 
-def render(folders: Iterable[Path]) -> dict[str, str]:
+def render(folders: Sequence[Path]) -> dict[str, str]:
     """Path to text of every rendered file.
 
     Args:
         folders: Recipe folders; the first that holds a strategy of some name has it.
     """
-    folders = list(folders)
     files = {}
     for name in options("strategy", folders):
         recipe = _default_recipe(name, folders[0])
@@ -107,16 +106,11 @@ def _accelerate_yaml(name: str, recipe: Recipe) -> str:
             },
         }
     elif strategy.name == "fsdp":
-        config |= {"distributed_type": "FSDP", "fsdp_config": _fsdp_section(fsdp_config(recipe))}
+        # Accelerate's names are Transformers' after `fsdp_`, except for this one; its lists are texts.
+        names = {"cpu_offload": "offload_params"}
+        section = {f"fsdp_{names.get(key, key)}": value for key, value in fsdp_config(recipe).items()}
+        texts = {key: ",".join(value) for key, value in section.items() if isinstance(value, list)}
+        config |= {"distributed_type": "FSDP", "fsdp_config": section | texts}
     else:
         config["distributed_type"] = "NO" if single else "MULTI_GPU"
     return head + yaml.safe_dump(config, sort_keys=True)
-
-
-# Where accelerate's name of a key is not `fsdp_` and Transformers' name.
-_FSDP_NAMES = {"cpu_offload": "fsdp_offload_params"}
-
-
-def _fsdp_section(config: dict[str, Any]) -> dict[str, Any]:
-    section = {_FSDP_NAMES.get(key, f"fsdp_{key}"): value for key, value in config.items()}
-    return {key: ",".join(value) if isinstance(value, list) else value for key, value in section.items()}

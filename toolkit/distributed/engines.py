@@ -87,7 +87,9 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
         "gradient_accumulation_steps": "auto",
         # Without this key DeepSpeed clips at 1.0, whatever the Trainer was told.
         "gradient_clipping": "auto",
-        **_precision(recipe),
+        # Loss scaling starts as torch's does, at 2**16.
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
         # By default gradients are summed in the 16-bit type they were computed in.
         "communication_data_type": reduce,
         "data_types": {"grad_accum_dtype": reduce},
@@ -97,6 +99,10 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
+    if recipe.precision == "pure_bf16":
+        # Masters, gradients and moments in bf16 too, which is what the recipe asks for.
+        pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        config |= {"bf16": {"enabled": True, **pure}, "fp16": {"enabled": False}}
     for key, value in (further or {}).items():
         section = config
         *parents, name = key.split(".")
@@ -104,15 +110,6 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
             section = section.setdefault(parent, {})
         section[name] = value
     return config
-
-
-def _precision(recipe: Recipe) -> dict[str, Any]:
-    if recipe.precision == "pure_bf16":
-        # Masters, gradients and moments in bf16 too, which is what the recipe asks for.
-        pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        return {"bf16": {"enabled": True, **pure}, "fp16": {"enabled": False}}
-    # Loss scaling starts as torch's does, at 2**16.
-    return {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16}}
 
 
 def _zero(recipe: Recipe) -> dict[str, Any]:
@@ -161,15 +158,6 @@ def fsdp_config(recipe: Recipe) -> dict[str, Any]:
     if strategy.wrap_classes:
         config["transformer_layer_cls_to_wrap"] = list(strategy.wrap_classes)
     return config
-
-
-def fsdp_dtypes(recipe: Recipe) -> dict[str, str | None]:
-    """FSDP's mixed precision policy: dtype names for `param_dtype`, `reduce_dtype` and `output_dtype`.
-
-    Accelerate's own reduces gradients and returns the loss in 16 bits.
-    """
-    types = dtypes(recipe)
-    return {"param_dtype": types.compute, "reduce_dtype": types.reduce, "output_dtype": None}
 
 
 def fsdp_mesh(recipe: Recipe, world: World) -> dict[str, int] | None:
@@ -330,13 +318,13 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     """
     strategy, types = recipe.strategy, dtypes(recipe)
     several = layout.world_size > 1
-    stage = strategy.zero_stage or (3 if strategy.name == "fsdp" else 0)
+    stage = 3 if strategy.name == "fsdp" else strategy.zero_stage
 
     def spread(from_stage: int) -> Spread:
         return "sharded" if several and stage >= from_stage else "whole"
 
     state: dict[str, Any] = {
-        "engine": _engine(recipe, several),
+        "engine": "ddp" if several else "none",
         "world_size": layout.world_size,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
@@ -352,16 +340,12 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "autocast": types.autocast or "none",
         "master_dtype": types.master,
     }
-    if strategy.zero_stage or strategy.name == "fsdp":
-        state["reduce_dtype"] = types.reduce
-    if strategy.name == "fsdp":
-        state["compute_dtype"] = types.compute
-        state["reshard_after_forward"] = reshards_after_forward(recipe)
     if strategy.zero_stage:
-        state["zero_stage"] = strategy.zero_stage
+        state |= {"engine": "deepspeed", "zero_stage": strategy.zero_stage, "reduce_dtype": types.reduce}
         state |= {key: getattr(strategy, key) for key in ("offload_optimizer", "offload_param")}
     elif strategy.name == "fsdp":
-        state["offload_param"] = strategy.offload_param
+        state |= {"engine": "fsdp2", "reduce_dtype": types.reduce, "compute_dtype": types.compute}
+        state |= {"offload_param": strategy.offload_param, "reshard_after_forward": reshards_after_forward(recipe)}
     traits = recipe.optimizer.traits
     if traits.bits == 32 and traits.module in ("torch", "bitsandbytes"):
         state["moments_dtype"] = traits.state_dtype(types.master)
@@ -369,9 +353,3 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
         del state["optimizer"], state["not_updated"], state["master_dtype"]
     return EngineState(**state)
-
-
-def _engine(recipe: Recipe, several: bool) -> str:
-    if recipe.strategy.zero_stage:
-        return "deepspeed"
-    return {"fsdp": "fsdp2"}.get(recipe.strategy.name, "ddp" if several else "none")

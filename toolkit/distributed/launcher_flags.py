@@ -107,18 +107,15 @@ _FSDP_DEFAULTS = (("FSDP_VERSION", "1"), ("FSDP_RESHARD_AFTER_FORWARD", "true"),
 
 
 def _common_rows(recipe: Recipe, layout: BatchLayout) -> dict[str, Row]:
-    # A bare `accelerate launch` says "no" for want of anything else.
-    precision = ("no", {"fp32": "no", "pure_bf16": "no"}.get(recipe.precision, recipe.precision))
     steps, norm = layout.gradient_accumulation_steps, recipe.optimizer.max_grad_norm
+    precisions = {name: f"precision={name}" for name in ("bf16", "fp16")}
     return {
         "ACCELERATE_DYNAMO_BACKEND": Row(("no",), "--dynamo_backend no (it has no compilation)"),
-        "ACCELERATE_MIXED_PRECISION": Row(precision, f"precision={recipe.precision}", _PRECISIONS),
+        # A bare `accelerate launch` says "no" for want of anything else.
+        "ACCELERATE_MIXED_PRECISION": Row(("no", recipe.precision), f"precision={recipe.precision}", precisions),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Row(("auto", "none", steps), f"gradient_accumulation_steps={steps}"),
         "ACCELERATE_GRADIENT_CLIPPING": Row.of("optimizer.max_grad_norm", norm, "auto", "none"),
     }
-
-
-_PRECISIONS = {name: f"precision={name}" for name in ("bf16", "fp16")}
 
 
 def _mesh_rows(recipe: Recipe, world: World) -> dict[str, Row]:

@@ -17,7 +17,7 @@ from transformers import Seq2SeqTrainingArguments
 from trl import SFTConfig
 
 from toolkit.common import UserError
-from toolkit.distributed.engines import fsdp_dtypes, fsdp_mesh, training_arguments
+from toolkit.distributed.engines import dtypes, fsdp_mesh, training_arguments
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Loaded, Recipe
 from toolkit.train.run_folder import RunFolder
@@ -82,8 +82,10 @@ def build_arguments(
 
 def _fsdp_plugin(recipe: Recipe) -> dict[str, Any]:
     """What accelerate's FSDP plugin takes and TrainingArguments do not pass on."""
-    types = {key: getattr(torch, name) if name else None for key, name in fsdp_dtypes(recipe).items()}
-    plugin: dict[str, Any] = {"mixed_precision_policy": MixedPrecisionPolicy(**types)}  # type: ignore[arg-type]
+    types = dtypes(recipe)
+    # Accelerate's own policy reduces gradients and returns the loss in 16 bits.
+    policy = MixedPrecisionPolicy(getattr(torch, types.compute), getattr(torch, types.reduce), output_dtype=None)
+    plugin: dict[str, Any] = {"mixed_precision_policy": policy}
     if recipe.strategy.offload_param == "cpu":
         plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=recipe.strategy.pin_memory)
     return plugin
