@@ -42,12 +42,10 @@ _TAKEN_OVER = (
     "zero_optimization.offload_optimizer.fast_init",
 )
 # Sections and keys of which a recipe has nothing, and which would train something else.
-_OTHER_SECTIONS = (
+_OTHER = (
     *("amp", "torch_autocast", "compile", "data_efficiency", "curriculum_learning", "progressive_layer_drop"),
     *("eigenvalue", "quantize_training", "compression_training", "weight_quantization", "sparse_attention"),
     *("elasticity", "autotuning", "hybrid_engine", "pipeline", "tensor_parallel", "optimizer", "scheduler"),
-)
-_OTHER_KEYS = (
     *("fp16.fp16_master_weights_and_grads", "data_types.param_dtype", "zero_optimization.zero_quantized_*"),
     *("zero_optimization.mics_shard_size", "zero_optimization.zenflow.*", "zero_optimization.cpu_offload*"),
     "zero_optimization.offload_optimizer.super_offload",
@@ -88,7 +86,7 @@ def compare(recipe: Recipe, layout: BatchLayout, file: str) -> tuple[list[Differ
             continue
         elif _matches(key, _TAKEN_OVER):
             taken_over[key] = value
-        elif section in _OTHER_SECTIONS or _matches(key, _OTHER_KEYS):
+        elif section in _OTHER or _matches(key, _OTHER):
             differences.append(Difference(said, "nothing of it", _VARIABLE, file=file))
         else:
             differences.append(Difference(said, "", _VARIABLE))
@@ -145,15 +143,15 @@ def _is_unused(recipe: Recipe, key: str, own: Mapping[str, Any]) -> bool:
 
 def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dict[str, Row]:
     """The keys that decide what is trained."""
-    strategy, optimizer = recipe.strategy, recipe.optimizer
-    steps, reduce = layout.gradient_accumulation_steps, deepspeed_config(recipe)["communication_data_type"]
+    strategy, steps = recipe.strategy, layout.gradient_accumulation_steps
+    reduce = deepspeed_config(recipe)["communication_data_type"]
     # A rendered file stands for every precision.
     reduces = Row.of("strategy.reduce_dtype", reduce, *["fp32"] * (strategy.reduce_dtype == "auto"))
     rows = {
         "train_batch_size": Row.of("batch.global_batch_size", layout.global_batch_size),
         "train_micro_batch_size_per_gpu": Row.of("batch.micro_batch_size", layout.micro_batch_size),
         "gradient_accumulation_steps": Row((steps,), f"gradient_accumulation_steps={steps}"),
-        "gradient_clipping": Row.of("optimizer.max_grad_norm", optimizer.max_grad_norm),
+        "gradient_clipping": Row.of("optimizer.max_grad_norm", recipe.optimizer.max_grad_norm),
         "gradient_allreduce_op": Row(("mean",), "gradient_allreduce_op=mean"),
         "sequence_parallel_size": Row((1,), "sequence_parallel_size=1"),
         "communication_data_type": reduces,
@@ -172,40 +170,33 @@ def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dic
         # Divided otherwise, the same batch trains the same.
         rows["train_micro_batch_size_per_gpu"] = Row((layout.micro_batch_size,))
         rows["gradient_accumulation_steps"] = Row((steps,))
-    # DeepSpeed's own optimizer is never used, for it would decay norms and biases too; nor is its scheduler.
-    rows |= {f"optimizer.{key}": row for key, row in _optimizer_rows(recipe).items()}
-    return rows | {f"scheduler.{key}": row for key, row in _scheduler_rows(recipe, stated).items()}
+    return rows | _optimizer_rows(recipe, stated)
 
 
-def _optimizer_rows(recipe: Recipe) -> dict[str, Row]:
-    optimizer = recipe.optimizer
+def _optimizer_rows(recipe: Recipe, stated: Mapping[str, Any]) -> dict[str, Row]:
+    """DeepSpeed's own optimizer is never used, for it would decay norms and biases too; nor is its scheduler."""
+    optimizer, schedule = recipe.optimizer, recipe.schedule
     betas = [optimizer.beta1, optimizer.beta2]
-    return {
-        "type": _type_row("optimizer.name", optimizer.name, _OPTIMIZERS),
-        "params.lr": Row.of("optimizer.learning_rate", optimizer.learning_rate),
-        "params.betas": Row((betas,), f"optimizer.beta1={betas[0]} and optimizer.beta2={betas[1]}"),
-        "params.eps": Row.of("optimizer.eps", optimizer.eps),
-        "params.weight_decay": Row.of("optimizer.weight_decay", optimizer.weight_decay),
-        "params.momentum": Row.of("optimizer.momentum", optimizer.stated_momentum),
-        "params.adam_w_mode": Row((True,), "decoupled weight decay"),
-        "params.torch_adam": Row((True, False)),
-    }
-
-
-def _scheduler_rows(recipe: Recipe, stated: Mapping[str, Any]) -> dict[str, Row]:
-    schedule = recipe.schedule
+    learning_rate, from_zero = Row.of("optimizer.learning_rate", optimizer.learning_rate), Row((0,), "a warm-up from 0")
     share = f"{schedule.warmup_ratio} of all steps" if schedule.warmup_ratio else 0
-    from_zero = Row((0,), "a warm-up from 0")
     return {
-        "type": _type_row("schedule.name", schedule.name, _SCHEDULES),
-        "params.warmup_max_lr": Row.of("optimizer.learning_rate", recipe.optimizer.learning_rate),
-        "params.warmup_min_lr": from_zero,
-        "params.warmup_min_ratio": from_zero,
-        "params.warmup_num_steps": Row.of("schedule.warmup_steps", schedule.warmup_steps or share),
-        "params.warmup_type": Row(("linear",), "a linear warm-up" * (stated.get(_WARMUP_TYPE) != _UNSAID_WARMUP)),
-        "params.total_num_steps": Row.of("schedule.max_steps", schedule.max_steps),
+        "optimizer.type": _type_row("optimizer.name", optimizer.name, _OPTIMIZERS),
+        "optimizer.params.lr": learning_rate,
+        "optimizer.params.betas": Row((betas,), f"optimizer.beta1={betas[0]} and optimizer.beta2={betas[1]}"),
+        "optimizer.params.eps": Row.of("optimizer.eps", optimizer.eps),
+        "optimizer.params.weight_decay": Row.of("optimizer.weight_decay", optimizer.weight_decay),
+        "optimizer.params.momentum": Row.of("optimizer.momentum", optimizer.stated_momentum),
+        "optimizer.params.adam_w_mode": Row((True,), "decoupled weight decay"),
+        "optimizer.params.torch_adam": Row((True, False)),
+        "scheduler.type": _type_row("schedule.name", schedule.name, _SCHEDULES),
+        "scheduler.params.warmup_max_lr": learning_rate,
+        "scheduler.params.warmup_min_lr": from_zero,
+        "scheduler.params.warmup_min_ratio": from_zero,
+        "scheduler.params.warmup_num_steps": Row.of("schedule.warmup_steps", schedule.warmup_steps or share),
+        _WARMUP_TYPE: Row(("linear",), "a linear warm-up" * (stated.get(_WARMUP_TYPE) != _UNSAID_WARMUP)),
+        "scheduler.params.total_num_steps": Row.of("schedule.max_steps", schedule.max_steps),
         # DeepSpeed's own default ends at a ten-thousandth.
-        "params.cos_min_ratio": Row((0, 1e-4), "a decay to 0"),
+        "scheduler.params.cos_min_ratio": Row((0, 1e-4), "a decay to 0"),
     }
 
 

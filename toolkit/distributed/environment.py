@@ -91,8 +91,8 @@ def _process_group(recipe: Recipe, world: World, current: Mapping[str, str]) -> 
     if recipe.strategy.name in ("single", "ddp") or "LOCAL_RANK" in current:
         return {}
     # An engine needs a process group even for one process; without RANK DeepSpeed looks for MPI. An address left
-    # over from elsewhere would be waited for in vain.
-    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    # over from elsewhere would be waited for in vain. Port 0 is any that is free.
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _network(world: World, current: Mapping[str, str]) -> dict[str, str]:
@@ -150,9 +150,3 @@ def _computes_on_host(recipe: Recipe, current: Mapping[str, str]) -> bool:
     # The device files of NVIDIA's driver (one per GPU), of WSL's and of AMD's.
     present = any(Path("/dev").glob("nvidia[0-9]*")) or any(Path(f"/dev/{name}").exists() for name in ("dxg", "kfd"))
     return bool(hidden) or not present
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

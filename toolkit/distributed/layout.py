@@ -70,10 +70,12 @@ class World:
     def _from_slurm(cls, environment: Mapping[str, str]) -> World:
         size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
         per_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
-        counts = _expand_counts(per_node or environment.get("SLURM_NTASKS_PER_NODE", size))
-        if len(set(counts)) > 1:
+        per_node = per_node or environment.get("SLURM_NTASKS_PER_NODE", size)
+        # Slurm writes 4, 4 and 3 as `4(x2),3`.
+        counts = {part.partition("(x")[0] for part in per_node.split(",")}
+        if len(counts) > 1:
             raise UserError(
-                f"Slurm started unequal numbers of processes per node: {', '.join(counts)}",
+                f"Slurm started unequal numbers of processes per node: {per_node.replace(',', ', ')}",
                 "give srun --ntasks-per-node, the same for every node",
             )
         world = cls._checked(
@@ -81,7 +83,7 @@ class World:
                 "SLURM_PROCID": environment.get("SLURM_PROCID", "0"),
                 "SLURM_LOCALID": environment.get("SLURM_LOCALID", "0"),
                 "SLURM_NTASKS": size,
-                "SLURM_TASKS_PER_NODE": counts[0],
+                "SLURM_TASKS_PER_NODE": counts.pop(),
             }
         )
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
@@ -112,15 +114,6 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     step = environment.get("SLURM_STEP_ID", "")
     # Slurm numbers the steps of batch scripts and interactive shells downwards from 2**32.
     return step.isdigit() and int(step) < 2**32 - 256 and "SLURM_PROCID" in environment
-
-
-def _expand_counts(text: str) -> list[str]:
-    """Slurm's counts per node: `4(x2),3` to `["4", "4", "3"]`."""
-    counts: list[str] = []
-    for part in text.split(","):
-        count, _, times = part.removesuffix(")").partition("(x")
-        counts += [count] * int(times or "1")
-    return counts
 
 
 def _first_host(nodes: str) -> str:
