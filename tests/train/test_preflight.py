@@ -120,7 +120,7 @@ def test_equal_processes_pass_and_exchange_data(
         preflight.agree(rendezvous, ModelSource.open(recipe()), "data")
         torch.distributed.init_process_group("gloo")
         preflight.all_reduce(rendezvous, torch.device("cpu"))
-        assert not rendezvous.starting_group
+        assert rendezvous.group_deadline is None
         torch.distributed.destroy_process_group()
         return warnings
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import os
 import platform
-import queue
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
@@ -59,7 +60,7 @@ def connect(world: World) -> Iterator[Rendezvous]:
         yield rendezvous
     except Exception as error:
         # Gloo has no class of errors of its own.
-        if rendezvous.starting_group and (isinstance(error, DistError) or "gloo" in str(error).lower()):
+        if rendezvous.group_deadline is not None and (isinstance(error, DistError) or "gloo" in str(error).lower()):
             rendezvous.tell(shared := rendezvous.group_error(first_line(error)))
             raise shared from error
         rendezvous.tell(error)
@@ -75,9 +76,10 @@ class Rendezvous:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        # By when the process group must have started; None while nobody starts it.
+        self.group_deadline: float | None = None
         self._labels: dict[int, str] = {}
         self._silent: list[int] = []
-        self._deadline: float | None = None
         self._closed = threading.Event()
         self._store: PrefixStore | None = None
         if world.world_size > 1:
@@ -91,11 +93,6 @@ class Rendezvous:
     def alone(self) -> bool:
         """Whether this is the only process."""
         return self._store is None
-
-    @property
-    def starting_group(self) -> bool:
-        """Whether the process group is being started."""
-        return self._deadline is not None
 
     @property
     def network_hint(self) -> str:
@@ -115,8 +112,7 @@ class Rendezvous:
                     f"two processes say that they are rank {rank}, one of them on {label}",
                     "give every node its own --machine_rank (or RANK), from 0",
                 )
-            answer = self.exchange("label", label, lambda labels: {str(rank): label for rank, label in labels.items()})
-            self._labels = {int(rank): label for rank, label in answer.items()}
+            self._labels = dict(self.exchange("label", label, lambda labels: list(labels.items())))
 
     def exchange(self, topic: str, value: Any, judge: Callable[[Values], Any]) -> Any:
         """Every process gives a value; the first one judges them all; everyone gets its answer.
@@ -142,7 +138,7 @@ class Rendezvous:
 
     def begin_group(self) -> None:
         """From here to `close` this process may hang in a library; then it reports and ends by itself."""
-        self._deadline = time.monotonic() + GROUP_SECONDS
+        self.group_deadline = time.monotonic() + GROUP_SECONDS
 
     def group_started(self) -> None:
         """This process has started its group and comes to the first collective operation."""
@@ -177,7 +173,7 @@ class Rendezvous:
 
     def stop(self) -> None:
         """Ends the heartbeat."""
-        self._deadline = None
+        self.group_deadline = None
         self._closed.set()
 
     def tell(self, error: Exception) -> None:
@@ -186,24 +182,20 @@ class Rendezvous:
         if store is None or self._closed.is_set() or self._silent == [0]:
             return
         self.stop()
-        what, change = in_a_line(error), "its own message tells more"
-        if isinstance(error, UserError):
-            what, change = error.what, error.change
-        if not isinstance(error, SharedError):
-            what = f"{self.name(self.world.rank)}: {what}"
-        message = json.dumps([what, change, self.world.world_size - len(self._silent)])
-        with contextlib.suppress(DistError, queue.Empty):
+        told = error if isinstance(error, UserError) else UserError(in_a_line(error), "its own message tells more")
+        what = told.what if isinstance(error, SharedError) else f"{self.name(self.world.rank)}: {told.what}"
+        message = json.dumps([what, told.change, self.world.world_size - len(self._silent)])
+        with contextlib.suppress(DistError, TimeoutError):
             ended = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
             self._leave(store, json.loads(ended)[2])
 
     def _leave(self, store: Store, present: int) -> None:
         """Waits a moment until all have come to the end: launchers end all processes of a node as soon as one ends."""
         end = time.monotonic() + _LEAVE_SECONDS
-        with contextlib.suppress(DistError, queue.Empty):
-            left = _within(_LEAVE_SECONDS, lambda: store.add("left", 1))
-            while left < present and time.monotonic() < end:
+        with contextlib.suppress(DistError, TimeoutError):
+            _within(_LEAVE_SECONDS, lambda: store.add("left", 1))
+            while _within(_LEAVE_SECONDS, lambda: store.add("left", 0)) < present and time.monotonic() < end:
                 time.sleep(0.05)
-                left = _within(_LEAVE_SECONDS, lambda: store.add("left", 0))
 
     def name(self, *ranks: int) -> str:
         """`ranks 0-3 (node-a 10.0.0.1), rank 4 (node-b 10.0.0.2)`; hosts only where there are several."""
@@ -244,9 +236,8 @@ class Rendezvous:
             heard |= {rank: (beat, moment) for rank, beat in beats.items() if beat != heard[rank][0]}
             if silent := [rank for rank in beats if moment - heard[rank][1] > TIMEOUT_SECONDS]:
                 ever = any(beats[rank] for rank in silent)
-                late = f"{TIMEOUT_SECONDS:g} s"
-                how = f"stopped answering {late} ago" if ever else f"did not answer within {late}"
-                raise self._gone(silent, how)
+                how = "stopped answering {:g} s ago" if ever else "did not answer within {:g} s"
+                raise self._gone(silent, how.format(TIMEOUT_SECONDS))
             # Prompt at first, and light on the store where thousands wait for an hour of tokenising.
             time.sleep(min(1.0, 0.05 + (moment - began) / 20))
         return values
@@ -273,7 +264,7 @@ class Rendezvous:
             return _within(TIMEOUT_SECONDS, lambda: call(store))
         except DistError:
             raise self._gone([0], "has ended") from None
-        except queue.Empty:
+        except TimeoutError:
             raise self._gone([0], f"stopped answering {TIMEOUT_SECONDS:g} s ago") from None
 
     def _beat(self, store: Store) -> None:
@@ -281,15 +272,15 @@ class Rendezvous:
         try:
             while not self._closed.wait(_BEAT_SECONDS):
                 store.add(f"beat/{self.world.rank}", 1)
-                if self._deadline is None:
+                if (deadline := self.group_deadline) is None:
                     continue
                 if store.check(["end"]):
                     self._exit(SharedError(*json.loads(store.get("end"))[:2]))
                 # The first process says who is missing; should it hang itself, the others end all the same.
-                elif time.monotonic() > self._deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
+                elif time.monotonic() > deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
                     self._exit(self.group_error(f"nothing for {GROUP_SECONDS:g} s"))
         except DistError as error:
-            if self._deadline is not None:
+            if self.group_deadline is not None:
                 self._exit(SharedError(f"{self.name(0)} stopped answering: {first_line(error)}", self.network_hint))
 
     def _exit(self, error: UserError) -> None:
@@ -312,21 +303,19 @@ def _open_store(world: World) -> tuple[PrefixStore, str]:
             f"the launcher started {world.world_size} processes and set no MASTER_ADDR and MASTER_PORT",
             "start with accelerate launch, torchrun or `toolkit launch`",
         )
-    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    open_store = functools.partial(TCPStore, host, int(port), timeout=timeout, wait_for_workers=False)
     server = None
-    if serves:
+    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
-            server = TCPStore(
-                host, int(port), is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
-            )
+            server = open_store(is_master=True, multi_tenant=True)
         except DistError as error:
             raise UserError(
                 f"port {port} cannot be opened on {host}: {first_line(error)}",
                 "launch with another --main_process_port",
             ) from None
     address = _reach(host, int(port))
-    store = server or TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
+    store = server or open_store()
     # An agent's store outlives a restart of its workers.
     return PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), address
 
@@ -349,20 +338,17 @@ def _reach(host: str, port: int) -> str:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The result of a call that may hang; raises queue.Empty if it does."""
-    box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    """The result of a call that may hang; raises TimeoutError if it does. An executor's thread would keep Python up."""
+    result: Future[Any] = Future()
 
     def work() -> None:
         try:
-            box.put((True, call()))
+            result.set_result(call())
         except BaseException as error:
-            box.put((False, error))
+            result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    good, result = box.get(timeout=seconds)
-    if not good:
-        raise result
-    return result
+    return result.result(seconds)
 
 
 def _spans(ranks: Sequence[int]) -> str:
