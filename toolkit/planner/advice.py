@@ -44,7 +44,8 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
     """
     asked = Candidate({}, recipe, plan)
     explored = [asked, *explore(recipe, hardware, estimate, _FREE)]
-    fewer = [each for count in _COUNTS for each in _with_devices(recipe, hardware, estimate, count, fewer=True)]
+    counts = (count for count in _COUNTS if count < hardware.devices)
+    fewer = [each for count in counts for each in _with_devices(recipe, hardware, estimate, count)]
     options = _options(recipe, hardware, estimate)
     first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, explored, options)
     # A setting that cannot run is no measure of others.
@@ -56,8 +57,13 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
         picked.append(("fastest", quick))
     if cheap and all(cheap.cost < each.cost * (1 - _WORTH) for _, each in picked):
         picked.append(("cheapest", cheap))
-    worth = [each for each in fitting(options) if not any(_dominates(other, each) for _, other in picked)]
-    picked += [("option", each) for each in sorted(worth, key=lambda each: -_gain(each, base)) if _saves(each, base)]
+    worth = [
+        each
+        for each in fitting(options)
+        if _saves(each, base, _WORTH) and all(_saves(each, other) for _, other in picked)
+    ]
+    worth.sort(key=lambda each: -(base.seconds / each.seconds) * (base.total / each.total))
+    picked += [("option", each) for each in worth]
     entries = {
         as_text(each.changes): _entry(kind, each, asked if each is first else base) for kind, each in reversed(picked)
     }
@@ -88,15 +94,13 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
     options = []
     for changes in _other_trainings(recipe, hardware):
         changed = recipe.with_values(changes)
-        if check(changed):
-            continue
-        candidate = consider(changed, hardware, estimate, {})
+        candidate = None if check(changed) else consider(changed, hardware, estimate, {})
         if candidate and candidate.fits == "no":
             candidate = fastest(explore(changed, hardware, estimate, _FREE)) or candidate
         if candidate:
             options.append(dataclasses.replace(candidate, changes={**changes, **candidate.changes}))
     # The smallest number of further devices that fits speaks for all.
-    more = (_with_devices(recipe, hardware, estimate, count, fewer=False) for count in _COUNTS)
+    more = (_with_devices(recipe, hardware, estimate, count) for count in _COUNTS if count > hardware.devices)
     there = [best for candidates in more if (best := fastest(candidates))]
     return options + fitting(there)[:1]
 
@@ -113,23 +117,20 @@ def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
             yield {"precision": "pure_bf16"}
     elif method.quantization == "none":
         yield {"method.quantization": "nf4"}
-    if recipe.precision == "fp32" and "bf16" in hardware.device.flops:
+    precision, flops = recipe.precision, hardware.device.flops
+    if precision == "fp32" and "bf16" in flops:
         yield {"precision": "bf16"}
-    flops = hardware.device.flops
-    if recipe.precision == "bf16" and "bf16" not in flops and "fp16" in flops:
+    elif precision == "bf16" and "bf16" not in flops and "fp16" in flops:
         yield {"precision": "fp16"}
-    if recipe.precision == "bf16" and flops.get("bf16", math.inf) < flops["fp32"]:
+    elif precision == "bf16" and flops.get("bf16", math.inf) < flops["fp32"]:
         yield {"precision": "fp32"}
     if recipe.model.attention != "auto":
         yield {"model.attention": "auto"}
 
 
-def _with_devices(
-    recipe: Recipe, hardware: Hardware, estimate: Estimate, count: int, *, fewer: bool
-) -> list[Candidate]:
-    """The settings on so many devices in one node, if that is fewer (or more) than there are."""
-    wanted = count < hardware.devices if fewer else count > hardware.devices
-    if hardware.device.kind == "cpu" or not wanted or recipe.batch.sequences_per_step % count:
+def _with_devices(recipe: Recipe, hardware: Hardware, estimate: Estimate, count: int) -> list[Candidate]:
+    """The settings on so many devices in one node."""
+    if hardware.device.kind == "cpu" or recipe.batch.sequences_per_step % count:
         return []
     part = hardware.node.part(count / hardware.devices_per_node)
     name = hardware.device.name + (f"x{count}" if count > 1 else "")
@@ -141,17 +142,9 @@ def _with_devices(
     return [dataclasses.replace(each, changes={"hardware": name, **each.changes}) for each in explored]
 
 
-def _saves(each: Candidate, base: Candidate) -> bool:
-    return any(new < old * (1 - _WORTH) for new, old in zip(each.figures, base.figures, strict=True))
-
-
-def _gain(each: Candidate, base: Candidate) -> float:
-    """How much less time and memory, as a factor."""
-    return (base.seconds / each.seconds) * (base.total / each.total)
-
-
-def _dominates(other: Candidate, each: Candidate) -> bool:
-    return all(its <= own for its, own in zip(other.figures, each.figures, strict=True))
+def _saves(each: Candidate, other: Candidate, share: float = 0.0) -> bool:
+    """Whether one figure at least is smaller, by more than a share of the other's."""
+    return any(new < old * (1 - share) for new, old in zip(each.figures, other.figures, strict=True))
 
 
 def _entry(kind: str, each: Candidate, asked: Candidate) -> Advice:
@@ -190,13 +183,12 @@ _NOTES = {
 
 def buys(each: Candidate, asked: Candidate) -> str:
     """What is better than with another setting, the one that was asked for as a rule."""
-    fits = []
+    parts = [*_compared(each, asked)]
     if asked.fits == "no":
         same = each.plan.fit.where == asked.plan.fit.where
-        fits.append(
-            f"fits: needs {each.need} instead of {f'{asked.plan.fit.needed / _GIB:.1f}' if same else asked.need}"
-        )
-    return "; ".join([*fits, *_compared(each, asked)]) or "nothing"
+        before = f"{asked.plan.fit.needed / _GIB:.1f}" if same else asked.need
+        parts.insert(0, f"fits: needs {each.need} instead of {before}")
+    return "; ".join(parts) or "nothing"
 
 
 def costs(each: Candidate, asked: Candidate) -> str:

@@ -15,7 +15,7 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.engines import dtypes
@@ -44,16 +44,7 @@ __all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """What the plans of one question share; the setting and the hardware vary while better ones are looked for.
-
-    Args:
-        name: The recipe's name.
-        overrides: What was set on the command line.
-        price: Of a GPU-hour.
-        config: The model's config.
-        statistics: Figures of the prepared data; None where it is not prepared.
-        tracing: Where a trace is made that is not known.
-    """
+    """What `estimate` is asked; the setting and the hardware vary while better ones are looked for."""
 
     name: str
     overrides: Sequence[str]
@@ -252,42 +243,29 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
     fullest = ranks[0]
     phase = fullest.phases[fullest.peak_phase]
     part = max(phase, key=lambda key: phase[key])
-    on_cpu = hardware.device.kind == "cpu"
-    # Processes on a CPU share the host's memory, in which their tensors are counted already.
-    needed = ram.peak if on_cpu else int(fullest.total.value)
-    worst = needed * fullest.total.high / fullest.total.value if on_cpu else fullest.total.high
-    places = [("host RAM" if on_cpu else "device memory", needed, worst, hardware.device.memory, part)]
-    if not on_cpu:
-        largest = max(ram.parts, key=lambda key: ram.parts[key])
-        places.append(("host RAM", ram.peak, ram.peak, hardware.node.ram, largest))
+
+    def into(where: str, available: int, needed: int, decides: str, worst: float = 0.0) -> Fit:
+        answer: Any = "no" if needed > available else "tight" if worst > available else "yes"
+        margin = available - needed
+        return Fit(answer=answer, where=where, needed=needed, available=available, margin=margin, decides=decides)
+
+    if hardware.device.kind == "cpu":
+        # Processes on a CPU share the host's memory, in which their tensors are counted already.
+        worst = ram.peak * fullest.total.high / fullest.total.value
+        fits = [into("host RAM", hardware.device.memory, ram.peak, part, worst)]
+    else:
+        needed, largest = int(fullest.total.value), max(ram.parts, key=lambda key: ram.parts[key])
+        fits = [into("device memory", hardware.device.memory, needed, part, fullest.total.high)]
+        fits.append(into("host RAM", hardware.node.ram, ram.peak, largest))
     if hardware.node.nvme_bytes is not None:
-        places.append(("NVMe", drives.nvme, drives.nvme, hardware.node.nvme_bytes, "optimizer"))
-
-    def answer(needed: float, worst: float, available: float) -> Literal["yes", "tight", "no"]:
-        return "no" if needed > available else "tight" if worst > available else "yes"
-
-    order = ("yes", "tight", "no")
-    where, needed, worst, available, decides = max(
-        places, key=lambda place: (order.index(answer(*place[1:4])), place[1] / place[3])
-    )
-    return Fit(
-        answer=answer(needed, worst, available),
-        where=where,
-        needed=needed,
-        available=available,
-        margin=available - needed,
-        decides=decides,
-    )
+        fits.append(into("NVMe", hardware.node.nvme_bytes, drives.nvme, "optimizer"))
+    return max(fits, key=lambda each: (("yes", "tight", "no").index(each.answer), each.needed / each.available))
 
 
 def _strategy(recipe: Recipe) -> str:
     strategy = recipe.strategy
-    offloads = [
-        f"{part} on {device}"
-        for part, device in (("optimizer", strategy.offload_optimizer), ("parameters", strategy.offload_param))
-        if device != "none"
-    ]
-    return ", ".join([strategy.name, *offloads])
+    places = {"optimizer": strategy.offload_optimizer, "parameters": strategy.offload_param}
+    return ", ".join([strategy.name, *(f"{part} on {place}" for part, place in places.items() if place != "none")])
 
 
 def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:

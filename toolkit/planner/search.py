@@ -6,10 +6,11 @@ and the micro-batch vary. Nothing here computes bytes or seconds: every setting 
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 from toolkit.common import UserError
@@ -36,12 +37,14 @@ _NOT_OFFLOADED: Changes = {
     "strategy.nvme_path": None,
     "strategy.pin_memory": True,
 }
-_OFFLOADED: tuple[Changes, ...] = (
-    {"strategy.name": "zero2", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "none"},
-    {"strategy.name": "fsdp", "strategy.offload_optimizer": "none", "strategy.offload_param": "cpu"},
-    {"strategy.name": "zero3", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "none"},
-    {"strategy.name": "zero3", "strategy.offload_optimizer": "cpu", "strategy.offload_param": "cpu"},
+_OFFLOADING = ("strategy.nvme_path", "strategy.name", "strategy.offload_optimizer", "strategy.offload_param")
+_OFFLOADED = (
+    (None, "zero2", "cpu", "none"),
+    (None, "fsdp", "none", "cpu"),
+    (None, "zero3", "cpu", "none"),
+    (None, "zero3", "cpu", "cpu"),
 )
+"""Values of these keys, without NVMe."""
 
 
 class Estimate(Protocol):
@@ -99,65 +102,9 @@ class Candidate:
         return f"{fit.needed / 2**30:.1f} of {fit.available / 2**30:.1f} GiB of {fit.where}"
 
 
-def at(recipe: Recipe, path: str) -> Any:
-    """The value at a dotted key."""
-    return functools.reduce(getattr, path.split("."), recipe)
-
-
 def as_arguments(changes: Changes) -> str:
     """Changes as one types them: `strategy.name=zero2 batch.micro_batch_size=4`."""
     return " ".join(f"{path}={as_text(value)}" for path, value in changes.items())
-
-
-def strategies(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
-    """Strategies for these devices, the simple ones first.
-
-    Args:
-        offload: Those that hold something in host memory, or those that do not. Stages of sharding without offloading
-            are the same on a single device, so it is given the first alone.
-    """
-    if hardware.device.kind == "cpu":
-        # Accelerate offers its engines on GPUs only.
-        names: Iterable[str] = ("ddp",) if not offload else ()
-    else:
-        names = ("ddp", *_SHARDED[: 4 * (hardware.devices > 1)]) if not offload else ()
-    if recipe.strategy.name == "single" and hardware.devices == 1:
-        names = ["single" if name == "ddp" else name for name in names]
-    settings = [{"strategy.name": name, **_NOT_OFFLOADED} for name in names]
-    if hardware.nodes > 1 and settings[1:]:
-        settings.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_NOT_OFFLOADED})
-    if offload and hardware.device.kind != "cpu":
-        settings += [{"strategy.nvme_path": None, **changes} for changes in _OFFLOADED]
-        if path := recipe.strategy.nvme_path:
-            nvme = {"strategy.name": "zero3", "strategy.offload_optimizer": "nvme", "strategy.nvme_path": path}
-            settings += [{**nvme, "strategy.offload_param": place} for place in ("none", "cpu", "nvme")]
-    return settings
-
-
-def micro_batches(recipe: Recipe, devices: int) -> list[Changes]:
-    """Sizes of a micro-batch that are worth a plan, and the one that the recipe asks for."""
-    sizes = set(micro_batch_sizes(recipe, devices))
-    if isinstance(asked := recipe.batch.micro_batch_size, int):
-        sizes.add(asked)
-    return [{"batch.micro_batch_size": size} for size in sorted(sizes)]
-
-
-def recomputations(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
-    """Activation checkpointing, from none to all; with `offload` the kind that needs host memory and a GPU.
-
-    `every_n_layers` stands where the recipe states one.
-    """
-    every = recipe.activation_checkpointing.every_n_layers
-    asked = recipe.activation_checkpointing.mode
-    if offload:
-        pairs = [("offload", every)] if hardware.device.kind != "cpu" else []
-    elif asked == "auto" and every > 1:
-        pairs = [("full", every)]
-    else:
-        some = [("full", number) for number in sorted({2, every} - {1}, reverse=True)]
-        pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
-    keys = ("activation_checkpointing.mode", "activation_checkpointing.every_n_layers")
-    return [dict(zip(keys, pair, strict=True)) for pair in pairs]
 
 
 def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collection[str]) -> list[Candidate]:
@@ -169,64 +116,97 @@ def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collec
             go with it.
 
     Raises:
-        UserError: See `search`.
+        UserError: See `_search`.
     """
-
-    def places(offload: bool) -> list[Changes]:
-        if "strategy.name" not in free:
-            return [{}]
-        settings = strategies(recipe, hardware, offload)
-        if recipe.strategy.name == "auto":
-            return [changes for changes in settings if _agrees(recipe, changes)]
-        return _after_asked([_with_defaults(recipe, changes) for changes in settings], recipe)
-
-    def modes(offload: bool) -> list[Changes]:
-        if "activation_checkpointing.mode" not in free:
-            return [{}]
-        return recomputations(recipe, hardware, offload)
-
-    sizes = micro_batches(recipe, hardware.devices) if "batch.micro_batch_size" in free else [{}]
-    candidates = search(recipe, hardware, estimate, places(False), modes(False), sizes)
+    places = _strategies(recipe, hardware, False) if "strategy.name" in free else [{}]
+    modes: list[Changes] = [{}]
+    offloading: list[Changes] = []
+    if "activation_checkpointing.mode" in free:
+        modes, offloading = (_recomputations(recipe, hardware, offload) for offload in (False, True))
+    sizes = _micro_batches(recipe, hardware.devices) if "batch.micro_batch_size" in free else [{}]
+    candidates = _search(recipe, hardware, estimate, places, modes, sizes)
     if not any(each.fits == "yes" for each in candidates):
-        if "activation_checkpointing.mode" in free:
-            candidates += search(recipe, hardware, estimate, places(False), modes(True), sizes)
+        candidates += _search(recipe, hardware, estimate, places, offloading, sizes)
         if "strategy.name" in free:
-            candidates += search(recipe, hardware, estimate, places(True), [*modes(False), *modes(True)], sizes)
+            places = _strategies(recipe, hardware, True)
+            candidates += _search(recipe, hardware, estimate, places, [*modes, *offloading], sizes)
     return candidates
 
 
-def _agrees(recipe: Recipe, changes: Changes) -> bool:
-    """Whether a strategy leaves alone what the recipe says about strategies."""
+def _strategies(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
+    """Strategies for these devices: those that the recipe allows, or first what it asks for, then what differs from it.
+
+    Args:
+        offload: Those that hold something in host memory, or those that do not.
+    """
+    settings = _offloading_strategies(recipe, hardware) if offload else _plain_strategies(recipe, hardware)
     section = type(recipe.strategy).model_fields
-    return all(
-        value == at(recipe, path) or at(recipe, path) == section[path.partition(".")[2]].default
-        for path, value in changes.items()
-        if path != "strategy.name"
-    )
+    if recipe.strategy.name == "auto":
+        return [
+            changes
+            for changes in settings
+            if all(
+                attrgetter(path)(recipe) in (value, section[path.partition(".")[2]].default)
+                for path, value in changes.items()
+                if path != "strategy.name"
+            )
+        ]
+    for changes in settings:
+        # What the new strategy would ignore goes back to its default.
+        foreign = foreign_keys(recipe.with_values(changes))
+        changes |= {f"strategy.{key}": section[key].default for key in foreign}
+    return [{}, *(changes for changes in settings if _changed(recipe, changes))]
 
 
-def _with_defaults(recipe: Recipe, changes: Changes) -> Changes:
-    """The changes, and those that put keys back to their defaults which the new strategy would ignore."""
-    section = type(recipe.strategy).model_fields
-    foreign = foreign_keys(recipe.with_values(changes))
-    return changes | {f"strategy.{key}": section[key].default for key in foreign}
+def _plain_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
+    """The simple ones first. On a single device stages of sharding are the same, so it is given the first alone."""
+    names = ["single" if recipe.strategy.name == "single" and hardware.devices == 1 else "ddp"]
+    # Accelerate offers its engines on GPUs only.
+    sharded = hardware.devices > 1 and hardware.device.kind != "cpu"
+    settings = [{"strategy.name": name, **_NOT_OFFLOADED} for name in (*names, *(_SHARDED if sharded else ()))]
+    if hardware.nodes > 1 and sharded:
+        settings.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_NOT_OFFLOADED})
+    return settings
 
 
-def _after_asked(changes: Iterable[Changes], recipe: Recipe) -> list[Changes]:
-    """What the recipe asks for, then what differs from it."""
-    return [{}, *(each for each in changes if any(at(recipe, path) != value for path, value in each.items()))]
+def _offloading_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
+    if hardware.device.kind == "cpu":
+        return []
+    path = recipe.strategy.nvme_path
+    drives = [(path, "zero3", "nvme", place) for place in ("none", "cpu", "nvme")] if path else []
+    return [dict(zip(_OFFLOADING, values, strict=True)) for values in (*_OFFLOADED, *drives)]
 
 
-def differences(recipe: Recipe, changes: Changes, devices: int) -> Changes:
-    """Those changes that change something; a micro-batch that would have been taken anyway does not."""
-    changed = {path: value for path, value in changes.items() if at(recipe, path) != value}
-    if recipe.batch.micro_batch_size is None and "batch.micro_batch_size" in changed:
-        taken = batch_layout(recipe, devices).micro_batch_size
-        changed = {path: value for path, value in changed.items() if (path, value) != ("batch.micro_batch_size", taken)}
-    return changed
+def _recomputations(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
+    """Activation checkpointing, from none to all; with `offload` the kind that needs host memory and a GPU.
+
+    `every_n_layers` stands where the recipe states one.
+    """
+    every = recipe.activation_checkpointing.every_n_layers
+    if offload:
+        pairs = [("offload", every)] if hardware.device.kind != "cpu" else []
+    elif recipe.activation_checkpointing.mode == "auto" and every > 1:
+        pairs = [("full", every)]
+    else:
+        some = [("full", number) for number in sorted({2, every} - {1}, reverse=True)]
+        pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
+    keys = ("activation_checkpointing.mode", "activation_checkpointing.every_n_layers")
+    return [dict(zip(keys, pair, strict=True)) for pair in pairs]
 
 
-def search(
+def _micro_batches(recipe: Recipe, devices: int) -> list[Changes]:
+    """Sizes of a micro-batch that are worth a plan, and the one that the recipe asks for."""
+    sizes = set(micro_batch_sizes(recipe, devices))
+    if isinstance(asked := recipe.batch.micro_batch_size, int):
+        sizes.add(asked)
+    return [{"batch.micro_batch_size": size} for size in sorted(sizes)]
+
+
+def _changed(recipe: Recipe, changes: Changes) -> Changes:
+    return {path: value for path, value in changes.items() if attrgetter(path)(recipe) != value}
+
+
+def _search(
     recipe: Recipe,
     hardware: Hardware,
     estimate: Estimate,
@@ -247,36 +227,30 @@ def search(
     Raises:
         UserError: If these devices can take none of the combinations, with the reason for the first.
     """
-    if not modes:
-        return []
     world = World(0, 0, hardware.devices, hardware.devices_per_node)
     candidates: list[Candidate] = []
     refused: list[UserError] = []
     least_seconds: dict[int, float] = {}
-
-    def look(place: int, level: int) -> None:
+    # All strategies without recomputing come first.
+    combinations = itertools.product(range(len(strategies)), range(len(modes)))
+    for place, level in sorted(combinations, key=lambda pair: pair[1] > 0):
+        best = fastest(candidates)
+        if best and best.fits == "yes" and best.seconds < least_seconds.get(place, 0.0) * (1 + _RECOMPUTING):
+            continue
         changes = {**strategies[place], **modes[level]}
         setting = recipe.with_values({**changes, **sizes[0]})
         if check(setting):
-            return
+            continue
         try:
             check_launch(setting, world, {})
         except UserError as error:
             refused.append(error)
-            return
+            continue
         tried = _largest_that_fits(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
-        candidates.extend(Candidate(each.changes, each.recipe, each.plan, (place, level)) for each in tried)
+        candidates += [dataclasses.replace(each, rank=(place, level)) for each in tried]
         # The largest is tried first; its plan may not be known.
         if tried and level == 0 and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
             least_seconds[place] = tried[0].seconds
-
-    for place in range(len(strategies)):
-        look(place, 0)
-    for place, level in itertools.product(range(len(strategies)), range(1, len(modes))):
-        best = fastest(candidates)
-        hopeless = best and best.fits == "yes" and best.seconds < least_seconds.get(place, 0.0) * (1 + _RECOMPUTING)
-        if not hopeless:
-            look(place, level)
     if refused and not candidates:
         raise refused[0]
     return candidates
@@ -304,7 +278,13 @@ def consider(recipe: Recipe, hardware: Hardware, estimate: Estimate, changes: Ch
     """One setting with its plan; None if that is not known."""
     changed = recipe.with_values(changes)
     plan = estimate(changed, hardware)
-    return Candidate(differences(recipe, changes, hardware.devices), changed, plan) if plan else None
+    if plan is None:
+        return None
+    differences, size = _changed(recipe, changes), changed.batch.micro_batch_size
+    if recipe.batch.micro_batch_size is None and size == batch_layout(recipe, hardware.devices).micro_batch_size:
+        # It would have been taken anyway.
+        differences.pop("batch.micro_batch_size", None)
+    return Candidate(differences, changed, plan)
 
 
 def fitting(candidates: Iterable[Candidate]) -> list[Candidate]:
