@@ -7,16 +7,16 @@ never there at once. What remains uncertain, fragmentation and the CUDA context,
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
-from toolkit.planner.memory.states import States, states, whole_model
+from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.memory.zero import Bf16Zero1, Zero2, Zero3
 from toolkit.planner.plan import PARTS, Memory, Range
-from toolkit.planner.trace.types import Shape
 from toolkit.planner.workload import WIDTH, Workload
 
 Parts = dict[str, float]
@@ -42,11 +42,10 @@ Hopper on, 8.1 MiB before (torch's `CublasHandlePool.cpp`, `parseChosenWorkspace
 def memory(workload: Workload) -> list[Memory]:
     """What each kind of rank holds, the fullest first."""
     ranks = _RankMemory(workload)
-    first = ranks.describe("every rank", ranks.phases(first=True))
-    if workload.layout.world_size == 1 or first.peak_phase != "save":
-        return [first]
-    others = ranks.describe("other ranks", ranks.phases(first=False))
-    return [first.model_copy(update={"ranks": "rank 0"}), others]
+    every = ranks.describe("every rank", ranks.phases(first=True))
+    if workload.layout.world_size == 1 or every.peak_phase != "save":
+        return [every]
+    return [every.model_copy(update={"ranks": "rank 0"}), ranks.describe("other ranks", ranks.phases(first=False))]
 
 
 class _RankMemory:
@@ -64,16 +63,20 @@ class _RankMemory:
         Args:
             first: Of the rank that writes the model.
         """
-        base = self._base()
-        weights = {key: base[key] for key in ("parameters", "adapters", "masters")}
-        between = _add(base, _held(self.engine.standing()))
-        training = _add(between, {"batch": self._batch(), "workspace": self._workspace()})
-        stepping = _held(self._device_share(self.engine.stepping()))
+        base, standing = self._base(), self.engine.standing()._asdict()
+        loaded = {key: base[key] for key in ("parameters", "adapters", "masters")}
+        between = _add(base, standing)
+        # Ids, labels, and mask or positions, 8 bytes each: Trainer fetches all micro-batches of a step at once, and
+        # accelerate the one after them.
+        batch = (self.layout.gradient_accumulation_steps + 1) * self.engine.shape.tokens * 3 * 8.0
+        newer = float(self.workload.hardware.device.capability or 0) >= 9
+        workspace = (_WORKSPACE if newer else _OLDER_WORKSPACE) if self.kind == "cuda" else 0.0
+        training = _add(between, {"batch": batch, "workspace": workspace})
         phases = {
-            "load": _add(weights, _held(self.engine.standing()), self._loading(first)),
+            "load": _add(loaded, standing, self._loading(first)),
             "forward": self._pass("forward", training),
             "backward": self._pass("backward", training),
-            "step": _add(training, stepping, {"workspace": self._temporaries()}),
+            "step": _add(training, self._on_device(self.engine.stepping()), {"workspace": self._temporaries()}),
             "evaluation": self._pass("evaluation", training),
             "save": _add(between, {"engine": self._saving(first)}),
             "resume": dict(between),
@@ -93,28 +96,22 @@ class _RankMemory:
         if self.on_cpu:
             # Between steps, as after resuming, only states are there.
             base, shares = min(allocated - sums.get("resume", 0), 2**30), _KEPT
-        value, low, high = (allocated + share * base for share in shares)
-        reserved = Range(value=value, low=low, high=high)
-        several = self.layout.world_size > 1
-        context = [
-            (own + (shared if several else 0)) * 2**20
-            for own, shared in zip(_CONTEXT[self.kind], _COLLECTIVES[self.kind], strict=True)
-        ]
+        collectives = _COLLECTIVES[self.kind] if self.layout.world_size > 1 else (0, 0, 0)
+        context = [sum(sizes) * 2**20 for sizes in zip(_CONTEXT[self.kind], collectives, strict=True)]
+        reserved = [allocated + share * base for share in shares]
         return Memory(
             ranks=ranks,
             phases=rounded,
             peak_phase=peak,
             allocated=allocated,
-            reserved=reserved,
+            reserved=_range(reserved),
             context=context[0],
-            total=Range(
-                value=reserved.value + context[0], low=reserved.low + context[1], high=reserved.high + context[2]
-            ),
+            total=_range([sum(sizes) for sizes in zip(reserved, context, strict=True)]),
         )
 
     def _base(self) -> Parts:
         """States on the device between steps, without gradients."""
-        held: States = self.states
+        held, strategy = self.states, self.recipe.strategy
         parts: Parts = {
             "parameters": held.parameters + self.trace.buffers,
             "adapters": held.adapters,
@@ -124,9 +121,8 @@ class _RankMemory:
         if self.on_cpu:
             # What is offloaded stays; what only offloading needs comes on top.
             extra = offloaded(self.workload, held)
-            gradients = extra.get("gradients", 0.0) if self.recipe.strategy.zero_stage else 0.0
+            gradients = extra.get("gradients", 0.0) if strategy.zero_stage else 0.0
             return _add(parts, {"engine": extra.get("staging", 0.0), "gradients": gradients})
-        strategy = self.recipe.strategy
         if strategy.offload_optimizer != "none":
             parts["masters"] = parts["optimizer"] = 0.0
         if strategy.offload_param != "none":
@@ -139,51 +135,35 @@ class _RankMemory:
         """The fullest moment of a pass."""
         shape, moments = self.engine.shape, self.engine.passing
         if phase == "evaluation":
-            shape, moments = self._evaluation_shape(), self.engine.evaluating
+            batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
+            shape, moments = dataclasses.replace(shape, batch=batch), self.engine.evaluating
         candidates = [
             _add(
                 base,
                 {part: getattr(left, part).at(shape) for part in ("activations", "casts", "logits")},
-                _held(self._device_share(held)),
+                self._on_device(held),
             )
             for moment in self.trace.moments
-            if moment.phase == phase
+            if moment.phase == phase and self.engine.happens(moment)
             for left, held in moments(moment)
         ]
         return max(candidates, key=lambda parts: math.fsum(parts.values()), default={})
 
-    def _evaluation_shape(self) -> Shape:
-        batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
-        return Shape(self.trace.layers, batch, self.layout.seq_len)
-
-    def _device_share(self, held: Held) -> Held:
+    def _on_device(self, held: Held) -> Parts:
         """Without gradients, where FSDP keeps them on the host, or the optimizer frees each as soon as it is made."""
         strategy = self.recipe.strategy
-        if self.recipe.optimizer.traits.in_backward:
-            return Held(0.0, held.engine)
-        away = not self.on_cpu and strategy.name == "fsdp" and strategy.offload_param != "none"
-        return Held(0.0, held.engine) if away and not self.engine.accumulates else held
-
-    def _batch(self) -> float:
-        """Ids, labels, and mask or positions, 8 bytes each: Trainer fetches all micro-batches of a step at once, and
-        accelerate the one after them."""
-        return (self.layout.gradient_accumulation_steps + 1) * self.engine.shape.tokens * 3 * 8.0
-
-    def _workspace(self) -> float:
-        """What libraries of matrix products keep."""
-        if self.kind != "cuda":
-            return 0.0
-        return _WORKSPACE if float(self.workload.hardware.device.capability or 0) >= 9 else _OLDER_WORKSPACE
+        on_host = not self.on_cpu and strategy.name == "fsdp" and strategy.offload_param != "none"
+        away = self.recipe.optimizer.traits.in_backward or (on_host and not self.engine.accumulates)
+        return {"gradients": 0.0 if away else held.gradients, "engine": held.engine}
 
     def _temporaries(self) -> float:
         """What the optimizer allocates while it updates."""
-        traits = self.recipe.optimizer.traits
-        if not self.on_cpu and self.recipe.strategy.offload_optimizer != "none":
+        traits, strategy, updated = self.recipe.optimizer.traits, self.recipe.strategy, self.workload.owned
+        if not self.on_cpu and strategy.offload_optimizer != "none":
             return 0.0
-        flat = self.recipe.strategy.zero_stage > 0
-        updated = self.workload.owned
+        flat = strategy.zero_stage > 0
         trained = [each for each in self.trace.tensors if each.trained and traits.updates(each.shape, each.place)]
-        share = 1 / self.over.optimizer if self.recipe.strategy.name == "fsdp" else 1.0
+        share = 1 / self.over.optimizer if strategy.name == "fsdp" else 1.0
         one = updated if flat else max((each.numel for each in trained), default=0) * share
         # A copy of the one before is still there, at most as large as the largest of a layer.
         before = 0.0 if flat else max((each.numel for each in trained if each.place == "layer"), default=0) * share
@@ -202,7 +182,7 @@ class _RankMemory:
             return {"parameters": self.engine.largest(trained=False) * float(WIDTH[self.types.compute])}
         extra = self.engine.loading()
         if self.on_cpu and self.recipe.strategy.shards_parameters and self.over.parameters > 1:
-            whole = sum(each.count * self.engine.stored(each, WIDTH[self.types.load]) for each in self.trace.tensors)
+            whole = weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
             standing = self.engine.standing()
             if self.recipe.strategy.name == "fsdp":
                 extra += whole  # Where the weights are read, they are on the device already.
@@ -213,25 +193,23 @@ class _RankMemory:
     def _saving(self, first: bool) -> float:
         """Copies of weights that are made to publish them (`train.save`)."""
         strategy, full = self.recipe.strategy, self.recipe.method.name == "full"
-        largest = max((each.numel * self.workload.width(each) for each in self.trace.tensors), default=0)
-        whole = whole_model(self.workload)
+        casts = full and self.types.export != self.types.local
+        exported, whole = WIDTH[self.types.export], whole_model(self.workload)
         if strategy.shards_parameters:
             # Gathered one after the other, on their way to the memory of the first process's host.
-            copies = 1 + (WIDTH[self.types.export] / WIDTH[self.types.local] if full and self._casts_to_publish else 0)
+            copies = 1 + (exported / WIDTH[self.types.local] if casts else 0)
             gathered = whole * copies if self.on_cpu and first else 0.0
+            largest = max((each.numel * self.workload.width(each) for each in self.trace.tensors), default=0)
             return largest + gathered if self.over.parameters > 1 else gathered
         if strategy.zero_stage and full and first:
             # They share one flat vector, out of which each is copied to be written.
-            return whole * WIDTH[self.types.export] / WIDTH[self.types.local]
-        return self.engine.largest() * float(WIDTH[self.types.export]) if full and self._casts_to_publish else 0.0
-
-    @property
-    def _casts_to_publish(self) -> bool:
-        return self.types.export != self.types.local
+            return whole * exported / WIDTH[self.types.local]
+        return self.engine.largest() * float(exported) if casts else 0.0
 
 
-def _held(held: Held) -> Parts:
-    return {"gradients": held.gradients, "engine": held.engine}
+def _range(ends: Sequence[float]) -> Range:
+    value, low, high = ends
+    return Range(value=value, low=low, high=high)
 
 
 def _add(*parts: Mapping[str, float]) -> Parts:

@@ -10,21 +10,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from toolkit.planner.memory.states import stored
-from toolkit.planner.trace.types import Amount, Moment, Tensors
+from toolkit.planner.trace.types import Amount, Moment
 from toolkit.planner.workload import WIDTH, Workload
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes on one device.
-
-    Args:
-        gradients: Of parameters, whole or divided.
-        engine: Everything else.
-    """
+class Held(NamedTuple):
+    """Bytes on one device: of gradients, whole or divided, and of everything else."""
 
     gradients: float = 0.0
     engine: float = 0.0
@@ -47,14 +40,14 @@ class Engine:
         # torch/csrc/distributed/c10d/reducer.cpp: buckets for all gradients; accelerate leaves them no views of these.
         return Held(engine=self.trained * self.local)
 
-    def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
-        """What comes on top at a moment of a forward or backward pass, and what is left of the moment then.
+    def happens(self, moment: Moment) -> bool:
+        """Whether a pass comes by a moment: those with gradients from before are there only if these stay as made."""
+        return self.accumulates or not moment.accumulating
 
-        Without accumulation there are no moments with gradients from before.
-        """
-        if self.accumulates or not moment.accumulating:
-            earlier = self.trained * self.local if moment.accumulating else 0
-            yield moment, Held(earlier + moment.gradients.at(self.shape))
+    def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
+        """What comes on top at a moment of a forward or backward pass, and what is left of the moment then."""
+        earlier = self.trained * self.local if moment.accumulating else 0
+        yield moment, Held(earlier + moment.gradients.at(self.shape))
 
     def stepping(self) -> Held:
         """What comes on top while gradients are clipped and the optimizer updates."""
@@ -72,23 +65,9 @@ class Engine:
         """Elements of a layer."""
         return self.trace.elements(trained=trained, place="layer") / max(1, self.trace.layers)
 
-    def outside(self, *places: str, trained: bool | None = None) -> int:
-        """Elements outside the layers, or in some places there."""
-        others = places or ("embeddings", "head", "other")
-        return sum(self.trace.elements(trained=trained, place=place) for place in others)
-
     def largest(self, trained: bool = True) -> int:
         """Elements of the largest parameter."""
         return max((each.numel for each in self.trace.tensors if each.trained or not trained), default=0)
-
-    def stored(self, tensors: Tensors, width: int | None = None) -> float:
-        """Bytes of one whole parameter."""
-        return stored(self.workload, tensors, width)
-
-    def layers_done(self, moment: Moment) -> int:
-        """Layers whose backward pass is over."""
-        before = {"head": 0, "last_layer": 0, "first_layer": self.trace.layers - 1, "embeddings": self.trace.layers}
-        return before[moment.place] if moment.phase == "backward" else 0
 
     def kept(self, moment: Moment, layers: float) -> Moment:
         """Between two layers: what that many layers keep for the backward pass, and no layer's temporary tensors."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from toolkit.distributed.engines import loads_on_first_process
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
-from toolkit.planner.memory.states import states, stored, whole_model
+from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.plan import Disk, Host
 from toolkit.planner.workload import WIDTH, Division, Workload
 from toolkit.recipe import Recipe
@@ -25,10 +25,7 @@ _SMALL_FILES = 2**25
 
 
 def host(workload: Workload) -> Host:
-    """RAM of one node.
-
-    On a CPU the tensors of all its processes are host memory too.
-    """
+    """RAM of one node. On a CPU the tensors of all its processes are host memory too."""
     recipe, local, on_cpu = workload.recipe, workload.processes_per_node, workload.on_cpu
     parts = {"processes": float(local * (_CPU_PROCESS if on_cpu else _PROCESS))}
     if on_cpu:
@@ -40,16 +37,16 @@ def host(workload: Workload) -> Host:
         parts |= {name: local * value for name, value in offloaded(workload, states(workload)).items()}
         if recipe.activation_checkpointing.mode == "offload":
             parts["activations"] = local * offloaded_activations(workload)
-    # Loading comes before training and saving beside it; both at once they never are.
-    parts["loading"], parts["saving"] = 0.0, 0.0
+    training, loading, saving = sum(parts.values()), 0.0, 0.0
     if not on_cpu:
-        parts["loading"] = _loading(workload)
+        loading = _loading(workload)
         if recipe.strategy.shards_parameters:
-            parts["saving"] = whole_model(workload)
+            saving = whole_model(workload)
         elif recipe.method.name == "full":
-            parts["saving"] = workload.trace.elements() * WIDTH[workload.types.export] * 1.0
-    training = sum(value for name, value in parts.items() if name not in ("loading", "saving"))
-    peak = max(parts["processes"] + parts["loading"], training + parts["saving"])
+            saving = workload.trace.elements() * WIDTH[workload.types.export]
+    # Loading comes before training and saving beside it; both at once they never are.
+    peak = max(parts["processes"] + loading, training + saving)
+    parts |= {"loading": loading, "saving": saving}
     return Host(parts={name: int(value) for name, value in parts.items() if value >= 1}, peak=int(peak))
 
 
@@ -61,36 +58,32 @@ def disk(workload: Workload) -> Disk:
     recipe, types, strategy, trace = workload.recipe, workload.types, workload.strategy, workload.trace
     whole = states(workload, Division())
     trained_only = recipe.method.name == "lora"
-    weights = whole_model(workload)
+    written = whole_model(workload)
     if strategy.zero_stage == 3:
         # Its weights are the masters; beside them lie only those that are not trained.
-        weights = sum(
-            each.count * stored(workload, each) for each in trace.tensors if not each.trained and not trained_only
-        )
+        written = weights(workload, (each for each in trace.tensors if not each.trained and not trained_only))
     if strategy.name == "fsdp" and not trained_only:
-        weights += _tied(workload)  # It writes a weight with two names twice.
-    checkpoint = weights + whole.masters + whole.optimizer
-    published = sum(
-        each.numel * each.count * WIDTH[types.master if trained_only else types.export]
-        for each in trace.tensors
-        if each.trained or not trained_only
-    )
-    kept = recipe.checkpoint.save_total_limit + 1
-    saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
+        written += _tied(workload)  # It writes a weight with two names twice.
+    checkpoint = written + whole.masters + whole.optimizer
+    width = WIDTH[types.master if trained_only else types.export]
     return Disk(
         checkpoint=int(checkpoint),
-        kept=int(checkpoint * kept) if saves else 0,
-        model=int(published),
+        kept=int(checkpoint * _checkpoints(recipe)),
+        model=trace.elements(trained=trained_only or None) * width,
         nvme=int(_nvme(workload)),
     )
 
 
 def run_folder_bytes(recipe: Recipe, drives: Disk) -> int:
     """What a run needs for its checkpoints and its final model."""
-    saves = recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs
-    # While rotating there is one more than the limit; an interrupted run saves one in any case.
-    checkpoints = recipe.checkpoint.save_total_limit + 1 if saves else 1
-    return drives.model + checkpoints * (drives.checkpoint + _SMALL_FILES)
+    # An interrupted run saves one in any case.
+    return drives.model + max(1, _checkpoints(recipe)) * (drives.checkpoint + _SMALL_FILES)
+
+
+def _checkpoints(recipe: Recipe) -> int:
+    """How many there are at once: while rotating one more than the limit."""
+    settings = recipe.checkpoint
+    return settings.save_total_limit + 1 if settings.save_steps or settings.save_epochs else 0
 
 
 def _tied(workload: Workload) -> float:

@@ -10,7 +10,7 @@ allocates beside its share is in `engines`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,13 +166,15 @@ def stored(workload: Workload, tensors: Tensors, width: int | None = None) -> fl
     return stored_bytes(tensors, width, workload.recipe.method.double_quantization)
 
 
+def weights(workload: Workload, tensors: Iterable[Tensors], width: int | None = None) -> float:
+    """Bytes of whole parameters."""
+    return sum(each.count * stored(workload, each, width) for each in tensors)
+
+
 def whole_model(workload: Workload) -> float:
     """Bytes of what is published, in the dtypes of training: the whole model, or its adapters."""
-    return sum(
-        each.count * stored(workload, each)
-        for each in workload.trace.tensors
-        if each.trained or workload.recipe.method.name == "full"
-    )
+    full = workload.recipe.method.name == "full"
+    return weights(workload, (each for each in workload.trace.tensors if each.trained or full))
 
 
 def shard(tensors: Tensors, whole: float, ranks: int, by_rows: bool) -> float:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 
 from toolkit.planner.memory.engine import Engine, Held, fewer
+from toolkit.planner.memory.states import weights
 from toolkit.planner.trace.types import Moment
+from toolkit.planner.workload import Workload
 
 _ALL_REDUCE = 500_000_000
 """Elements that `buffered_allreduce_fallback` flattens at a time (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
@@ -16,6 +18,9 @@ SUB_GROUP = 1_000_000_000
 
 class _Zero(Engine):
     """What the stages have in common: each gradient goes into a bucket as soon as it is made."""
+
+    def happens(self, moment: Moment) -> bool:
+        return not moment.accumulating
 
     def filled(self, at_the_end: bool) -> float:
         """Elements that are reduced at a time: parameters until the next one does not fit into the bucket; one that is
@@ -52,37 +57,52 @@ class _Zero(Engine):
         elements, layer = self.filled(False), self.layer(trained=True)
         if moment.place != "last_layer" or not layer:
             return moment, elements, 0.0
-        done = max(0.0, elements - self.outside("head", trained=True)) / layer
+        done = max(0.0, elements - self.trace.elements(trained=True, place="head")) / layer
         if done >= self.trace.layers:
             return self.kept(moment, 0), elements, self.trace.layers
         return fewer(moment, done), elements, done
 
 
 class Zero2(_Zero):
-    """ZeRO-1 and 2 (`runtime/zero/stage_1_and_2.py`), except ZeRO-1 in bf16."""
+    """ZeRO-1 and 2 (`runtime/zero/stage_1_and_2.py`), except ZeRO-1 in bf16.
+
+    Attributes:
+        compact: Whether gradients of a partition are summed in one fp32 vector (`_use_compact_grad_partition_buffer`).
+        keeps_whole: ZeRO-1 reduces after the last micro-batch only; until then each rank has all gradients.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.offloads = self.strategy.offload_optimizer != "none"
+        self.compact = self.reduce == 4 and self.local < 4
+        self.keeps_whole = self.strategy.zero_stage == 1 and self.accumulates
 
     def standing(self) -> Held:
         # temp_grad_buffer_for_gpu_offload
-        return Held(engine=self.largest() * self.local if self._offloads else 0)
+        return Held(engine=self.largest() * self.local if self.offloads else 0)
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
-        if moment.accumulating:
-            return
-        earlier, now = self._earlier(), self._now()
+        # `setup_buckets`: in the dtype of the gradients, two of them where reductions overlap.
+        width = self.reduce if self.strategy.zero_stage == 1 and self.compact else self.local
+        buckets = (1 + self.strategy.overlap_comm) * self.strategy.reduce_bucket_size * width
+        # Gradients of earlier micro-batches, and those of this one that are reduced and not added to them.
+        whole, partition = self.trained * (self.reduce if self.compact else self.local), self._partition()
+        earlier = whole if self.keeps_whole else partition if self.accumulates else 0
+        now = 0 if self.keeps_whole or (self.compact and self.accumulates) else partition
         if moment.phase == "forward" or moment.place == "head":
-            yield moment, Held(earlier, self._buckets() if self._keeps_whole else 0)
+            yield moment, Held(earlier, buckets if self.keeps_whole else 0)
             return
         # Before the first reduction there is nothing to keep.
-        yield moment, Held(earlier + (now if moment.place != "last_layer" else 0), self._buckets())
+        yield moment, Held(earlier + (now if moment.place != "last_layer" else 0), buckets)
         # In the middle of a reduction (`allreduce_bucket`): flattened, and once more in the dtype of the reduction.
         left, elements, _ = self.reduced_at(moment)
         flat = elements * (self.local + (self.reduce if self.reduce != self.local else 0))
-        yield left, Held(earlier + now + self._oversized(), self._buckets() + flat)
+        yield left, Held(earlier + now + self._oversized(), buckets + flat)
 
     def stepping(self) -> Held:
-        if self._offloads:
+        if self.offloads:
             return Held(self._partition())
-        if self._compact:
+        if self.compact:
             # `get_grad_norm_direct` converts one gradient at a time to fp64.
             return Held(self._partition() + self._oversized(), 8 * min(self.largest(), self.owned))
         # `step` flattens the gradients of the partition once more, group by group; matrices are nearly all.
@@ -93,38 +113,11 @@ class Zero2(_Zero):
         masters = self.owned * (4 if self.types.master == "float32" else 2)
         return max(0.0, self.trained * self.local - masters)
 
-    @property
-    def _compact(self) -> bool:
-        """Whether gradients of a partition are summed in one fp32 vector (`_use_compact_grad_partition_buffer`)."""
-        return self.reduce == 4 and self.local < 4
-
-    @property
-    def _offloads(self) -> bool:
-        return self.strategy.offload_optimizer != "none"
-
-    @property
-    def _keeps_whole(self) -> bool:
-        """ZeRO-1 reduces after the last micro-batch only; until then each rank has all gradients."""
-        return self.strategy.zero_stage == 1 and self.accumulates
-
-    def _earlier(self) -> float:
-        """Gradients of earlier micro-batches."""
-        if not self.accumulates:
-            return 0
-        if self._keeps_whole:
-            return self.trained * (self.reduce if self._compact else self.local)
-        return self._partition()
-
-    def _now(self) -> float:
-        """Gradients of this micro-batch that are reduced."""
-        added = self._keeps_whole or (self._compact and self.accumulates)
-        return 0 if added else self._partition()
-
     def _partition(self) -> float:
         """Gradients of one rank's partition."""
-        if self._compact:
+        if self.compact:
             return self.owned * self.reduce
-        if self._offloads:
+        if self.offloads:
             return 0.0  # They go to the host one by one (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`).
         # `grads_in_partition` has whole parameters, also those that lie across an edge of the partition.
         across = max((each.numel for each in self.trace.tensors if each.trained and each.place == "layer"), default=0)
@@ -136,12 +129,7 @@ class Zero2(_Zero):
         before the step, although they have been added to the fp32 ones (`copy_grads_in_partition`)."""
         bucket = self.strategy.reduce_bucket_size
         numel = sum(each.numel * each.count for each in self.trace.tensors if each.trained and each.numel > bucket)
-        return numel / self.over.optimizer * self.local if self._compact and not self._offloads else 0.0
-
-    def _buckets(self) -> float:
-        """`setup_buckets`: in the dtype of the gradients, two of them where reductions overlap."""
-        width = self.reduce if self.strategy.zero_stage == 1 and self._compact else self.local
-        return (1 + self.strategy.overlap_comm) * self.strategy.reduce_bucket_size * width
+        return numel / self.over.optimizer * self.local if self.compact and not self.offloads else 0.0
 
 
 class Bf16Zero1(_Zero):
@@ -151,8 +139,6 @@ class Bf16Zero1(_Zero):
         return Held(self.trained * self.reduce)
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
-        if moment.accumulating:
-            return
         made = self.trained * self.local
         if moment.phase == "forward":
             # Those of the micro-batch before are there until the next backward pass (`clear_lp_grads`).
@@ -162,25 +148,35 @@ class Bf16Zero1(_Zero):
         # In the end all are added to the fp32 gradients, and these are flattened to be reduced.
         yield self.kept(moment, 0), Held(made, min(self.trained, _ALL_REDUCE) * self.reduce)
 
-    def stepping(self) -> Held:
-        return Held(self.trained * self.local)
-
     def loading(self) -> float:
         masters = self.owned * 4
         return max(0.0, self.trained * self.local - masters - self.trained * self.reduce)
 
 
 class Zero3(_Zero):
-    """ZeRO-3 (`runtime/zero/stage3.py`, `partitioned_param_coordinator.py`, `partition_parameters.py`)."""
+    """ZeRO-3 (`runtime/zero/stage3.py`, `partitioned_param_coordinator.py`, `partition_parameters.py`).
+
+    Attributes:
+        gathers: Whether weights are away from the device while they are not needed.
+        width: Bytes of an element, on average.
+        persistent: Bytes of parameters so small that they stay whole.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.gathers = self.over.parameters > 1 or self.strategy.offload_param != "none"
+        self.bytes = weights(workload, self.trace.tensors)
+        self.width = self.bytes / max(1, self.trace.elements())
+        threshold = self.strategy.param_persistence_threshold
+        small = [each for each in self.trace.tensors if each.numel <= threshold and self.gathers]
+        self.persistent = weights(workload, small)
 
     def standing(self) -> Held:
         # A bucket, and gradients of the partition, which stay between steps (`_setup_for_real_optimizer`).
         held = self.owned * self.reduce if self.strategy.offload_optimizer == "none" else 0
-        return Held(held, self.strategy.reduce_bucket_size * self.reduce + self._persistent())
+        return Held(held, self.strategy.reduce_bucket_size * self.reduce + self.persistent)
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
-        if moment.accumulating:
-            return
         whole = self._gathered(moment)
         yield moment, Held(engine=whole)
         if moment.phase == "forward" or moment.place == "head":
@@ -190,7 +186,7 @@ class Zero3(_Zero):
         left, elements, done = self.reduced_at(moment)
         alone = elements > self.strategy.reduce_bucket_size
         copies = (0 if alone and self.reduce == self.local else 1) + (self.on_cpu and self.over.gradients > 1)
-        released = min(whole, done * self.layer() * self._width())
+        released = min(whole, done * self.layer() * self.width)
         yield left, Held(engine=whole - released + elements * self.reduce * copies)
 
     def stepping(self) -> Held:
@@ -199,13 +195,13 @@ class Zero3(_Zero):
         # `_prepare_fp32_grad_for_sub_group` flattens gradients of up to a sub-group; weights that stay whole are
         # gathered again after it.
         flat = min(self.owned, SUB_GROUP) * self.reduce
-        return Held(engine=max(0.0, flat - self._persistent()))
+        return Held(engine=max(0.0, flat - self.persistent))
 
     def evaluating(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
         yield moment, Held(engine=self._gathered(moment))
 
     def loading(self) -> float:
-        return self.largest(trained=False) * self._width()
+        return self.largest(trained=False) * self.width
 
     def _gathered(self, moment: Moment) -> float:
         """Bytes of weights that are whole at a moment, beside those that always are.
@@ -219,9 +215,9 @@ class Zero3(_Zero):
         After an evaluation before the first step it is less: `__params_to_release` remembers its answers, and in the
         order of an evaluation nothing is used again.
         """
-        if self.over.parameters == 1 and self.strategy.offload_param == "none":
+        if not self.gathers:
             return 0.0
-        width, everything = self._width(), max(0.0, self._bytes() - self._persistent())
+        width, everything = self.width, max(0.0, self.bytes - self.persistent)
         largest = self.largest(trained=False) * width
         bucket = min(everything, self.strategy.prefetch_bucket_size * width)
         together = bucket if bucket > largest else 0.0
@@ -229,24 +225,11 @@ class Zero3(_Zero):
         again = 2 if self.recipe.activation_checkpointing.mode == "none" else 3
         reused = self.strategy.max_reuse_distance / again * width if moment.phase != "evaluation" else 0
         full = min(everything, max(ahead, reused + largest))
-        layer, outside = self.layer() * width, self.outside() * width
+        in_layers = self.trace.elements(place="layer")
+        layer, outside = self.layer() * width, (self.trace.elements() - in_layers) * width
         if moment.place in ("head", "last_layer"):
             # All that a small model has was fetched at once, at the start.
             return full + (together if full < everything else 0)
         if moment.phase == "backward":
             return min(full, outside + (layer if moment.place == "first_layer" else 0))
         return min(full, outside + layer + bucket) + together
-
-    def _persistent(self) -> float:
-        """Bytes of parameters so small that they stay whole."""
-        threshold = self.strategy.param_persistence_threshold
-        if self.over.parameters == 1 and self.strategy.offload_param == "none":
-            return 0.0
-        return sum(each.count * self.stored(each) for each in self.trace.tensors if each.numel <= threshold)
-
-    def _bytes(self) -> float:
-        return sum(each.count * self.stored(each) for each in self.trace.tensors)
-
-    def _width(self) -> float:
-        """Bytes of an element, on average."""
-        return self._bytes() / max(1, self.trace.elements())
