@@ -12,6 +12,7 @@ micro-batch, all in one dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -59,32 +60,23 @@ def inner_link(hardware: Hardware) -> str:
 
 
 def transfers(workload: Workload, boundary: float) -> list[Transfer]:
-    """All that one rank sends in a step.
-
-    Args:
-        boundary: Bytes of the hidden states between two layers.
-    """
+    """All that one rank sends in a step; `boundary` are the bytes of the hidden states between two layers."""
     sent = [*_collectives(workload), *_offloads(workload, boundary)]
     return [each for each in sent if any(each.sent.values())]
 
 
 def _collectives(workload: Workload) -> Iterator[Transfer]:
-    strategy, types, trace, hardware = workload.strategy, workload.types, workload.trace, workload.hardware
-    every, trained = workload.layout.gradient_accumulation_steps, workload.trained
-    reduced = trained * WIDTH[types.reduce]
-
-    def gather(size: float, times: int = 1) -> dict[str, float]:
-        """An all-reduce does it twice."""
-        return _gathered(hardware, times * size)
-
+    strategy, types, trace, trained = workload.strategy, workload.types, workload.trace, workload.trained
+    every, reduced = workload.layout.gradient_accumulation_steps, trained * WIDTH[types.reduce]
+    gather = functools.partial(_gathered, workload)
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
-        yield Transfer("backward", 1, gather(trained * WIDTH[types.local], 2))
+        yield Transfer("backward", 1, gather(2 * trained * WIDTH[types.local]))
     elif strategy.zero_stage in (1, 2):
         # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
         # Stage 2 drops what is not its own after each micro-batch, and so has to reduce each.
         times = every if strategy.zero_stage == 2 else 1
-        yield Transfer("backward", times, gather(reduced, 2), hidden=strategy.overlap_comm)
+        yield Transfer("backward", times, gather(2 * reduced), hidden=strategy.overlap_comm)
         yield Transfer("step", 1, gather(trained * WIDTH[types.local]), hidden=False)
     elif strategy.zero_stage == 3:
         whole = sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each))
@@ -101,23 +93,18 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
         yield from _fsdp(workload)
 
 
-def _gathered(hardware: Hardware, size: float) -> dict[str, float]:
-    """Sent by gathering `size` bytes, or by reducing and scattering them."""
-    inner, nodes = hardware.devices_per_node, hardware.nodes
-    return {inner_link(hardware): size * (inner - 1) / inner, NETWORK: size * (nodes - 1) / nodes / inner}
+def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:
+    """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both."""
+    inner, nodes = workload.hardware.devices_per_node, workload.hardware.nodes
+    across = {} if within_nodes else {NETWORK: size * (nodes - 1) / nodes / inner}
+    return {inner_link(workload.hardware): size * (inner - 1) / inner, **across}
 
 
 def _fsdp(workload: Workload) -> Iterator[Transfer]:
     """FSDP2 gathers in the compute dtype and reduces once per step, in `reduce_dtype` (accelerate defers the rest)."""
     types, trace, hardware = workload.types, workload.trace, workload.hardware
-    every = workload.layout.gradient_accumulation_steps
-    inner, nodes = hardware.devices_per_node, hardware.nodes
-    hybrid = workload.strategy.sharding == "hybrid_shard"
-
-    def gather(size: float) -> dict[str, float]:
-        sent = _gathered(hardware, size)
-        return {inner_link(hardware): sent[inner_link(hardware)]} if hybrid else sent
-
+    every, hybrid = workload.layout.gradient_accumulation_steps, workload.strategy.sharding == "hybrid_shard"
+    gather = functools.partial(_gathered, workload, within_nodes=hybrid)
     whole = sum(_bytes(workload, each, types.compute) for each in trace.tensors)
     # Final norm and head are not released between the passes; tied, the head is the embedding.
     heads = trace.elements(place="head") or trace.elements(place="embeddings")
@@ -129,7 +116,8 @@ def _fsdp(workload: Workload) -> Iterator[Transfer]:
     yield Transfer("backward", 1, gather(reduced))
     if hybrid:
         # Each rank all-reduces the shard that it holds with its peers in the other nodes.
-        yield Transfer("backward", 1, {NETWORK: 2 * reduced / inner * (nodes - 1) / nodes})
+        peers = hardware.nodes
+        yield Transfer("backward", 1, {NETWORK: 2 * reduced / hardware.devices_per_node * (peers - 1) / peers})
 
 
 def _bytes(workload: Workload, tensors: Tensors, dtype: str | None = None) -> float:
@@ -157,9 +145,8 @@ def _offloads(workload: Workload, boundary: float) -> Iterator[Transfer]:
         state = states(workload)
         yield Transfer("step", 1, {NVME: 2 * (state.masters + state.optimizer + owned * master)}, hidden=False)
     if strategy.offload_param != "none":
-        part = (
-            sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each)) / workload.over.parameters
-        )
+        divided = sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each))
+        part = divided / workload.over.parameters
         fetched = {HOST: part, NVME: part} if strategy.offload_param == "nvme" else {HOST: part}
         yield Transfer("forward", every, fetched)
         yield Transfer("backward", every, fetched)
