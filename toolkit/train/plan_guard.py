@@ -59,7 +59,7 @@ class PlanGuard:
     def out_of_memory(self, error: BaseException) -> UserError:
         """What ran out, beside the plan, and the smallest change that would have fitted."""
         needed = min(self.plan.fit.needed, self.plan.fit.available)
-        device = dataclasses.replace(self.hardware.device, memory=int(_SPARE * needed))
+        device = self.hardware.device.model_copy(update={"memory": int(_SPARE * needed)})
         parts = parts_at_peak(self.plan.memory[0])
         largest = sorted(parts.items(), key=lambda item: -item[1])
         planned = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)

@@ -1,7 +1,7 @@
 """Hardware: what GPUs can do, what this machine has, and what was measured."""
 
 from toolkit.planner.hardware.detect import driver_version, visible_gpus
-from toolkit.planner.hardware.lookup import find, names, this_machine
+from toolkit.planner.hardware.lookup import find, this_machine
 from toolkit.planner.hardware.specs import Hardware, Rate
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "Rate",
     "driver_version",
     "find",
-    "names",
     "this_machine",
     "visible_gpus",
 ]

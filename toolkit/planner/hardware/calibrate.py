@@ -13,7 +13,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,19 @@ import toolkit
 from toolkit.common import UserError, first_line, write_atomically
 from toolkit.planner.hardware.calibration import Calibration, describe, load, path_of
 from toolkit.planner.hardware.detect import detect
-from toolkit.planner.hardware.specs import Hardware
+from toolkit.planner.hardware.specs import Figure
 
 __all__ = ["calibrate", "describe"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES |= {"tf32": torch.float32, "fp8": torch.bfloat16}
 _FP8 = torch.float8_e4m3fn
 _ADAMW_BYTES = 28
 """Per fp32 parameter: weight, gradient and two moments are read, weight and moments written, 4 bytes each."""
 _BACKWARD_ATTENTION = 2.5
 """Matrix products of the backward pass for one of the forward pass: 5 to 2 (Dao 2023, FlashAttention-2, 4.1)."""
 
-Times = list[float]
-Figure = list[float]
+Work = Callable[[], object]
 
 
 def calibrate(seconds: float = 60.0) -> Path:
@@ -69,37 +70,31 @@ def calibrate(seconds: float = 60.0) -> Path:
     with tempfile.TemporaryFile(dir=path.parent):
         pass
     before = load(path).model_dump() if path.is_file() else {}
-    same = before.get("title") == hardware.device.title
+    if before.get("title") != hardware.device.title:
+        before = {}
     measured: dict[str, Any]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with _process_group(on_gpu) as device:
-            measured = {**(before if same else {}), **_between_processes(device, seconds)}
-            leads = dist.get_rank() == 0
+        measured = before | _between_processes(on_gpu, seconds)
     else:
-        kept: dict[str, Any] = {key: before[key] for key in ("link", "network", "processes") if same and key in before}
-        with _all_cores(hardware):
-            measured = {"processes": 1, **kept, **_Bench(on_gpu, seconds).measure()}
-        leads = True
-    measured |= {"device": hardware.device.name, "title": hardware.device.title, "versions": _versions()}
+        kept = {key: before[key] for key in ("link", "network", "processes") if key in before}
+        # A launcher may have left one thread to this process; a CPU is measured as a whole.
+        with _threads(hardware.node.cores):
+            measured = {"processes": 1} | kept | _Bench(on_gpu, seconds).measure()
+    versions = {"toolkit": toolkit.__version__, "torch": torch.__version__}
+    if on_gpu and torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    measured |= {"device": hardware.device.name, "title": hardware.device.title, "versions": versions}
     measured["date"] = datetime.date.today().isoformat()
-    if leads:
+    if os.environ.get("RANK", "0") == "0":
         checked = Calibration.model_validate(measured).model_dump(exclude_none=True)
         write_atomically(path, yaml.safe_dump(checked, sort_keys=False, default_flow_style=None))
     return path
 
 
-def _versions() -> dict[str, str]:
-    versions = {"toolkit": toolkit.__version__, "torch": torch.__version__}
-    if torch.version.cuda and torch.cuda.is_available():
-        versions["cuda"] = torch.version.cuda
-    return versions
-
-
 @contextmanager
-def _all_cores(hardware: Hardware) -> Iterator[None]:
-    """A launcher may have left one thread to this process; a CPU is measured as a whole."""
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(hardware.node.cores)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
@@ -121,68 +116,52 @@ class _Bench:
         memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
         # A CPU is some thousand times slower; a GPU of a few GiB takes less at once.
         self.scale = 1 if on_gpu and memory > 12 * 2**30 else 4 if on_gpu else 16
-        self.dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
+        self.has_bf16 = not on_gpu or torch.cuda.get_device_capability() >= (8, 0)
+        # That of training comes first.
+        dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
+        self.dtypes = [dtype for dtype in dtypes if self.has_bf16 or dtype not in ("bf16", "tf32")]
         # Three sizes of product per dtype, three lengths of attention, and five others.
         self.each = seconds / (3 * len(self.dtypes) + 3 + 5)
 
-    def measure(self) -> dict[str, object]:
+    def measure(self) -> dict[str, Any]:
         """All figures of `Calibration` that one process can know, and why others are missing."""
-        usual = "fp32" if not self.on_gpu else "bf16" if self._has_bf16() else "fp16"
-        figures: dict[str, object] = {
-            "matmul": self._by_dtype("matmul", self.dtypes, self._products),
-            "attention": self._by_dtype("attention", [usual], self._attention),
-        }
-        singles: dict[str, Callable[[], Figure]] = {
-            "bandwidth": self._bandwidth,
-            "optimizer": self._optimizer,
-            "launch_seconds": self._launches,
-        }
+        products = {dtype: functools.partial(self._products, dtype) for dtype in self.dtypes}
+        attention = {dtype: functools.partial(self._attention, dtype) for dtype in self.dtypes[:1]}
+        others = {"bandwidth": self._bandwidth, "optimizer": self._optimizer, "launch_seconds": self._launches}
         if self.on_gpu:
-            singles["pcie"] = self._copies
-        for name, work in singles.items():
-            if (figure := self._tried(name, work)) is not None:
-                figures[name] = figure
-        return {**figures, "skipped": self.skipped}
+            others["pcie"] = self._copies
+        figures = {"matmul": self._tried(products, "matmul "), "attention": self._tried(attention, "attention ")}
+        return figures | self._tried(others) | {"skipped": self.skipped}
 
-    def _has_bf16(self) -> bool:
-        return not self.on_gpu or torch.cuda.get_device_capability() >= (8, 0)
-
-    def _by_dtype(self, name: str, dtypes: list[str], work: Callable[[str], Figure]) -> dict[str, Figure]:
-        figures = {}
-        for dtype in dtypes:
-            if dtype in ("bf16", "tf32") and not self._has_bf16():
-                continue
-            if (figure := self._tried(f"{name} {dtype}", functools.partial(work, dtype))) is not None:
-                figures[dtype] = figure
-        return figures
-
-    def _tried(self, name: str, work: Callable[[], Figure]) -> Figure | None:
+    def _tried(self, works: Mapping[str, Callable[[], Figure]], what: str = "") -> dict[str, Any]:
         """Kernels and dtypes are missing on some devices, in ways that only trying shows."""
-        try:
-            return work()
-        except (RuntimeError, NotImplementedError, ValueError, ImportError, AttributeError) as error:
-            self.skipped[name] = first_line(error)[:160]
-            return None
-        finally:
+        figures = {}
+        for name, work in works.items():
+            try:
+                figures[name] = work()
+            except (RuntimeError, NotImplementedError, ValueError, ImportError, AttributeError) as error:
+                self.skipped[what + name] = first_line(error)[:160]
             if self.on_gpu:
                 torch.cuda.empty_cache()
+        return figures
 
-    def _times(self, work: Callable[[], object]) -> Times:
+    def _times(self, work: Work) -> list[float]:
         """Seconds of each repetition within the budget; at least three after two to warm up.
 
         A GPU gets them without a pause: under the load of training it is slower than after a rest.
         """
         for _ in range(2):
             work()
-        self._wait()
-        times: Times = []
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        times: list[float] = []
         end = time.perf_counter() + self.each
         while len(times) < 3 or (time.perf_counter() < end and len(times) < 5000):
-            times += self._queued(work) if self.on_gpu else [_clocked(work)]
+            times += self._queued(work) if self.on_gpu else [timeit.timeit(work, number=1)]
         return times
 
-    def _queued(self, work: Callable[[], object], count: int = 10) -> Times:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    def _queued(self, work: Work) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
         marks[0].record()
         for mark in marks[1:]:
             work()
@@ -190,21 +169,17 @@ class _Bench:
         marks[-1].synchronize()
         return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)]
 
-    def _wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def _rates(self, works: Sequence[tuple[float, Callable[[], object]]]) -> Figure:
+    def _rates(self, works: Sequence[tuple[float, Work]]) -> Figure:
         """Amount per second: of the middle one of some works, with the slowest and the fastest as the range."""
-        rates = sorted(amount / statistics.median(self._times(work)) for amount, work in works)
-        return _figure(rates[(len(rates) - 1) // 2], rates[0], rates[-1])
+        rates = [amount / statistics.median(self._times(work)) for amount, work in works]
+        return _figure(statistics.median_low(rates), rates)
 
     def _products(self, dtype: str) -> Figure:
         """A layer's projection to four times its width, for three widths; with its gradients, but in fp8."""
         tokens = 8192 // self.scale
-        kind = torch.float32 if dtype == "tf32" else _DTYPES.get(dtype, torch.bfloat16)
+        kind = _DTYPES[dtype]
 
-        def work_of(width: int) -> tuple[float, Callable[[], object]]:
+        def work_of(width: int) -> tuple[float, Work]:
             channels = width // self.scale * (1 if self.on_gpu else 2)
             inputs = torch.randn(tokens, channels, device=self.device).to(kind)
             weight = torch.randn(4 * channels, channels, device=self.device).to(kind)
@@ -225,7 +200,7 @@ class _Bench:
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    def _fp8_product(self, left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
+    def _fp8_product(self, left: torch.Tensor, right: torch.Tensor) -> Work:
         """As in training: one operand is scaled and cast each time, with one scale per tensor."""
         largest = torch.finfo(_FP8).max
         one = torch.ones((), device=self.device)
@@ -240,7 +215,7 @@ class _Bench:
     def _attention(self, dtype: str) -> Figure:
         """Causal attention over documents of three lengths, forward and backward."""
         heads, size, tokens = 32 // min(self.scale, 8), 128, 16384 // min(self.scale, 4)
-        varlen = self.on_gpu and torch.version.cuda and self._has_bf16()
+        varlen = self.on_gpu and torch.version.cuda and self.has_bf16
         works = []
         for length in (tokens // 32, tokens // 16, tokens // 4):
             shape = (tokens, heads, size)
@@ -251,7 +226,7 @@ class _Bench:
             works.append((forward * (1 + _BACKWARD_ATTENTION), work))
         return self._rates(works)
 
-    def _varlen(self, inputs: list[torch.Tensor], length: int) -> Callable[[], object]:
+    def _varlen(self, inputs: list[torch.Tensor], length: int) -> Work:
         from torch.nn.attention.varlen import varlen_attn
 
         tokens = inputs[0].shape[0]
@@ -268,7 +243,7 @@ class _Bench:
     def _bandwidth(self) -> Figure:
         """A copy, a sum, and the gate of a feed-forward layer, in the dtype that training computes in."""
         numbers = 2**28 // self.scale
-        kind = torch.bfloat16 if self._has_bf16() and self.on_gpu else torch.float32
+        kind = torch.bfloat16 if self.has_bf16 and self.on_gpu else torch.float32
         first, second = (torch.randn(numbers, device=self.device).to(kind) for _ in range(2))
         out = torch.empty_like(first)
         size = numbers * first.element_size()
@@ -319,17 +294,13 @@ class _Bench:
                 value = norm(value)
             value.sum().backward()
 
-        threads = torch.get_num_threads()
         # Nothing here is worth sharing, and to wait for another thread takes longer than all of it.
-        torch.set_num_threads(1)
-        try:
-            seconds = sorted(statistics.median(self._times(work)) / count for work in (plain, graph, modules))
-        finally:
-            torch.set_num_threads(threads)
-        return _figure(seconds[1], seconds[0], seconds[2])
+        with _threads(1):
+            seconds = [statistics.median(self._times(work)) / count for work in (plain, graph, modules)]
+        return _figure(statistics.median_low(seconds), seconds)
 
 
-def _dense(inputs: list[torch.Tensor], length: int) -> Callable[[], object]:
+def _dense(inputs: list[torch.Tensor], length: int) -> Work:
     """Attention where there is no kernel for documents of different lengths."""
     tokens, heads, size = inputs[0].shape
     batch = [each.view(tokens // length, length, heads, size).transpose(1, 2) for each in inputs]
@@ -343,53 +314,42 @@ def _dense(inputs: list[torch.Tensor], length: int) -> Callable[[], object]:
     return work
 
 
-def _clocked(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def _figure(value: float, measured: Sequence[float]) -> Figure:
+    """A figure with its range, in four digits."""
+    return [float(f"{each:.4g}") for each in (value, min(measured), max(measured))]
 
 
-def _figure(value: float, low: float, high: float) -> Figure:
-    return [float(f"{each:.4g}") for each in (value, low, high)]
-
-
-@contextmanager
-def _process_group(on_gpu: bool) -> Iterator[torch.device]:
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        yield torch.device("cuda" if on_gpu else "cpu")
-    finally:
-        dist.destroy_process_group()
-
-
-def _between_processes(device: torch.device, seconds: float) -> dict[str, Any]:
+def _between_processes(on_gpu: bool, seconds: float) -> dict[str, Any]:
     """Bus bandwidth of all-reduces of three sizes: what each process sends, 2 (n - 1) / n of the data in a ring.
 
     Source: NCCL's own tests, doc/PERFORMANCE.md. All processes repeat alike, as often as the first one says.
     """
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     count, world = 20, dist.get_world_size()
     rates = []
-    for mebibytes in (16, 64, 256) if device.type == "cuda" else (1, 4, 16):
+    for mebibytes in (16, 64, 256) if on_gpu else (1, 4, 16):
         data = torch.ones(mebibytes * 2**18, device=device)
         times = []
-        end = torch.tensor([time.perf_counter() + seconds / 3])
+        end = time.perf_counter() + seconds / 3
         for turn in range(count + 2):
             dist.barrier()
             started = time.perf_counter()
             dist.all_reduce(data)
-            if device.type == "cuda":
+            if on_gpu:
                 torch.cuda.synchronize()
             if turn >= 2:
                 times.append(time.perf_counter() - started)
-            going = torch.tensor([float(turn < 4 or time.perf_counter() < end.item())], device=device)
+            going = torch.tensor([float(turn < 4 or time.perf_counter() < end)], device=device)
             dist.broadcast(going, 0)
             if not going.item():
                 break
         rates.append(data.numel() * 4 * 2 * (world - 1) / world / statistics.median(times))
+    dist.destroy_process_group()
     over = "network" if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)) else "link"
-    return {over: _figure(rates[-1], min(rates), max(rates)), "processes": world}
+    return {over: _figure(rates[-1], rates), "processes": world}
 
 
 if __name__ == "__main__":

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
 
 from toolkit.common import UserError, cache_dir
 from toolkit.planner.hardware.detect import detect
-from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Node, Rate
+from toolkit.planner.hardware.specs import Dtype, Figure, Hardware, Rate
 from toolkit.recipe import Section
-
-Figure = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)]
 
 
 class Calibration(Section):
@@ -67,52 +64,52 @@ def load(path: Path) -> Calibration:
         raise UserError(f"{path}: not a calibration: {error}", "delete it, or run `toolkit calibrate` again") from error
 
 
-def stored(device: Device) -> Calibration | None:
-    """The figures measured on a device of this name, if there are any. CPUs differ: theirs must have the same title."""
-    file = path_of(device.name)
+def with_calibration(hardware: Hardware) -> Hardware:
+    """With the figures measured on a device of this name, if there are any. CPUs differ: theirs must have its title."""
+    file = path_of(hardware.device.name)
     if not file.is_file():
-        return None
+        return hardware
     figures = load(file)
-    return figures if device.kind != "cpu" or figures.title == device.title else None
+    if hardware.device.kind == "cpu" and figures.title != hardware.device.title:
+        return hardware
+    return calibrated(hardware, figures)
 
 
-def calibrated(device: Device, node: Node, figures: Calibration) -> tuple[Device, Node]:
-    """The device and its node with measured figures.
+def calibrated(hardware: Hardware, figures: Calibration) -> Hardware:
+    """The hardware with measured figures.
 
     A figure above the peak raises the peak: that of a CPU or an unknown GPU was a guess.
     """
-    rates: dict[str, Any] = {}
-    peaks: dict[str, Any] = {"flops": dict(device.flops)}
+    device, node = hardware.device, hardware.node
+    flops, rates = dict(device.flops), dict[str, Rate]()
     for dtype, figure in figures.matmul.items():
         # torch computes in dtypes that the hardware lacks, slowly.
-        if dtype in device.flops:
-            peaks["flops"][dtype], rate = _share(figure, device.flops[dtype])
-            rates.setdefault("dtypes", dict(device.efficiency.dtypes))[dtype] = rate
+        if dtype in flops:
+            flops[dtype], rates[dtype] = _share(figure, flops[dtype])
     usual = ("fp32",) if device.kind == "cpu" else ("bf16", "fp16", "fp32")
-    compute = next((dtype for dtype in usual if dtype in rates.get("dtypes", {})), None)
+    compute = next((dtype for dtype in usual if dtype in rates), None)
     if compute:
-        rates["matmul"] = rates["dtypes"][compute]
+        rates["matmul"] = rates[compute]
     for dtype, figure in figures.attention.items():
-        if dtype in device.flops:
-            rates["attention"] = _share(figure, peaks["flops"][dtype])[1]
-    if figures.bandwidth:
-        peaks["bandwidth"], rates["bandwidth"] = _share(figures.bandwidth, device.bandwidth)
-    if figures.optimizer:
-        rates["optimizer"] = _share(figures.optimizer, peaks.get("bandwidth", device.bandwidth))[1]
-    if figures.pcie:
-        peaks["pcie"], rates["pcie"] = _share(figures.pcie, device.pcie)
-    if figures.link and device.link:
-        peaks["link"], rates["link"] = _share(figures.link, device.link)
-    elif figures.link:
-        rates["link"] = _share(figures.link, peaks.get("pcie", device.pcie))[1]
-    if figures.network:
-        network, rates["network"] = _share(figures.network, node.network)
-        node = dataclasses.replace(node, network=network)
+        if dtype in flops:
+            _, rates["attention"] = _share(figure, flops[dtype])
+    peaks = {"bandwidth": device.bandwidth, "pcie": device.pcie, "network": node.network}
+    if device.link:
+        peaks["link"] = device.link
+    for name in ("bandwidth", "optimizer", "pcie", "link", "network"):
+        # Others are shares of a peak that is not theirs: without a link devices use PCIe.
+        of = name if name in peaks else {"optimizer": "bandwidth", "link": "pcie"}[name]
+        if figure := getattr(figures, name):
+            peak, rates[name] = _share(figure, peaks[of])
+            if name == of:
+                peaks[name] = peak
     if figures.launch_seconds:
         value, low, high = figures.launch_seconds
         rates["launch_seconds"] = Rate(value, low, high, measured=True)
-    efficiency: Efficiency = dataclasses.replace(device.efficiency, **rates)
-    return dataclasses.replace(device, efficiency=efficiency, **peaks), node
+    node = node.model_copy(update={"network": peaks.pop("network")})
+    efficiency = device.efficiency.model_copy(update=rates)
+    device = device.model_copy(update={"flops": flops, "efficiency": efficiency, **peaks})
+    return dataclasses.replace(hardware, device=device, node=node)
 
 
 def _share(figure: list[float], peak: float) -> tuple[float, Rate]:
@@ -125,29 +122,26 @@ def describe(path: Path) -> str:
     """Stored figures as a table: absolute, and as shares of this machine's peaks if they are its own."""
     figures = load(path)
     hardware = detect()
-    shares: Efficiency | None = None
-    if hardware.device.title == figures.title:
-        shares = calibrated(hardware.device, hardware.node, figures)[0].efficiency
-    rows: list[tuple[str, Figure, float, str, float | None]] = []
+    own = hardware.device.title == figures.title
+    shares = calibrated(hardware, figures).device.efficiency if own else None
+    rows: list[tuple[str, Figure, float, str, Rate | None]] = []
     for dtype, figure in figures.matmul.items():
-        share = shares.dtypes.get(dtype) if shares else None
-        rows.append((f"matrix products, {dtype}", figure, 1e12, "TFLOP/s", share.value if share else None))
+        rows.append((f"matrix products, {dtype}", figure, 1e12, "TFLOP/s", getattr(shares, dtype, None)))
     for dtype, figure in figures.attention.items():
-        rows.append((f"attention, {dtype}", figure, 1e12, "TFLOP/s", shares.attention.value if shares else None))
+        rows.append((f"attention, {dtype}", figure, 1e12, "TFLOP/s", getattr(shares, "attention", None)))
     titles = {"bandwidth": "element-wise", "optimizer": "fused AdamW", "pcie": "host and device"}
     between = f"all-reduce of {figures.processes}"
     titles |= {"link": between, "network": f"{between}, over nodes"}
     for key, title in titles.items():
         if value := getattr(figures, key):
-            rows.append((title, value, 1e9, "GB/s", getattr(shares, key).value if shares else None))
+            rows.append((title, value, 1e9, "GB/s", getattr(shares, key, None)))
     if figures.launch_seconds:
         rows.append(("one operation", figures.launch_seconds, 1e-6, "microseconds", None))
     versions = ", ".join(f"{name} {version}" for name, version in figures.versions.items())
     lines = [f"{figures.title}, measured on {figures.date} ({versions})"]
-    for title, (value, low, high), unit, name, part in rows:
+    for title, (value, low, high), unit, name, share in rows:
         span = f"{low / unit:.4g} to {high / unit:.4g}"
-        lines.append(
-            f"  {title:<28} {value / unit:>8.4g} {name:<12} {span:<20} {f'{part:.0%} of peak' if part else ''}"
-        )
+        reached = f"{share.value:.0%} of peak" if share else ""
+        lines.append(f"  {title:<28} {value / unit:>8.4g} {name:<12} {span:<20} {reached}")
     lines += [f"  {name:<28} not measured: {reason}" for name, reason in figures.skipped.items()]
     return "\n".join(line.rstrip() for line in lines)

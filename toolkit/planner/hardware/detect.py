@@ -7,7 +7,6 @@ and start CUDA in a process that may not want it.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import re
@@ -20,8 +19,8 @@ import psutil
 import pynvml
 
 from toolkit.common import UserError
-from toolkit.planner.hardware.catalogue import DeviceEntry, estimated_node, estimated_rates, known
-from toolkit.planner.hardware.specs import Device, Hardware, Kind, Node
+from toolkit.planner.hardware.catalogue import document, known
+from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
 
 # Operations per cycle of one core: two fused multiply-adds per vector.
 _PER_CYCLE = {"avx512f": 64, "avx2": 32, "asimd": 16}
@@ -139,44 +138,46 @@ def detect(folder: Path | None = None) -> Hardware:
             "choose alike ones with CUDA_VISIBLE_DEVICES=0,1,…, or name the hardware: hardware=NAMExCOUNT",
         )
     smallest = min(gpus, key=lambda gpu: gpu.memory)
-    device = _known(smallest, known(folder)) or _unknown(smallest)
+    node = host()
+    device = _known(smallest, known(folder)) or _unknown(smallest, node)
     name = device.name + (f"x{len(gpus)}" if len(gpus) > 1 else "")
-    return Hardware(name, device, host(), len(gpus))
+    return Hardware(name, device, node, len(gpus))
 
 
-def _known(gpu: Gpu, entries: Mapping[str, DeviceEntry]) -> Device | None:
-    names = {reported: name for name, entry in entries.items() for reported in entry.reported}
-    if gpu.name not in names:
+def _known(gpu: Gpu, devices: Mapping[str, Device]) -> Device | None:
+    device = {name: each for each in devices.values() for name in each.reported}.get(gpu.name)
+    if device is None:
         return None
-    name = names[gpu.name]
-    device = entries[name].device(name)
     # The driver's count without its own reserve is torch's; where it could not tell the reserve, the catalogue knows.
     nearly = not gpu.exact and gpu.memory <= device.memory * 1.03
-    return dataclasses.replace(device, memory=min(gpu.memory, device.memory) if nearly else gpu.memory)
+    return device.model_copy(update={"memory": min(gpu.memory, device.memory) if nearly else gpu.memory})
 
 
-def _unknown(gpu: Gpu) -> Device:
+def _unknown(gpu: Gpu, node: Node) -> Device:
     """A GPU that the catalogue lacks: guesses by its generation, with a wide range."""
     kind: Kind = "cuda" if gpu.capability else "rocm"
-    rates = estimated_rates("generic")
-    major = int((gpu.capability or "8.0").split(".")[0])
-    tflops = {"fp16": 60.0, "fp32": 15.0}
-    if major >= 8 or kind == "rocm":
-        tflops |= {"bf16": 60.0, "tf32": 30.0}
-    return Device(
+    flops = {"fp16": 60e12, "fp32": 15e12}
+    if int((gpu.capability or "8.0").split(".")[0]) >= 8:
+        flops |= {"bf16": 60e12, "tf32": 30e12}
+    # As wide as the guess of the peaks.
+    usual = _estimates("generic")
+    rates = {key: Rate(rate.value, rate.low / 3, rate.high * 3) for key, rate in usual if rate}
+    return Device.model_construct(
         name=re.sub(r"[^a-z0-9]+", "_", gpu.name.lower()).strip("_"),
         title=f"{gpu.name} (not in the catalogue: speeds are guesses)",
         kind=kind,
         memory=gpu.memory,
-        flops={dtype: peak * 1e12 for dtype, peak in tflops.items()},
+        flops=flops,
         bandwidth=500e9,
-        link=None,
         pcie=15.75e9,
         capability=gpu.capability,
-        sources=(),
-        # As wide as the guess of the peaks.
-        efficiency=rates.model_copy(update={"fp8": None}).efficiency(width=3),
+        efficiency=usual.model_copy(update=rates),
+        node=node,
     )
+
+
+def _estimates(kind: str) -> Efficiency:
+    return Efficiency.model_validate(document()["estimates"][kind])
 
 
 def cpu(processes: int) -> Hardware:
@@ -189,7 +190,7 @@ def cpu(processes: int) -> Hardware:
     bf16 = fp32 * next((factor for flag, factor in _BF16_FACTOR.items() if flag in flags), 0.01)
     bandwidth = min(node.cores * _CORE_BANDWIDTH, _HOST_BANDWIDTH) / processes
     title = _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
-    device = Device(
+    device = Device.model_construct(
         name="cpu",
         title=f"{title}, {node.cores} core{'s' if node.cores > 1 else ''}",
         kind="cpu",
@@ -198,19 +199,19 @@ def cpu(processes: int) -> Hardware:
         bandwidth=bandwidth,
         link=bandwidth,
         pcie=bandwidth,
-        capability=None,
-        sources=("/proc/cpuinfo: cores, clock and vector units",),
-        efficiency=estimated_rates("cpu").efficiency(),
+        sources=["/proc/cpuinfo: cores, clock and vector units"],
+        efficiency=_estimates("cpu"),
+        node=node,
     )
     return Hardware(f"cpux{processes}" if processes > 1 else "cpu", device, node, processes)
 
 
 def host() -> Node:
     """This machine around its devices; network and drives are guessed, their size is not known."""
-    usual = estimated_node()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = min(psutil.cpu_count(logical=False) or cores, cores)
-    return Node(ram(), physical, usual.network_gbit_s * 1e9 / 8, usual.nvme_gb_s * 1e9, None)
+    own = {"ram": ram(), "cores": physical, "nvme_bytes": None}
+    return Node.model_validate(document()["node"]).model_copy(update=own)
 
 
 def ram(root: Path = Path("/")) -> int:

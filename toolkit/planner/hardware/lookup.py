@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 from toolkit.common import UserError
-from toolkit.planner.hardware import calibration
-from toolkit.planner.hardware.catalogue import DeviceEntry, known
+from toolkit.planner.hardware.calibration import with_calibration
+from toolkit.planner.hardware.catalogue import known
 from toolkit.planner.hardware.detect import cpu, detect
-from toolkit.planner.hardware.specs import Hardware
-from toolkit.recipe import did_you_mean, recipe_folders
+from toolkit.planner.hardware.specs import Device, Hardware
+from toolkit.recipe import did_you_mean
 
 _FORM = "NAME, NAMExDEVICES or NAMExDEVICESxNODES, such as h200, h200x8, h200x8x4"
 
@@ -29,7 +28,7 @@ def find(text: str, folder: Path | None = None) -> Hardware:
         UserError: If there is no such device, with the nearest name, or a node does not hold so many.
         RecipeError: If `_hardware.yaml` is wrong.
     """
-    entries = known(_own_folder(folder))
+    entries = known(folder)
     wanted = text.strip().lower()
     name, devices, nodes = _parts(wanted, [*entries, "cpu"]) or _not_found(wanted, entries)
     if devices < 1 or nodes < 1:
@@ -37,14 +36,14 @@ def find(text: str, folder: Path | None = None) -> Hardware:
     if name == "cpu":
         if nodes > 1:
             raise UserError(f"hardware={text}: cpu means this machine, which is one node", f"write cpux{devices}")
-        return _with_calibration(cpu(devices))
+        return with_calibration(cpu(devices))
     entry = entries[name]
     if devices > entry.node.devices:
         usual = entry.node.devices
         better = f"write {name}x{usual}x{-(-devices // usual)}, or give {name} larger nodes in _hardware.yaml"
         raise UserError(f"hardware={text}: a node holds {usual} {entry.title}, not {devices}", better)
     whole = name + (f"x{devices}" if devices > 1 or nodes > 1 else "") + (f"x{nodes}" if nodes > 1 else "")
-    return _with_calibration(Hardware(whole, entry.device(name), entry.machine(devices), devices, nodes))
+    return with_calibration(Hardware(whole, entry, entry.node.part(devices / entry.node.devices), devices, nodes))
 
 
 def this_machine(folder: Path | None = None) -> Hardware:
@@ -53,24 +52,7 @@ def this_machine(folder: Path | None = None) -> Hardware:
     Raises:
         UserError: If this machine's GPUs differ.
     """
-    return _with_calibration(detect(_own_folder(folder)))
-
-
-def names(folder: Path | None = None) -> dict[str, str]:
-    """Name and title of every device that can be asked for, the user's too."""
-    return {name: entry.title for name, entry in known(_own_folder(folder)).items()}
-
-
-def _own_folder(folder: Path | None) -> Path:
-    return recipe_folders(folder)[0]
-
-
-def _with_calibration(hardware: Hardware) -> Hardware:
-    measured = calibration.stored(hardware.device)
-    if measured is None:
-        return hardware
-    device, node = calibration.calibrated(hardware.device, hardware.node, measured)
-    return dataclasses.replace(hardware, device=device, node=node)
+    return with_calibration(detect(folder))
 
 
 def _parts(text: str, known_names: list[str]) -> tuple[str, int, int] | None:
@@ -82,7 +64,7 @@ def _parts(text: str, known_names: list[str]) -> tuple[str, int, int] | None:
     return None
 
 
-def _not_found(text: str, entries: dict[str, DeviceEntry]) -> tuple[str, int, int]:
+def _not_found(text: str, entries: dict[str, Device]) -> tuple[str, int, int]:
     turned = re.fullmatch(r"(\d+)\s*x?\s*([a-z].*)", text)
     if turned and _parts(f"{turned[2]}x{turned[1]}", [*entries, "cpu"]):
         raise UserError(f"hardware={text}: the number comes last", f"write {turned[2]}x{turned[1]}")

@@ -1,14 +1,20 @@
 """What a plan needs to know of a machine: peaks, and what share of each is reached, with a range.
 
-Sizes in bytes, speeds in bytes/s or FLOP/s, times in seconds. Shares are estimates until `toolkit calibrate` measures
+`catalogue.yaml` and a user's `_hardware.yaml` state the same, in units that their keys name (`memory_gib`). Here sizes
+are in bytes, speeds in bytes/s or FLOP/s, times in seconds. Shares are estimates until `toolkit calibrate` measures
 them on such a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetPydanticSchema, PositiveInt, ValidationInfo, field_validator
+from pydantic_core.core_schema import no_info_after_validator_function
+
+from toolkit.recipe import Section
 
 Kind = Literal["cuda", "rocm", "cpu"]
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
@@ -31,9 +37,36 @@ class Rate:
     measured: bool = False
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """What training reaches of a device's peaks. All are shares, but for `launch_seconds`.
+def _in_order(figures: list[float]) -> Rate:
+    value, low, high = figures
+    if not low <= value <= high:
+        raise ValueError("value, low, high, in which the value lies between the others")
+    return Rate(value, low, high)
+
+
+def _peaks(tflops: dict[Dtype, float]) -> dict[str, float]:
+    if "fp32" not in tflops:
+        raise ValueError("fp32 among them, at whose peak runs what has none of its own")
+    return {dtype: peak * 1e12 for dtype, peak in tflops.items()}
+
+
+def _stated(form: Any, convert: Callable[[Any], Any]) -> GetPydanticSchema:
+    """Files state it in another form."""
+    return GetPydanticSchema(lambda _, handler: no_info_after_validator_function(convert, handler(form)))
+
+
+_Positive = Annotated[float, Field(gt=0)]
+Figure = Annotated[list[_Positive], Field(min_length=3, max_length=3)]
+_Range = Annotated[Rate, _stated(Figure, _in_order)]
+_Gib = Annotated[int, _stated(_Positive, lambda gib: int(gib * 2**30))]
+_Gb = Annotated[float, _stated(_Positive, lambda gb: gb * 1e9)]
+_Gbit = Annotated[float, _stated(_Positive, lambda gbit: gbit * 1e9 / 8)]
+_Tb = Annotated[int, _stated(_Positive, lambda tb: int(tb * 1e12))]
+_Flops = Annotated[dict[str, float], _stated(dict[Dtype, _Positive], _peaks)]
+
+
+class Efficiency(Section):
+    """What training reaches of a device's peaks. All are shares, but for `launch_seconds`; files: `[value, low, high]`.
 
     Args:
         matmul: Large matrix products in the compute dtype, sustained, of `Device.flops`.
@@ -44,85 +77,104 @@ class Efficiency:
         pcie: Copies between pinned host memory and the device, of `Device.pcie`.
         network: Collectives between nodes, of `Node.network`.
         launch_seconds: Python and dispatch of one operation, in seconds; what matters where kernels are shorter.
-        dtypes: Matrix products in other dtypes, where their share differs.
+        fp8: Matrix products in fp8 with their casts, and so on, where their share differs from `matmul`.
     """
 
-    matmul: Rate
-    attention: Rate
-    bandwidth: Rate
-    optimizer: Rate
-    link: Rate
-    pcie: Rate
-    network: Rate
-    launch_seconds: Rate
-    dtypes: Mapping[str, Rate] = field(default_factory=dict)
+    matmul: _Range
+    attention: _Range
+    bandwidth: _Range
+    optimizer: _Range
+    link: _Range
+    pcie: _Range
+    network: _Range
+    launch_seconds: _Range
+    fp8: _Range | None = None
+    bf16: _Range | None = None
+    fp16: _Range | None = None
+    tf32: _Range | None = None
+    fp32: _Range | None = None
 
     def matmul_in(self, dtype: str) -> Rate:
         """Matrix products in one dtype."""
-        return self.dtypes.get(dtype, self.matmul)
+        return getattr(self, dtype) or self.matmul
 
 
-@dataclass(frozen=True)
-class Device:
+class Node(Section):
+    """One machine; in the catalogue a usual one for a device.
+
+    Args:
+        devices: In one.
+        ram: Of the host.
+        cores: Physical ones.
+        network: To other nodes, one direction, all adapters together.
+        nvme: Its local drives together, mean of reading and writing.
+        nvme_bytes: Their size; None if unknown.
+        source: Where the figures come from.
+    """
+
+    devices: PositiveInt
+    ram: _Gib = Field(validation_alias="ram_gib")
+    cores: PositiveInt
+    network: _Gbit = Field(validation_alias="network_gbit_s")
+    nvme: _Gb = Field(validation_alias="nvme_gb_s")
+    nvme_bytes: _Tb | None = Field(None, validation_alias="nvme_tb")
+    source: str = ""
+
+    def part(self, share: float) -> Node:
+        """What comes with some of its devices: one of eight is rented with an eighth of the host."""
+        size = int(self.nvme_bytes * share) if self.nvme_bytes else None
+        part = {"ram": int(self.ram * share), "cores": max(1, int(self.cores * share)), "nvme_bytes": size}
+        return self.model_copy(update=part | {"network": self.network * share, "nvme": self.nvme * share})
+
+
+class Device(Section):
     """One GPU, or one process on a CPU.
 
     Args:
         name: As in `hardware=`.
         title: For people.
         kind: Which build of torch runs on it.
+        reported: Names that the driver reports.
         memory: What torch sees (`total_memory`), which is less than the label says. On a CPU the host's RAM, which all
             processes share.
-        flops: Dense peak of matrix products that accumulate in fp32, by dtype; one that is missing is not supported.
+        flops: Dense peak of matrix products that accumulate in fp32, by dtype; one that is missing is not supported,
+            but for fp32, which must be there.
         bandwidth: Of its memory.
         link: To the other devices of the node (NVLink, xGMI), one direction, all links together; None if there is only
             PCIe.
         pcie: To the host, one direction.
         capability: CUDA's compute capability, `9.0`.
-        sources: Where the figures come from.
-        efficiency: What training reaches of them.
+        measured: Which efficiencies were measured.
+        efficiency: What training reaches of the peaks.
+        sources: Where the peaks come from.
+        node: A usual machine.
     """
 
-    name: str
+    # In a file it stands before the entry.
+    name: str = Field(validation_alias="_name")
     title: str
-    kind: Kind
-    memory: int
-    flops: Mapping[str, float]
-    bandwidth: float
-    link: float | None
-    pcie: float
-    capability: str | None
-    sources: tuple[str, ...]
+    kind: Kind = "cuda"
+    reported: list[str] = Field(default_factory=list)
+    memory: _Gib = Field(validation_alias="memory_gib")
+    flops: _Flops = Field(validation_alias="tflops")
+    bandwidth: _Gb = Field(validation_alias="bandwidth_gb_s")
+    link: _Gb | None = Field(None, validation_alias="link_gb_s")
+    pcie: _Gb = Field(validation_alias="pcie_gb_s")
+    capability: str | None = None
+    measured: list[str] = Field(default_factory=list)
     efficiency: Efficiency
+    sources: list[str] = Field(default_factory=list)
+    node: Node
 
-
-@dataclass(frozen=True)
-class Node:
-    """One machine.
-
-    Args:
-        ram: Of the host.
-        cores: Physical ones.
-        network: To other nodes, one direction, all adapters together.
-        nvme: Its local drives together, mean of reading and writing.
-        nvme_bytes: Their size; None if unknown.
-    """
-
-    ram: int
-    cores: int
-    network: float
-    nvme: float
-    nvme_bytes: int | None
-
-    def part(self, share: float) -> Node:
-        """What comes with some of its devices: one of eight is rented with an eighth of the host."""
-        return replace(
-            self,
-            ram=int(self.ram * share),
-            cores=max(1, int(self.cores * share)),
-            network=self.network * share,
-            nvme=self.nvme * share,
-            nvme_bytes=int(self.nvme_bytes * share) if self.nvme_bytes else None,
-        )
+    @field_validator("efficiency")
+    @classmethod
+    def _marked(cls, efficiency: Efficiency, info: ValidationInfo) -> Efficiency:
+        rates = {
+            key: replace(rate, measured=True)
+            for key, rate in efficiency
+            if rate and key in info.data.get("measured", ())
+        }
+        return efficiency.model_copy(update=rates)
 
 
 @dataclass(frozen=True)
