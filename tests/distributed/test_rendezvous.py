@@ -15,6 +15,10 @@ from ranks import Ranks
 from small import populate
 from transformers import AutoModelForCausalLM
 
+from toolkit.common import UserError
+from toolkit.distributed.layout import World
+from toolkit.distributed.rendezvous import Rendezvous
+
 OVERRIDES = ["recipe=small", "schedule.max_steps=3", "batch.micro_batch_size=1", "checkpoint.save_steps=2"]
 PORT = "29500"
 CPU_ENGINES = ROOT / "tests" / "support" / "cpu_engines.py"
@@ -140,6 +144,29 @@ def test_a_node_that_never_starts_is_named(nodes: tuple[Node, Node], tmp_path: P
     [printed] = wait([first], 60)
     assert first.returncode == 1
     assert "error: rank 1 (host unknown) did not answer within 6 s" in printed
+
+
+STORE = """
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
+def test_a_launcher_that_dies_with_its_store_ends_its_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", STORE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout
+        port = launcher.stdout.readline().strip()
+        agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for name, value in agent.items():
+            monkeypatch.setenv(name, value)
+        rendezvous = Rendezvous(World(0, 0, 2, 2))
+        launcher.kill()
+    with pytest.raises(UserError, match="rank 0 has ended"):
+        rendezvous.exchange("tokenised", 0, dict)
+    rendezvous.stop()
 
 
 def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tmp_path: Path) -> None:

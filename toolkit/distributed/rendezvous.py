@@ -244,7 +244,8 @@ class Rendezvous:
 
     def _gone(self, ranks: Sequence[int], how: str) -> UserError:
         self._silent = list(ranks)
-        if self.world.rank == 0:
+        # Rank 0 misses itself where its launcher held the store and has ended.
+        if self.world.rank == 0 and 0 not in ranks:
             everyone = {rank: f"label/{rank}" for rank in range(self.world.world_size)}
             come = self._ask(
                 lambda store: {rank: store.get(key) for rank, key in everyone.items() if store.check([key])}
