@@ -11,7 +11,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass
 
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
@@ -132,6 +134,7 @@ class BatchLayout:
     world_size: int
     seq_len: int
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def tokens_per_step(self) -> int:
         """Upper bound of the tokens in a step; reached when every sequence is full."""

@@ -19,6 +19,7 @@ from toolkit.common import Partial
 from toolkit.data.audit import Audit
 from toolkit.data.rows import Sample
 from toolkit.distributed.engines import EngineState
+from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.plan import Plan
 
 Read = TypeVar("Read", bound=BaseModel)
@@ -46,17 +47,6 @@ class Git(BaseModel):
 
     commit: str
     dirty: bool
-
-
-class Batch(BaseModel):
-    """How an optimizer step was put together: sizes in sequences, `seq_len` in tokens."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    world_size: int
-    seq_len: int
-    tokens_per_step: int
 
 
 class Parameters(BaseModel):
@@ -103,7 +93,7 @@ class Manifest(Partial):
     """DeepSpeed's settings that only the launcher's file states, by dotted key."""
     hashes: dict[str, str] = {}
     """Of recipe, data and model."""
-    batch: Batch | None = None
+    batch: BatchLayout | None = None
     parameters: Parameters | None = None
     total_steps: int | None = None
     resumed_from: str | None = None

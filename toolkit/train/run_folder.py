@@ -32,7 +32,7 @@ from toolkit.common import UserError, write_atomically, write_json
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
-from toolkit.report.load import Batch, Manifest, read_manifest
+from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
 
 _PACKAGES = [
@@ -229,7 +229,7 @@ def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> 
         "chosen": dict(loaded.chosen),
         "taken_over": dict(loaded.taken_over),
         "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
-        "batch": Batch.model_validate(layout, from_attributes=True),
+        "batch": layout,
     }
 
 
