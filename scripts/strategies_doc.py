@@ -155,7 +155,7 @@ def _recipe(**sections: Any) -> Recipe:
 
 def _cell(sections: Mapping[str, Any]) -> str:
     recipe = _recipe(**sections)
-    refused = [f"`{rule.id}`" for rule in RULES if rule.broken(recipe, _TIED)]
+    refused = [f"`{name}`" for name, rule in RULES.items() if rule.broken(recipe, _TIED)]
     return " ".join(refused) or "yes"
 
 
@@ -190,8 +190,8 @@ def _optimizers(strategies: Mapping[str, Any]) -> str:
 
 def _rules() -> str:
     rows = [
-        [f"`{rule.id}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
-        for rule in STRATEGY_RULES
+        [f"`{name}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
+        for name, rule in STRATEGY_RULES.items()
     ]
     return _table(["rule", "at", "why", "change"], rows)
 

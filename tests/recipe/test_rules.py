@@ -13,6 +13,9 @@ import pytest
 from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES, check, load_checked
+from toolkit.recipe.rules.inputs import INPUT_RULES
+from toolkit.recipe.rules.strategy import STRATEGY_RULES
+from toolkit.recipe.rules.training import TRAINING_RULES
 from toolkit.recipe.sections import SCHEDULES
 
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
@@ -236,7 +239,7 @@ def broken_by(overrides: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("rule", "breaks", "fix"), CASES, ids=[case[0] for case in CASES])
 def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: list[str]) -> None:
-    (found,) = [each for each in RULES if each.id == rule]
+    found = RULES[rule]
     problems = broken_by(tuple(breaks))
     # The fixed words before the first figure are enough to know the rule by.
     reason = " ".join(found.why.partition("{")[0].split())
@@ -250,10 +253,9 @@ def test_rule_refuses_and_its_fix_is_valid(rule: str, breaks: list[str], fix: li
     assert any(key in matching[0] for key in keys)
 
 
-def test_every_rule_has_a_case_and_ids_are_unique() -> None:
-    ids = [rule.id for rule in RULES]
-    assert len(ids) == len(set(ids))
-    assert set(ids) == {rule for rule, _, _ in CASES}
+def test_every_rule_has_a_case_and_names_are_unique() -> None:
+    assert len(RULES) == len(INPUT_RULES) + len(TRAINING_RULES) + len(STRATEGY_RULES)
+    assert set(RULES) == {rule for rule, _, _ in CASES}
 
 
 def test_every_refused_optimizer_names_an_allowed_one() -> None:

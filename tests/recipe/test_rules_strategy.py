@@ -200,7 +200,7 @@ def test_zero_never_evaluates_what_schedule_free_optimizers_average(zero: Ran) -
 )
 def test_zero_case(zero: Ran, rule: str, case: str, expected: Any) -> None:
     """The failure that a rule prevents; without a rule, what it leaves allowed."""
-    assert rule in ("", *(each.id for each in STRATEGY_RULES))
+    assert rule in ("", *STRATEGY_RULES)
     found = zero[case]
     assert found[: len(expected)] == expected if isinstance(expected, str) else found == expected
 
@@ -262,15 +262,15 @@ BY_NAME = {
 
 def test_every_strategy_rule_has_its_failure_or_a_reference() -> None:
     missing = [
-        rule.id
-        for rule in STRATEGY_RULES
-        if not (rule.reference or rule.id in CONSISTENCY | BY_NAME or f'("{rule.id}", "' in SHOWN)
+        name
+        for name, rule in STRATEGY_RULES.items()
+        if not (rule.reference or name in CONSISTENCY | BY_NAME or f'("{name}", "' in SHOWN)
     ]
     assert missing == []
 
 
 def test_document_names_every_rule_that_forbids_a_cell() -> None:
     text = strategies_markdown()
-    for rule in STRATEGY_RULES:
-        assert f"`{rule.id}`" in text
+    for name in STRATEGY_RULES:
+        assert f"`{name}`" in text
     assert not re.search(r"\{[\w.]+\}", text), "an unfilled figure"

@@ -11,13 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, as_text, did_you_mean, from_validation_error
+from toolkit.recipe.errors import (
+    COMMAND_LINE,
+    Origins,
+    Problem,
+    RecipeError,
+    as_text,
+    did_you_mean,
+    from_validation_error,
+)
 from toolkit.recipe.files import (
     NAME,
     Read,
@@ -31,7 +39,7 @@ from toolkit.recipe.files import (
     search_order,
     short,
 )
-from toolkit.recipe.overrides import Refused, left_behind, parse, replaced, section_word
+from toolkit.recipe.overrides import left_behind, parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
 
 _ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
@@ -39,21 +47,16 @@ _ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_
 
 @dataclass(frozen=True)
 class Composed:
-    """A recipe put together from its files and the command line, not yet checked against the schema.
-
-    Args:
-        name: The file's path inside the recipes folder, without `.yaml`.
-        file: The recipe's file.
-        values: Nested values with interpolations as they stand, defaults not included.
-        origins: Dotted key to `file:line` or `command line`, for every value that was stated.
-        problems: What is wrong with the command line.
-    """
+    """A recipe put together from its files and the command line, not yet checked against the schema."""
 
     name: str
+    """The file's path inside the recipes folder, without `.yaml`."""
     file: Path
     values: dict[str, Any]
-    origins: dict[str, str]
+    """Nested values with interpolations as they stand, defaults not included."""
+    origins: Origins
     problems: list[Problem]
+    """What is wrong with the command line."""
 
 
 def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Composed:
@@ -89,17 +92,12 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
 
 @dataclass
 class Layer:
-    """What one file states.
-
-    Args:
-        values: Nested values.
-        origins: Dotted key to `file:line`.
-        removed: Dotted keys of the layers below that it does away with.
-    """
+    """What one file states."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
+    origins: Origins = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
+    """Dotted keys of the layers below that it does away with."""
 
     def under(self, upper: Layer) -> Layer:
         """Both as one, the upper one's values where both have one. Lists are replaced as a whole."""
@@ -145,20 +143,16 @@ class _Walk:
 
     Of several choices for one group that of the outermost file counts. Its option lies where the innermost file chose,
     below the keys of that file.
-
-    Args:
-        search: Folders in the order in which names are looked up.
-        folders: Folders in which every file must really lie.
-        choices: Group to what was chosen for it; to begin with by the command line.
-        problems: All that is wrong with the files.
-        own: The layer of the recipe's own file.
     """
 
     search: list[Path]
+    """Folders in the order in which names are looked up."""
     folders: list[Path]
+    """Folders in which every file must really lie."""
     choices: dict[str, _Choice]
+    """Group to what was chosen for it; to begin with by the command line."""
     problems: list[Problem] = field(default_factory=list)
-    own: Layer = field(default_factory=Layer)
+    """All that is wrong with the files."""
     _order: list[Layer | str] = field(default_factory=list)
     _files: dict[Path, Read] = field(default_factory=dict)
 
@@ -219,8 +213,8 @@ class _Walk:
         text = source.texts.get(section, as_text(value))
         try:
             return section_word(section, text, value, source.origins[section], self.search)
-        except Refused as refused:
-            self.problems.append(refused.problem)
+        except RecipeError as error:
+            self.problems += error.problems
             return {}
 
     def _entry(self, entry: Any, place: str, file: Path, around: list[Path]) -> Path | str | None:
@@ -358,6 +352,4 @@ def remove(data: Any, path: str) -> bool:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(config, DictConfig) and isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return cast(dict[str, Any], OmegaConf.to_container(config))

@@ -20,6 +20,9 @@ from toolkit.common import UserError
 from toolkit.recipe.schema import Recipe, leaf_paths
 from toolkit.recipe.sections import Section
 
+Origins = dict[str, str]
+"""Dotted key to where its value was written, `file:line` or `command line`; a default has none."""
+
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 _WIDTH = 100
@@ -27,23 +30,18 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to fix.
-
-    Args:
-        path: Dotted key, e.g. `method.r`, or empty when the recipe as a whole is meant.
-        what: What is wrong.
-        where: `file:line`, or `command line`.
-        given: The offending value, as text.
-        allowed: What would be accepted.
-        hint: The likely fix.
-    """
+    """One thing to fix."""
 
     path: str
+    """Dotted key, e.g. `method.r`, or empty when the recipe as a whole is meant."""
     what: str
     where: str = ""
+    """As in `Origins`."""
     given: str = ""
+    """The offending value, as text."""
     allowed: str = ""
     hint: str = ""
+    """The likely fix."""
 
     def __str__(self) -> str:
         head = f"{self.path or 'recipe'}: {self.what}"
@@ -68,8 +66,8 @@ class RecipeError(UserError):
     Args:
         name: The recipe's name; empty if it is not known which one is meant.
         problems: All of them, in the order of the recipe.
-        partial: The recipe without the offending keys, when that much can be built; further checks may use it.
-        origins: Dotted key to `file:line`, for those checks.
+        partial: The recipe without the offending keys, when that much can be built.
+        origins: What the rules need beside it.
     """
 
     exit_code = 2
@@ -79,12 +77,12 @@ class RecipeError(UserError):
         name: str,
         problems: Iterable[Problem],
         partial: Recipe | None = None,
-        origins: Mapping[str, str] | None = None,
+        origins: Origins | None = None,
     ) -> None:
         self.name = name
         self.problems = list(problems)
         self.partial = partial
-        self.origins = dict(origins or {})
+        self.origins = origins or {}
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
         super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(map(str, self.problems)))
 
@@ -95,23 +93,18 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination that is refused.
+    """One combination that is refused. The texts may name figures in braces, see `toolkit.recipe.rules.check`."""
 
-    Args:
-        id: Stable name, used in tests and documentation.
-        path: The key the message points at.
-        broken: Whether a recipe breaks the rule.
-        why: What would happen. May name figures in braces, see `toolkit.recipe.rules.check`.
-        change: The nearest allowed change.
-        reference: Where to read about a failure that a test cannot show without the hardware.
-    """
-
-    id: str
     path: str
-    broken: Callable[[Recipe, Config], bool]
+    """The key the message points at."""
+    broken: Callable[[Recipe, Config], object]
+    """True, or not empty, for a recipe that breaks the rule."""
     why: str
+    """What would happen."""
     change: str
+    """The nearest allowed change."""
     reference: str = ""
+    """Where to read about a failure that a test cannot show without the hardware."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -140,15 +133,11 @@ def origin_of(path: str, origins: Mapping[str, str]) -> str:
 
 def literals(*location: str) -> list[str]:
     """The words that the value at a location, e.g. `"method", "name"`, can be chosen from; empty for other types."""
-    values: list[str] = []
-    todo = [_kind_at(location)]
-    while todo:
-        for arg in get_args(todo.pop()):
-            if isinstance(arg, str):
-                values.append(arg)
-            elif get_args(arg):
-                todo.append(arg)
-    return values
+
+    def words(kind: Any) -> list[str]:
+        return [word for arg in get_args(kind) for word in ([arg] if isinstance(arg, str) else words(arg))]
+
+    return words(_kind_at(location))
 
 
 def as_text(value: Any) -> str:
@@ -164,13 +153,13 @@ def inline(value: Any) -> str:
 
 
 def from_validation_error(
-    error: ValidationError, data: Any, origins: Mapping[str, str], written: Mapping[str, str]
+    error: ValidationError, data: Any, origins: Origins, written: Mapping[str, str]
 ) -> list[Problem]:
     """Pydantic's findings as problems, one per key (a union reports one finding per alternative).
 
     Args:
         data: What was validated.
-        origins: Dotted key to where it was written.
+        origins: Where its values were written.
         written: Dotted key to the text of interpolations, which is shown instead of a value that may be secret.
     """
     by_path: dict[str, list[tuple[Any, Any]]] = {}
@@ -193,9 +182,7 @@ def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[
     return kept
 
 
-def _problem(
-    path: str, findings: list[tuple[Any, Any]], origins: Mapping[str, str], written: Mapping[str, str]
-) -> Problem:
+def _problem(path: str, findings: list[tuple[Any, Any]], origins: Origins, written: Mapping[str, str]) -> Problem:
     finding, location = findings[0]
     where = origin_of(path, origins)
     given, kind = finding["input"], finding["type"]

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit.recipe.errors import Problem, RecipeError, did_you_mean
+from toolkit.recipe.errors import Origins, Problem, RecipeError, did_you_mean
 from toolkit.recipe.schema import sections
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
@@ -136,22 +136,16 @@ def _inside(file: Path, folders: Iterable[Path]) -> bool:
 
 @dataclass
 class Read:
-    """A recipe file as it was read. Where it has problems, the rest is empty.
-
-    Args:
-        file: The file.
-        defaults: The entries of its `defaults`, each with its `file:line`.
-        values: Its other keys, interpolations as they stand.
-        origins: Dotted key to `file:line`.
-        texts: Dotted key to the text of its value, as written (`off` rather than False).
-        problems: What is wrong with it.
-    """
+    """A recipe file as it was read. Where it has problems, the rest is empty."""
 
     file: Path
     defaults: list[tuple[Any, str]] = field(default_factory=list)
+    """The entries of its `defaults`, each with its `file:line`."""
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
+    """Its other keys, interpolations as they stand."""
+    origins: Origins = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    """Dotted key to the text of its value, as written (`off` rather than False)."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -187,8 +181,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         if node is not None or file.parent.name not in sections():
             problem(what, 1, hint="start with `model:`, or with `defaults:` and the name of a recipe to extend")
         return result
-    header = re.match(r"#\s*@package\b", text)
-    if header:
+    if re.match(r"#\s*@package\b", text):
         problem("`@package` would move the keys elsewhere", 1, hint="remove this line")
     for place, key, what, hint in _slips(node, "", []):
         problem(what, place.start_mark.line + 1, key, hint)
@@ -239,7 +232,7 @@ def _record(node: yaml.Node, path: str, result: Read) -> None:
         result.texts[path] = node.value
 
 
-def forget(path: str, origins: dict[str, str]) -> None:
+def forget(path: str, origins: Origins) -> None:
     """Takes out the origins of everything below a dotted path."""
     for key in [key for key in origins if key.startswith(f"{path}.")]:
         del origins[key]

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from toolkit.recipe.compose import compose_recipe, interpolated, remove, value_at
-from toolkit.recipe.errors import Problem, RecipeError, from_validation_error, origin_of
+from toolkit.recipe.errors import Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import first_lines, read
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import Section
@@ -27,25 +27,20 @@ from toolkit.recipe.sections import Section
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe that passed the schema.
-
-    Args:
-        recipe: The typed recipe, interpolations resolved.
-        name: Its name: the file's path inside the recipes folder, without `.yaml`.
-        file: Its file.
-        origins: Dotted key to `file:line` or `command line`, for every value that is not a default.
-        unresolved: What was written, with interpolations such as `${oc.env:NAME}` as they stand.
-        chosen: Keys that the recipe left to the plan, with value and reason.
-        taken_over: Settings of DeepSpeed that the launcher's file states and no key of a recipe does, by dotted key.
-    """
+    """A recipe that passed the schema."""
 
     recipe: Recipe
+    """Interpolations resolved."""
     name: str
+    """The file's path inside the recipes folder, without `.yaml`."""
     file: Path
-    origins: dict[str, str]
+    origins: Origins
     unresolved: dict[str, Any]
+    """What was written, with interpolations such as `${oc.env:NAME}` as they stand."""
     chosen: Mapping[str, str] = field(default_factory=dict)
+    """Keys that the recipe left to the plan, with value and reason."""
     taken_over: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of DeepSpeed that the launcher's file states and no key of a recipe does, by dotted key."""
 
     def decided(self, recipe: Recipe, chosen: Mapping[str, str]) -> Loaded:
         """This recipe with what it left to the plan decided; the run folder keeps the values, not `auto`."""
@@ -94,7 +89,7 @@ def load_resolved(file: Path) -> Recipe:
     return _checked(str(file), source.values, source.origins, [])
 
 
-def _checked(name: str, unresolved: Any, origins: Mapping[str, str], earlier: list[Problem]) -> Recipe:
+def _checked(name: str, unresolved: Any, origins: Origins, earlier: list[Problem]) -> Recipe:
     """Resolves and validates; all problems are raised together, after the earlier ones."""
     data, written, problems = _resolve(unresolved, origins)
     problems = earlier + problems
@@ -116,7 +111,7 @@ def _checked(name: str, unresolved: Any, origins: Mapping[str, str], earlier: li
     return recipe
 
 
-def _resolve(unresolved: Any, origins: Mapping[str, str]) -> tuple[Any, dict[str, str], list[Problem]]:
+def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], list[Problem]]:
     """The values with interpolations filled in, the text of each interpolation, and those that cannot be filled in."""
     data = copy.deepcopy(unresolved)
     written = dict(interpolated(unresolved))

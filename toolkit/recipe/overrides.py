@@ -35,19 +35,16 @@ _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?
 
 @dataclass
 class Overrides:
-    """What the command line changes.
-
-    Args:
-        groups: Group to the option chosen.
-        values: Dotted key to its value, in the order given; the last one wins.
-        removed: Dotted keys that go back to their defaults.
-        problems: What is wrong with the rest.
-    """
+    """What the command line changes."""
 
     groups: dict[str, str] = field(default_factory=dict)
+    """Group to the option chosen."""
     values: dict[str, Any] = field(default_factory=dict)
+    """Dotted key to its value, in the order given; the last one wins."""
     removed: list[str] = field(default_factory=list)
+    """Dotted keys that go back to their defaults."""
     problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the rest."""
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -85,8 +82,8 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
                 _choose(key.removesuffix(".option"), match["text"], result)
             else:
                 _set(key, _value(key, match["text"]), result)
-        except Refused as refused:
-            result.problems.append(refused.problem)
+        except RecipeError as error:
+            result.problems += error.problems
     result.removed += replaced(result.values)
     return result
 
@@ -105,7 +102,7 @@ def section_word(section: str, text: str, value: Any, where: str, search: list[P
         The name of an option, or the main key with its value.
 
     Raises:
-        Refused: The section has no main key, or the word can only be the name of an option that does not exist.
+        RecipeError: The section has no main key, or the word can only be the name of an option that does not exist.
     """
     if NAME.fullmatch(text) and locate(f"{section}/{text}", search):
         return text
@@ -120,11 +117,11 @@ def section_word(section: str, text: str, value: Any, where: str, search: list[P
         if not close and main_key and not values:
             form = f"{section}.{main_key}={text}" if where == COMMAND_LINE else f"{section}: {{{main_key}: {text}}}"
             hint = f"for something else write {form}"
-        raise Refused(Problem(section, "is not known", where, text, ", ".join(known), hint))
+        raise RecipeError("", [Problem(section, "is not known", where, text, ", ".join(known), hint)])
     if main_key is None or value is None:
         allowed = ", ".join(f"{section}.{field}" for field in sections()[section].model_fields)
         hint = f"~{section} puts all of it back to its defaults" if value is None else ""
-        raise Refused(Problem(section, "is a section", where, text, allowed, hint))
+        raise RecipeError("", [Problem(section, "is a section", where, text, allowed, hint)])
     return {main_key: [value] if main_key == "sources" and not isinstance(value, list) else value}
 
 
@@ -139,29 +136,22 @@ def left_behind(word: Mapping[str, Any]) -> tuple[str, ...]:
     return _ABOUT_SOURCES if "sources" in word else ()
 
 
-class Refused(Exception):
-    """An argument or a word that means nothing; carries the problem."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-
 def _full_key(key: str) -> str:
     """The dotted key that a key such as `seq_len` means."""
     head, dot, rest = key.partition(".")
     if re.search(r"\.\d", key):
         whole = re.split(r"\.\d", key)[0]
         hint = f"write all of it: {whole}=[…]"
-        raise Refused(Problem(key, "one entry of a list cannot be set", COMMAND_LINE, hint=hint))
+        raise RecipeError("", [Problem(key, "one entry of a list cannot be set", COMMAND_LINE, hint=hint)])
     if head == "hydra":
-        raise Refused(Problem(key, "unknown key: Hydra's own settings are no part of a recipe", COMMAND_LINE))
+        raise RecipeError("", [Problem(key, "unknown key: Hydra's own settings are no part of a recipe", COMMAND_LINE)])
     if head in Recipe.model_fields:
         return key
     places = leaf_paths().get(head, [])
     if len(places) > 1:
         allowed = ", ".join(place + dot + rest for place in places)
         what = "stands in several sections"
-        raise Refused(Problem(key, what, COMMAND_LINE, allowed=allowed, hint="write the section too"))
+        raise RecipeError("", [Problem(key, what, COMMAND_LINE, allowed=allowed, hint="write the section too")])
     return (places[0] if places else head) + dot + rest
 
 
@@ -173,11 +163,11 @@ def _value(key: str, text: str) -> Any:
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
             why = str(error).splitlines()[0]
             hint = f"close every bracket and quote; text with commas or brackets is written {key}='\"a, [b]\"'"
-            raise Refused(Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)) from None
+            raise RecipeError("", [Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)]) from None
         return text
     if parsed.is_sweep_override():
         hint = f"for a list: {key}=[{text}], for text: {key}='\"{text}\"'"
-        raise Refused(Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint))
+        raise RecipeError("", [Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint)])
     return parsed.value()
 
 
@@ -194,7 +184,7 @@ def _remove(key: str, result: Overrides) -> None:
     if section not in Recipe.model_fields or (leaf and known is not None and leaf.split(".")[0] not in known):
         close = did_you_mean(leaf or section, known or Recipe.model_fields)
         hint = f"did you mean `~{section + '.' if leaf else ''}{close}`?" if close else ""
-        raise Refused(Problem(key, "unknown key", COMMAND_LINE, hint=hint))
+        raise RecipeError("", [Problem(key, "unknown key", COMMAND_LINE, hint=hint)])
     result.groups.pop(key, None)
     kept = [one for one in result.values if one != key and not one.startswith(f"{key}.")]
     result.values = {one: result.values[one] for one in kept}

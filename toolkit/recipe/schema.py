@@ -27,16 +27,9 @@ from toolkit.recipe.sections import (
     Strategy,
 )
 
-ATTENTION_BACKENDS = (
-    "auto",
-    "eager",
-    "sdpa",
-    "flex",
-    "torch_varlen",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
+VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Backends that take documents by their boundaries instead of a mask."""
+ATTENTION_BACKENDS = ("auto", "eager", "sdpa", "flex", *VARLEN_ATTENTION)
 ROW_FORMATS = ("auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "source_target")
 
 

@@ -7,15 +7,11 @@ kept, so that it cannot say something else than what was asked for.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from toolkit.common import UserError
 from toolkit.recipe.compose import Composed, compose_recipe
@@ -23,12 +19,12 @@ from toolkit.recipe.errors import DEFAULT, as_text, inline, origin_of
 from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import left_behind, parse
-from toolkit.recipe.schema import Recipe, Source, sections
+from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import Section
 
 _ANNOTATIONS = ("title", "description", "default")
-_KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
-_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "at least"), (Lt, "lt", "below"), (Le, "le", "at most"))
+_KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}
+_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 
 
 def description(file: Path) -> str:
@@ -107,58 +103,45 @@ def _with_words(name: str, section: type[Section], schema: dict[str, Any]) -> di
 
 def markdown() -> str:
     """Every section and key with type, default and meaning, as Markdown."""
-    lines = ["## Keys of the recipe itself", "", *_table(Recipe, skip=tuple(sections()))]
+    schema = Recipe.model_json_schema()
+    own = {key: field for key, field in schema["properties"].items() if key not in sections()}
+    lines = ["## Keys of the recipe itself", "", *_table(own)]
     for name, section in sections().items():
-        lines += ["", f"## {name}", "", _plain(section.__doc__ or "")]
+        definition = schema["$defs"][section.__name__]
+        lines += ["", f"## {name}", "", _plain(definition["description"])]
         if shipped := options(name, [shipped_recipes()]):
             lines += ["", f"Shipped options: {', '.join(f'`{option}`' for option in shipped)}."]
         if section.main_key:
             word = "A word that is no option" if shipped else "A word"
             lines += ["", f"{word}, `{name}: WORD`, sets `{name}.{section.main_key}`."]
-        lines += ["", *_table(section)]
+        lines += ["", *_table(definition["properties"])]
         if name == "data":
-            lines += ["", "### A source", "", _plain(Source.__doc__ or ""), "", *_table(Source)]
+            source = schema["$defs"]["Source"]
+            lines += ["", "### A source", "", _plain(source["description"]), "", *_table(source["properties"])]
     return "\n".join(lines) + "\n"
 
 
-def _table(section: type[Section], skip: tuple[str, ...] = ()) -> list[str]:
+def _table(fields: Mapping[str, dict[str, Any]]) -> list[str]:
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
-    for key, field in section.model_fields.items():
-        if key not in skip:
-            default = "required" if field.default is PydanticUndefined else f"`{as_text(field.default)}`"
-            cells = (f"`{key}`", _values(field), default, _plain(field.description or ""))
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for key, field in fields.items():
+        default = f"`{as_text(field['default'])}`" if "default" in field else "required"
+        cells = (f"`{key}`", _values(field), default, _plain(field["description"]))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
 
-def _values(field: FieldInfo) -> str:
-    bounds = [
-        f"{word} {getattr(one, attribute):g}"
-        for one in field.metadata
-        for kind, attribute, word in _BOUNDS
-        if isinstance(one, kind)
-    ]
-    bounds += ["not empty" for one in field.metadata if isinstance(one, MinLen)]
-    return ", ".join([" or ".join(dict.fromkeys(_kinds(field.annotation))), *bounds])
-
-
-def _kinds(annotation: Any) -> Iterator[str]:
-    """A type in plain words: `whole number above 0`, `list of text`, the allowed values themselves."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        yield ", ".join(f"`{value}`" for value in args)
-    elif origin is typing.Annotated:
-        field = FieldInfo.from_annotation(annotation)
-        yield _values(field)
-    elif origin is list:
-        yield f"list of {' or '.join(_kinds(args[0]))}"
-    elif origin is dict:
-        yield "mapping"
-    elif args:
-        for arg in args:
-            yield from _kinds(arg)
-    else:
-        yield "source" if annotation is Source else _KINDS[annotation.__name__]
+def _values(schema: Mapping[str, Any]) -> str:
+    """What fits a JSON Schema, in plain words: `whole number, above 0`, `list of text`, the allowed values."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_values, schema["anyOf"])))
+    if "$ref" in schema:
+        return "source"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = f"list of {_values(schema['items'])}" if "items" in schema else _KINDS.get(schema["type"], schema["type"])
+    bounds = [f"{word} {schema[key]:g}" for key, word in _BOUNDS.items() if key in schema]
+    bounds += ["not empty"] if "minItems" in schema else []
+    return ", ".join([kind, *bounds])
 
 
 def _plain(text: str) -> str:

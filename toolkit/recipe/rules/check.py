@@ -12,30 +12,14 @@ from typing import Any
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
-from toolkit.recipe.rules.data import (
-    BATCH_RULES,
-    DATA_RULES,
-    LOOKING_RULES,
-    SCHEDULE_RULES,
-    evaluation_keys,
-    micro_batch,
-)
-from toolkit.recipe.rules.model import METHOD_RULES, MODEL_RULES, OPTIMIZER_RULES, PRECISION_RULES, adapter_keys
-from toolkit.recipe.rules.strategy import STRATEGY_RULES, strategy_figures
+from toolkit.recipe.rules.inputs import INPUT_RULES
+from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys
+from toolkit.recipe.rules.training import TRAINING_RULES, adapter_keys, evaluation_keys, micro_batch
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import SCHEDULES, STRATEGIES
+from toolkit.recipe.sections import SCHEDULES, STRATEGIES, Section
 
-RULES: tuple[Rule, ...] = (
-    *MODEL_RULES,
-    *DATA_RULES,
-    *METHOD_RULES,
-    *PRECISION_RULES,
-    *OPTIMIZER_RULES,
-    *SCHEDULE_RULES,
-    *BATCH_RULES,
-    *LOOKING_RULES,
-    *STRATEGY_RULES,
-)
+RULES: dict[str, Rule] = INPUT_RULES | TRAINING_RULES | STRATEGY_RULES
+"""Every rule by its stable name, in the order in which problems are reported."""
 
 
 def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
@@ -45,13 +29,11 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Prob
     choice that has the fewest.
     """
     config = model_configs.config_of(recipe.model) or {}
-    broken: list[Rule] = []
-    for number, decided in enumerate(_decided(recipe)):
-        failing = [rule for rule in RULES if rule.broken(decided, config)]
-        if number == 0 or len(failing) < len(broken):
-            broken, nearest = failing, decided
-        if not broken:
-            return []
+
+    def broken(decided: Recipe) -> list[Rule]:
+        return [rule for rule in RULES.values() if rule.broken(decided, config)]
+
+    nearest, rules = min(((decided, broken(decided)) for decided in _decided(recipe)), key=lambda pair: len(pair[1]))
     figures = _figures(nearest, config)
     return [
         Problem(
@@ -61,7 +43,7 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Prob
             given=_value(recipe, rule.path),
             hint=rule.change.format(**figures),
         )
-        for rule in broken
+        for rule in rules
     ]
 
 
@@ -91,16 +73,16 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
     except RecipeError as error:
         if error.partial is None:
             raise
-        broken = check(error.partial, error.origins)
-        raise RecipeError(error.name, error.problems + broken, error.partial, error.origins) from None
+        raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
     if broken := check(loaded.recipe, loaded.origins):
-        raise RecipeError(loaded.name, broken, loaded.recipe, loaded.origins)
+        raise RecipeError(loaded.name, broken)
     return loaded
 
 
 def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the texts of the rules may name in braces."""
-    batch = recipe.batch
+    batch, foreign = recipe.batch, foreign_keys(recipe)
+    owners = [name for name in STRATEGIES if foreign and all(name in KEYS[key] for key in foreign)]
     return {
         "r": recipe,
         "max_positions": model_configs.max_positions(config) if config else None,
@@ -110,11 +92,13 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_prompts": len(recipe.evaluation.prompts),
         "adapter_keys": ", ".join(adapter_keys(recipe)),
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
-        **strategy_figures(recipe),
+        "foreign_keys": ", ".join(f"strategy.{key}" for key in foreign),
+        "owners": f", or set strategy.name={' or '.join(owners)}" if owners else "",
+        "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
     }
 
 
 def _value(recipe: Recipe, path: str) -> str:
     """The value at a key; nothing for a whole section."""
     value = attrgetter(path)(recipe)
-    return "" if "." not in path and hasattr(value, "model_fields_set") else as_text(value)
+    return "" if isinstance(value, Section) else as_text(value)

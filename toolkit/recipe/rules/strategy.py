@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from toolkit.recipe.errors import Config, Rule
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import STRATEGIES
 
 _ZERO = ("zero1", "zero2", "zero3")
 KEYS = {
@@ -41,34 +38,6 @@ def foreign_keys(recipe: Recipe) -> list[str]:
     return [key for key in recipe.strategy.changed() if key in others]
 
 
-def owners(keys: Iterable[str]) -> list[str]:
-    """The strategies that read all of these keys; none if each is another's."""
-    return [name for name in STRATEGIES if all(name in KEYS[key] for key in keys)]
-
-
-def strategy_figures(recipe: Recipe) -> dict[str, object]:
-    """What the texts of these rules may name in braces."""
-    keys = foreign_keys(recipe)
-    names = owners(keys)
-    return {
-        "foreign_keys": ", ".join(f"strategy.{key}" for key in keys),
-        "owners": f", or set strategy.name={' or '.join(names)}" if keys and names else "",
-        "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
-    }
-
-
-def _zero(recipe: Recipe) -> bool:
-    return recipe.strategy.zero_stage > 0
-
-
-def _zero3(recipe: Recipe) -> bool:
-    return recipe.strategy.name == "zero3"
-
-
-def _fsdp(recipe: Recipe) -> bool:
-    return recipe.strategy.name == "fsdp"
-
-
 def _nvme(recipe: Recipe) -> bool:
     return "nvme" in (recipe.strategy.offload_optimizer, recipe.strategy.offload_param)
 
@@ -88,161 +57,143 @@ def _parts_tied(recipe: Recipe, config: Config) -> bool:
     return bool(saved and config.get("tie_word_embeddings", bool(config)))
 
 
-STRATEGY_RULES = (
-    Rule(
-        "strategy-keys",
+STRATEGY_RULES = {
+    "strategy-keys": Rule(
         "strategy",
-        lambda r, _: bool(foreign_keys(r)),
+        lambda r, _: foreign_keys(r),
         "strategy {r.strategy.name} would ignore {foreign_keys}",
         "remove what it ignores{owners}",
     ),
-    Rule(
-        "fsdp-offload-optimizer",
+    "fsdp-offload-optimizer": Rule(
         "strategy.offload_optimizer",
-        lambda r, _: _fsdp(r) and r.strategy.offload_optimizer != "none",
+        lambda r, _: r.strategy.name == "fsdp" and r.strategy.offload_optimizer != "none",
         "FSDP cannot offload optimizer state alone: it lies where the parameters lie",
         "set strategy.offload_param=cpu and remove strategy.offload_optimizer, or set strategy.name=zero2",
     ),
-    Rule(
-        "fsdp-offload-nvme",
+    "fsdp-offload-nvme": Rule(
         "strategy.offload_param",
-        lambda r, _: _fsdp(r) and r.strategy.offload_param == "nvme",
+        lambda r, _: r.strategy.name == "fsdp" and r.strategy.offload_param == "nvme",
         "FSDP offloads to host memory only",
         "set strategy.offload_param=cpu, or strategy.name=zero3",
         reference="(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)",
     ),
-    Rule(
-        "nvme-needs-zero3",
+    "nvme-needs-zero3": Rule(
         "strategy.offload_optimizer",
         lambda r, _: r.strategy.name in ("zero1", "zero2") and r.strategy.offload_optimizer == "nvme",
         "ZeRO-1 and ZeRO-2 take `nvme` for `cpu` and fill host memory without a word",
         "set strategy.offload_optimizer=cpu, or strategy.name=zero3",
     ),
-    Rule(
-        "nvme-needs-path",
+    "nvme-needs-path": Rule(
         "strategy.nvme_path",
-        lambda r, _: _zero3(r) and _nvme(r) and not r.strategy.nvme_path,
+        lambda r, _: r.strategy.zero_stage == 3 and _nvme(r) and not r.strategy.nvme_path,
         "offloading to NVMe needs a folder on that drive",
         "set strategy.nvme_path",
     ),
-    Rule(
-        "nvme-path-unused",
+    "nvme-path-unused": Rule(
         "strategy.nvme_path",
-        lambda r, _: _zero3(r) and not _nvme(r) and r.strategy.nvme_path is not None,
+        lambda r, _: r.strategy.zero_stage == 3 and not _nvme(r) and r.strategy.nvme_path is not None,
         "nothing is offloaded there",
         "set strategy.offload_optimizer=nvme, or remove strategy.nvme_path",
     ),
-    Rule(
-        "pin-memory-unused",
+    "pin-memory-unused": Rule(
         "strategy.pin_memory",
         lambda r, _: r.strategy.name in KEYS["pin_memory"] and not r.strategy.pin_memory and not _offloads(r),
         "nothing is offloaded, so no memory is pinned",
         "remove strategy.pin_memory, or set strategy.offload_optimizer or strategy.offload_param",
     ),
-    Rule(
-        "reshard-contradicts",
+    "reshard-contradicts": Rule(
         "strategy.reshard_after_forward",
-        lambda r, _: _fsdp(r) and _contradicts(r),
+        lambda r, _: r.strategy.name == "fsdp" and _contradicts(r),
         "says the opposite of strategy.sharding",
         "remove it, or set strategy.sharding={other_sharding}",
     ),
-    Rule(
-        "reduce-overflows",
+    "reduce-overflows": Rule(
         "strategy.reduce_dtype",
-        lambda r, _: (_zero(r) or _fsdp(r)) and r.strategy.reduce_dtype == "fp16" and r.precision != "fp16",
+        lambda r, _: (
+            r.strategy.name in KEYS["reduce_dtype"] and r.strategy.reduce_dtype == "fp16" and r.precision != "fp16"
+        ),
         "sums above 65,504 overflow in fp16, and only precision=fp16 scales the loss against it",
         "set strategy.reduce_dtype=bf16, or remove it",
     ),
-    Rule(
-        "zero1-pure-bf16-reduce",
+    "zero1-pure-bf16-reduce": Rule(
         "strategy.reduce_dtype",
         lambda r, _: r.strategy.name == "zero1" and r.precision == "pure_bf16" and r.strategy.reduce_dtype == "fp32",
         "ZeRO-1 that sums bf16 gradients in fp32 holds fp32 masters too, which pure_bf16 does not want",
         "remove strategy.reduce_dtype, or set strategy.name=zero2",
     ),
-    Rule(
-        "zero-pure-bf16-offload",
+    "zero-pure-bf16-offload": Rule(
         "precision",
-        lambda r, _: _zero(r) and r.precision == "pure_bf16" and r.strategy.offload_optimizer != "none",
+        lambda r, _: r.strategy.zero_stage and r.precision == "pure_bf16" and r.strategy.offload_optimizer != "none",
         "DeepSpeed offloads 16-bit masters with its own Adam only, which is not the optimizer of the recipe",
         "set precision=bf16, or strategy.offload_optimizer=none",
     ),
-    Rule(
-        "zero-stored-dtype",
+    "zero-stored-dtype": Rule(
         "model.dtype",
-        lambda r, _: _zero(r) and r.model.dtype == "fp32" and r.precision in ("bf16", "fp16"),
+        lambda r, _: r.strategy.zero_stage and r.model.dtype == "fp32" and r.precision in ("bf16", "fp16"),
         "DeepSpeed stores the whole model in the compute precision; its masters are fp32 by themselves",
         "remove model.dtype, or set precision=fp32",
     ),
-    Rule(
-        "int8-sharded",
+    "int8-sharded": Rule(
         "method.quantization",
         lambda r, _: r.strategy.shards_parameters and r.method.quantization == "int8",
         "8-bit layers cannot be sharded: FSDP breaks them, and under ZeRO-3 every device keeps them whole",
         "set method.quantization=nf4, or strategy.name=zero2",
     ),
-    Rule(
-        "nf4-param-nvme",
+    "nf4-param-nvme": Rule(
         "strategy.offload_param",
-        lambda r, _: _zero3(r) and r.method.quantization == "nf4" and r.strategy.offload_param == "nvme",
+        lambda r, _: (
+            r.strategy.zero_stage == 3 and r.method.quantization == "nf4" and r.strategy.offload_param == "nvme"
+        ),
         "DeepSpeed's buffers for NVMe hold floating-point numbers, not packed 4-bit weights",
         "set strategy.offload_param=cpu",
     ),
-    Rule(
-        "zero3-nf4-dora",
+    "zero3-nf4-dora": Rule(
         "method.use_dora",
-        lambda r, _: _zero3(r) and r.method.quantization == "nf4" and r.method.use_dora,
+        lambda r, _: r.strategy.zero_stage == 3 and r.method.quantization == "nf4" and r.method.use_dora,
         "DoRA dequantizes each weight to measure it, and ZeRO-3 loses track of weights that were read that way",
         "set method.use_dora=false, or strategy.name=fsdp or zero2",
     ),
-    Rule(
-        "fsdp-tied-embeddings",
+    "fsdp-tied-embeddings": Rule(
         "strategy.cpu_ram_efficient_loading",
-        lambda r, c: _fsdp(r) and r.strategy.cpu_ram_efficient_loading and _parts_tied(r, c),
+        lambda r, c: r.strategy.name == "fsdp" and r.strategy.cpu_ram_efficient_loading and _parts_tied(r, c),
         "tied embeddings in method.modules_to_save cannot be tied again after the weights were read by one process",
         "set strategy.cpu_ram_efficient_loading=false",
     ),
-    Rule(
-        "fsdp-encoder-decoder",
+    "fsdp-encoder-decoder": Rule(
         "strategy.name",
-        lambda r, _: _fsdp(r) and r.objective == "seq2seq",
+        lambda r, _: r.strategy.name == "fsdp" and r.objective == "seq2seq",
         "torch does not shard an embedding that encoder, decoder and output head share",
         "set strategy.name=zero2 or zero3",
     ),
-    Rule(
-        "zero3-selective",
+    "zero3-selective": Rule(
         "activation_checkpointing.mode",
-        lambda r, _: _zero3(r) and r.activation_checkpointing.mode == "selective",
+        lambda r, _: r.strategy.zero_stage == 3 and r.activation_checkpointing.mode == "selective",
         "after an evaluation ZeRO-3 gathers weights at other points of the recomputation, and torch refuses to go on",
         "set activation_checkpointing.mode=full, or strategy.name=fsdp or zero2",
     ),
-    Rule(
-        "zero-optimizer",
+    "zero-optimizer": Rule(
         "optimizer.name",
-        lambda r, _: _zero(r) and bool(r.optimizer.traits.zero_alternative),
+        lambda r, _: r.strategy.zero_stage and r.optimizer.traits.zero_alternative,
         "ZeRO lays parameters end to end and cuts them: {r.optimizer.name} needs their shapes, norms or own state",
         "set optimizer.name={r.optimizer.traits.zero_alternative}",
     ),
-    Rule(
-        "zero-offload-paged",
+    "zero-offload-paged": Rule(
         "optimizer.name",
-        lambda r, _: _zero(r) and r.strategy.offload_optimizer != "none" and bool(r.optimizer.traits.unpaged),
+        lambda r, _: r.strategy.zero_stage and r.strategy.offload_optimizer != "none" and r.optimizer.traits.unpaged,
         "optimizer state is in host memory already; paging would bring it back to the GPU",
         "set optimizer.name={r.optimizer.traits.unpaged}",
         reference="(https://huggingface.co/docs/bitsandbytes/main/en/explanations/optimizers#paged-optimizers)",
     ),
-    Rule(
-        "fsdp-optimizer",
+    "fsdp-optimizer": Rule(
         "optimizer.name",
-        lambda r, _: _fsdp(r) and bool(r.optimizer.traits.fsdp_alternative) and r.optimizer.traits.family != "muon",
+        lambda r, _: r.strategy.name == "fsdp" and r.optimizer.traits.fsdp_alternative and r.optimizer.name != "muon",
         "{r.optimizer.name} has operations that torch does not know for sharded tensors",
         "set optimizer.name={r.optimizer.traits.fsdp_alternative}",
     ),
-    Rule(
-        "fsdp-muon",
+    "fsdp-muon": Rule(
         "optimizer.name",
-        lambda r, _: _fsdp(r) and r.optimizer.traits.family == "muon",
+        lambda r, _: r.strategy.name == "fsdp" and r.optimizer.name == "muon",
         "torch adds up the products of a sharded matrix in bf16, so Muon takes other steps than with whole matrices",
         "set optimizer.name={r.optimizer.traits.fsdp_alternative}, or strategy.name=ddp",
     ),
-)
+}

@@ -1,0 +1,133 @@
+"""Rules on model and data: what is trained, and on what."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from toolkit.recipe import model_configs
+from toolkit.recipe.errors import Rule
+from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
+
+
+def _is_local(recipe: Recipe) -> bool:
+    path = recipe.model.path
+    return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).expanduser().is_dir()
+
+
+def _is_number(text: object) -> bool:
+    return isinstance(text, str) and bool(re.fullmatch(r"[\d.]+(e-?\d+)?%?", text))
+
+
+INPUT_RULES = {
+    "gguf-twice": Rule(
+        "model.gguf_file",
+        lambda r, _: r.model.path.endswith(".gguf") and r.model.gguf_file is not None,
+        "model.path names a GGUF file already",
+        "remove model.gguf_file, or set model.path to the folder",
+    ),
+    "revision-local": Rule(
+        "model.revision",
+        lambda r, _: r.model.revision is not None and _is_local(r),
+        "only models on the hub have revisions",
+        "remove model.revision",
+    ),
+    "remote-code-unpinned": Rule(
+        "model.trust_remote_code",
+        lambda r, _: r.model.trust_remote_code and r.model.revision is None and not _is_local(r),
+        "code of the model's repository would run in whatever version it has that day",
+        "set model.revision to the commit whose code was read, or trust_remote_code to false",
+    ),
+    "attention-fp32": Rule(
+        "model.attention",
+        lambda r, _: r.precision == "fp32" and r.model.attention in VARLEN_ATTENTION,
+        "FlashAttention kernels compute in 16 bits",
+        "set model.attention=sdpa, or precision=bf16",
+    ),
+    "attention-seq2seq": Rule(
+        "model.attention",
+        lambda r, _: r.objective == "seq2seq" and r.model.attention in VARLEN_ATTENTION,
+        "encoder-decoders are not fed by the boundaries of documents",
+        "set model.attention=sdpa",
+    ),
+    "architecture-causal": Rule(
+        "objective",
+        lambda r, c: c and r.objective == "seq2seq" and not model_configs.is_encoder_decoder(c),
+        "this model is decoder-only",
+        "set objective=sft or language_modelling",
+    ),
+    "architecture-seq2seq": Rule(
+        "objective",
+        lambda r, c: c and r.objective != "seq2seq" and model_configs.is_encoder_decoder(c),
+        "this model is an encoder-decoder",
+        "set objective=seq2seq",
+    ),
+    "positions": Rule(
+        "batch.seq_len",
+        lambda r, c: (model_configs.max_positions(c) or r.batch.seq_len) < r.batch.seq_len,
+        "the model has only {max_positions} positions",
+        "set batch.seq_len={max_positions} or less",
+    ),
+    "streaming-length": Rule(
+        "data.streaming",
+        lambda r, _: r.data.streaming and not r.schedule.max_steps,
+        "the number of rows of a stream is not known, so an epoch has no length",
+        "set schedule.max_steps",
+    ),
+    "streaming-epochs": Rule(
+        "checkpoint.save_epochs",
+        lambda r, _: r.data.streaming and r.checkpoint.save_epochs is not None,
+        "a stream has no epochs to save at",
+        "use checkpoint.save_steps",
+    ),
+    "streaming-fraction": Rule(
+        "data.eval_split",
+        lambda r, _: r.data.streaming and isinstance(r.data.eval_split, float),
+        "a share of a stream cannot be held out, its length is not known",
+        "name a split (data.eval_split=validation) or data.eval_sources",
+    ),
+    "streaming-whole-data": Rule(
+        "data.streaming",
+        lambda r, _: r.data.streaming and (r.data.deduplicate or r.data.max_samples is not None),
+        "deduplicate and max_samples of the mixture need all rows at hand",
+        "set data.streaming=false, or max_samples per source",
+    ),
+    "eval-split-number": Rule(
+        "data.eval_split",
+        lambda r, _: _is_number(r.data.eval_split),
+        "is text, so it would be taken for the name of a split",
+        "write a number between 0 and 1 without quotes",
+    ),
+    "eval-split-is-train": Rule(
+        "data.eval_split",
+        lambda r, _: (
+            not _is_number(r.data.eval_split) and r.data.eval_split in [source.split for source in r.data.sources]
+        ),
+        "the training rows would be their own held-out rows",
+        "name another split, or a fraction: data.eval_split=0.05",
+    ),
+    "split-needs-text": Rule(
+        "data.over_long",
+        lambda r, _: r.data.over_long == "split" and r.objective != "language_modelling",
+        "cutting a chat or completion in two would train an answer without its question",
+        "use data.over_long=drop or truncate",
+    ),
+    "lm-trains-all": Rule(
+        "data.train_on",
+        lambda r, _: r.objective == "language_modelling" and r.data.train_on not in ("auto", "all"),
+        "language modelling trains every token",
+        "remove data.train_on, or set objective=sft",
+    ),
+    "seq2seq-packing": Rule(
+        "data.packing",
+        lambda r, _: r.objective == "seq2seq" and r.data.packing,
+        "packed documents cannot be isolated in the cross-attention of an encoder-decoder",
+        "set data.packing=false",
+    ),
+    "seq2seq-train-on": Rule(
+        "data.train_on",
+        lambda r, _: r.objective == "seq2seq" and r.data.train_on != "auto",
+        "an encoder-decoder always trains its whole target",
+        "remove data.train_on",
+    ),
+}

@@ -1,0 +1,250 @@
+"""Rules on method, precision, optimizer, schedule, batch, checkpoints and evaluation: how it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+from toolkit.recipe.errors import Rule
+from toolkit.recipe.schema import Recipe
+from toolkit.recipe.sections import SCHEDULES
+
+
+def adapter_keys(recipe: Recipe) -> list[str]:
+    """Keys of adapters that differ from their defaults."""
+    return [key for key in recipe.method.changed() if key not in ("name", "freeze", "double_quantization")]
+
+
+def evaluation_keys(recipe: Recipe) -> list[str]:
+    """Keys that ask for an evaluation."""
+    keys = ("every_steps", "batch_size", "generation_metrics")
+    return [f"evaluation.{key}" for key in recipe.evaluation.changed() if key in keys]
+
+
+def micro_batch(recipe: Recipe) -> int:
+    """The micro-batch as far as the recipe states one."""
+    size = recipe.batch.micro_batch_size
+    return size if isinstance(size, int) else 1
+
+
+def _both_ways(recipe: Recipe) -> bool:
+    targets = recipe.method.target_modules
+    return isinstance(targets, list) and bool(set(targets) & set(recipe.method.modules_to_save))
+
+
+TRAINING_RULES = {
+    "full-adapter-keys": Rule(
+        "method",
+        lambda r, _: r.method.name == "full" and adapter_keys(r),
+        "full fine-tuning would ignore what belongs to adapters: {adapter_keys}",
+        "set method.name=lora, or remove them",
+    ),
+    "lora-freeze": Rule(
+        "method.freeze",
+        lambda r, _: r.method.name == "lora" and r.method.freeze,
+        "with adapters the base is frozen already",
+        "remove method.freeze, or set method.name=full",
+    ),
+    "target-modules": Rule(
+        "method.target_modules",
+        lambda r, _: r.method.target_modules != "all-linear" and not isinstance(r.method.target_modules, list),
+        "is one word, and the only one with a meaning is all-linear",
+        "write all-linear, or a list: method.target_modules=[q_proj,v_proj]",
+    ),
+    "target-modules-empty": Rule(
+        "method.target_modules",
+        lambda r, _: r.method.target_modules == [],
+        "adapters must be added to some modules",
+        "write all-linear, or a list: method.target_modules=[q_proj,v_proj]",
+    ),
+    "module-both-ways": Rule(
+        "method.modules_to_save",
+        lambda r, _: r.method.name == "lora" and _both_ways(r),
+        "a module is either trained in full or gets an adapter",
+        "keep it in one of target_modules and modules_to_save",
+    ),
+    "quantized-dtype": Rule(
+        "model.dtype",
+        lambda r, _: r.method.quantization != "none" and r.model.dtype != "auto",
+        "a quantized base is stored as method.quantization says",
+        "remove model.dtype",
+    ),
+    "quantized-gguf": Rule(
+        "method.quantization",
+        lambda r, _: (
+            r.method.quantization != "none" and (r.model.gguf_file is not None or r.model.path.endswith(".gguf"))
+        ),
+        "weights in a GGUF file are quantized already and cannot be quantized again",
+        "set method.quantization=none, or name the model's safetensors",
+    ),
+    "double-quantization": Rule(
+        "method.double_quantization",
+        lambda r, _: not r.method.double_quantization and r.method.quantization != "nf4",
+        "double quantization belongs to nf4",
+        "remove method.double_quantization, or set method.quantization=nf4",
+    ),
+    "int8-dora": Rule(
+        "method.use_dora",
+        lambda r, _: r.method.quantization == "int8" and r.method.use_dora,
+        "DoRA needs the norm of the dequantized weight, which 8-bit layers do not give reliably",
+        "set method.quantization=nf4 or method.use_dora=false",
+    ),
+    "full-low-masters": Rule(
+        "model.dtype",
+        lambda r, _: r.method.name == "full" and r.model.dtype in ("bf16", "fp16") and r.precision != "pure_bf16",
+        "16-bit masters lose most updates of a small learning rate: at 1e-5 only 16% of the weights move in 50 steps",
+        "remove model.dtype, or set precision=pure_bf16 to accept it",
+    ),
+    "pure-bf16-dtype": Rule(
+        "model.dtype",
+        lambda r, _: r.precision == "pure_bf16" and r.model.dtype not in ("auto", "bf16"),
+        "pure_bf16 means that weights are stored in bf16",
+        "remove model.dtype, or set precision=bf16",
+    ),
+    "fp32-stored-low": Rule(
+        "model.dtype",
+        lambda r, _: r.method.name == "lora" and r.precision == "fp32" and r.model.dtype in ("bf16", "fp16"),
+        "a base stored in 16 bits computes in 16 bits, not in fp32",
+        "remove model.dtype, or set precision={r.model.dtype}",
+    ),
+    "mixed-16-bit": Rule(
+        "model.dtype",
+        lambda r, _: r.method.name == "lora" and {r.precision, r.model.dtype} == {"bf16", "fp16"},
+        "a base in one 16-bit type, computed with in the other, is rounded twice",
+        "remove model.dtype, or set precision={r.model.dtype}",
+    ),
+    "optimizer-no-decay": Rule(
+        "optimizer.weight_decay",
+        lambda r, _: r.optimizer.weight_decay and not r.optimizer.traits.decays,
+        "optimizer {r.optimizer.name} would not apply it",
+        "set optimizer.weight_decay=0",
+    ),
+    "optimizer-no-clipping": Rule(
+        "optimizer.max_grad_norm",
+        lambda r, _: r.optimizer.max_grad_norm and r.optimizer.traits.in_backward,
+        "optimizer {r.optimizer.name} updates during the backward pass, so gradients cannot be clipped",
+        "set optimizer.max_grad_norm=0",
+    ),
+    "checkpointing-interval": Rule(
+        "activation_checkpointing.every_n_layers",
+        lambda r, _: (
+            r.activation_checkpointing.every_n_layers > 1 and r.activation_checkpointing.mode not in ("full", "offload")
+        ),
+        "only modes full and offload can leave layers out",
+        "set activation_checkpointing.mode=full, or remove every_n_layers",
+    ),
+    "schedule-both-lengths": Rule(
+        "schedule.max_steps",
+        lambda r, _: r.schedule.max_steps and r.schedule.num_epochs,
+        "max_steps and num_epochs state the length twice",
+        "keep one; on the command line schedule.num_epochs=null removes the other",
+    ),
+    "schedule-both-warmups": Rule(
+        "schedule.warmup_ratio",
+        lambda r, _: r.schedule.warmup_ratio is not None and r.schedule.warmup_steps is not None,
+        "warmup_ratio and warmup_steps state the warm-up twice",
+        "keep one; on the command line schedule.warmup_ratio=null removes the other",
+    ),
+    "schedule-constant-warmup": Rule(
+        "schedule.name",
+        lambda r, _: (
+            r.schedule.name == "constant"
+            and (r.schedule.warmup_steps or r.schedule.warmup_ratio)
+            and r.optimizer.traits.family != "schedule_free"
+        ),
+        "a constant learning rate has no warm-up",
+        "set schedule.name=constant_with_warmup",
+    ),
+    "schedule-unknown-args": Rule(
+        "schedule.args",
+        lambda r, _: not set(r.schedule.args) <= SCHEDULES[r.schedule.name],
+        "schedule {r.schedule.name} takes these arguments: {schedule_args}",
+        "remove the others",
+    ),
+    "schedule-min-lr": Rule(
+        "schedule.args",
+        lambda r, _: (
+            r.schedule.name.endswith("with_min_lr") and len({"min_lr", "min_lr_rate"} & set(r.schedule.args)) != 1
+        ),
+        "schedule {r.schedule.name} needs its lowest learning rate, once: "
+        "min_lr, or min_lr_rate as a share of the peak",
+        "set schedule.args.min_lr_rate=0.1",
+    ),
+    "schedule-decay-steps": Rule(
+        "schedule.args",
+        lambda r, _: r.schedule.name == "warmup_stable_decay" and "num_decay_steps" not in r.schedule.args,
+        "warmup_stable_decay must know how many steps the decay at the end takes",
+        "set schedule.args.num_decay_steps",
+    ),
+    "schedule-free": Rule(
+        "schedule.name",
+        lambda r, _: r.optimizer.traits.family == "schedule_free" and r.schedule.name != "constant",
+        "this optimizer replaces the schedule; a second one would fight it",
+        "set schedule.name=constant; schedule.warmup_steps is then the optimizer's own",
+    ),
+    "batch-both-sizes": Rule(
+        "batch.tokens_per_step",
+        lambda r, _: r.batch.tokens_per_step and r.batch.global_batch_size,
+        "global_batch_size and tokens_per_step state the same thing twice",
+        "keep one of them; on the command line batch.global_batch_size=null removes the other",
+    ),
+    "batch-tokens-division": Rule(
+        "batch.tokens_per_step",
+        lambda r, _: r.batch.tokens_per_step and r.batch.tokens_per_step % r.batch.seq_len,
+        "tokens_per_step must be a multiple of batch.seq_len",
+        "set batch.tokens_per_step={nearest_tokens}",
+    ),
+    "batch-micro-over-global": Rule(
+        "batch.micro_batch_size",
+        lambda r, _: micro_batch(r) > r.batch.sequences_per_step,
+        "a micro-batch cannot be larger than the global batch, which has {r.batch.sequences_per_step} sequences",
+        "set batch.micro_batch_size={r.batch.sequences_per_step} or less",
+    ),
+    "batch-micro-division": Rule(
+        "batch.micro_batch_size",
+        lambda r, _: micro_batch(r) <= r.batch.sequences_per_step and r.batch.sequences_per_step % micro_batch(r),
+        "the global batch of {r.batch.sequences_per_step} sequences does not divide into micro-batches of this size",
+        "set batch.micro_batch_size={nearest_micro}",
+    ),
+    "checkpoint-both-intervals": Rule(
+        "checkpoint.save_epochs",
+        lambda r, _: r.checkpoint.save_steps and r.checkpoint.save_epochs,
+        "save_steps and save_epochs state the interval twice",
+        "keep one; on the command line checkpoint.save_steps=null removes the other",
+    ),
+    "resume-path": Rule(
+        "checkpoint.resume",
+        lambda r, _: r.checkpoint.resume not in ("auto", "never") and not Path(r.checkpoint.resume).is_dir(),
+        "is neither `auto`, `never` nor the folder of a checkpoint",
+        "name an existing checkpoint folder",
+    ),
+    "evaluation-without-data": Rule(
+        "evaluation",
+        lambda r, _: evaluation_keys(r) and r.data.eval_split is None and not r.data.eval_sources,
+        "no rows are held out, so this has no effect: {evaluation_keys}",
+        "set data.eval_split (0.05, or the name of a split) or data.eval_sources, or remove these keys",
+    ),
+    "metrics-need-seq2seq": Rule(
+        "evaluation.generation_metrics",
+        lambda r, _: r.evaluation.generation_metrics and r.objective != "seq2seq",
+        "generation metrics compare whole targets, which only objective seq2seq has",
+        "set evaluation.generation_metrics=false",
+    ),
+    "beams-without-metrics": Rule(
+        "evaluation.num_beams",
+        lambda r, _: r.evaluation.num_beams > 1 and not r.evaluation.generation_metrics,
+        "beams are used for generation metrics only",
+        "set evaluation.generation_metrics=true, or remove evaluation.num_beams",
+    ),
+    "prompts-left-out": Rule(
+        "evaluation.num_prompts",
+        lambda r, _: len(r.evaluation.prompts) > r.evaluation.num_prompts,
+        "evaluation.prompts has {num_prompts} prompts, some would not be answered",
+        "set evaluation.num_prompts={num_prompts}",
+    ),
+    "output-name": Rule(
+        "output.name",
+        lambda r, _: PurePath(r.output.name or "").is_absolute() or ".." in PurePath(r.output.name or "").parts,
+        "the run folder must lie inside output.dir",
+        "set output.dir for the place, and output.name to a name",
+    ),
+}
