@@ -17,7 +17,8 @@ from typing import Any
 from toolkit.cli.option_types import count, port, positive, price, sweep
 from toolkit.common import UserError, table
 
-Command = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.Namespace], int | None]
+"""Returns an exit code; None is success."""
 Option = tuple[str, dict[str, Any]]
 """A name and what argparse is told of it."""
 
@@ -25,8 +26,12 @@ COMMANDS: dict[Command, tuple[Option, ...]] = {}
 """Every command with its options, in the order of the help."""
 
 
-def _option(name: str, help: str | None = None, **settings: Any) -> Option:
-    return name, {"help": help, **settings}
+def _option(name: str, metavar: str, help: str | None, **settings: Any) -> Option:
+    return name, {"metavar": metavar, "help": help, **settings}
+
+
+def _flag(name: str, help: str) -> Option:
+    return name, {"help": help, "action": "store_true"}
 
 
 def _command(*options: Option) -> Callable[[Command], Command]:
@@ -37,21 +42,21 @@ def _command(*options: Option) -> Callable[[Command], Command]:
     return register
 
 
-_RECIPE = _option("arguments", nargs="*", metavar="recipe=NAME key=value")
-_FOLDER = _option("--recipes", "the folder of your recipes (default: ./recipes)", metavar="DIR")
-_RUN = _option("run", "the run folder")
+_RECIPE = _option("arguments", "recipe=NAME key=value", None, nargs="*")
+_FOLDER = _option("--recipes", "DIR", "the folder of your recipes (default: ./recipes)")
+_RUN = _option("run", "run", "the run folder")
 # Options of `launch` that only a batch script has.
 _SLURM = (
-    _option("--output", "where it is written (RECIPE.sbatch)", metavar="OUTPUT"),
-    _option("--time", "time limit, such as 4:00:00; the run is queued again until it is finished", metavar="TIME"),
-    _option("--partition", "Slurm partition", metavar="PARTITION"),
-    _option("--account", "Slurm account", metavar="ACCOUNT"),
-    _option("--cores", "CPU cores of each machine (8 per process)", type=positive, metavar="N"),
+    _option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)"),
+    _option("--time", "TIME", "time limit, such as 4:00:00; the run is queued again until it is finished"),
+    _option("--partition", "PARTITION", "Slurm partition"),
+    _option("--account", "ACCOUNT", "Slurm account"),
+    _option("--cores", "N", "CPU cores of each machine (8 per process)", type=positive),
 )
 
 
 @_command(_FOLDER)
-def ls(options: argparse.Namespace) -> int:
+def ls(options: argparse.Namespace) -> None:
     """List recipes, yours first."""
     from toolkit.recipe import list_recipes, recipe_folders, shipped_recipes
     from toolkit.recipe.show import description
@@ -68,24 +73,18 @@ def ls(options: argparse.Namespace) -> int:
     if len(folders) > 1:
         print(f"# yours, in {options.recipes or 'recipes'}", *yours, f"\n# shipped, in {shipped}", sep="\n")
     print("\n".join(ours))
-    return 0
 
 
 @_command(_RECIPE, _FOLDER)
-def show(options: argparse.Namespace) -> int:
+def show(options: argparse.Namespace) -> None:
     """Print the resolved recipe with the origin of every value."""
     loaded = _load(options)
     from toolkit.recipe.show import with_origins
 
     print(with_origins(loaded))
-    return 0
 
 
-@_command(
-    _RECIPE,
-    _FOLDER,
-    _option("--all", "validate all your recipes (without any: the shipped ones)", action="store_true"),
-)
+@_command(_RECIPE, _FOLDER, _flag("--all", "validate all your recipes (without any: the shipped ones)"))
 def validate(options: argparse.Namespace) -> int:
     """Report every problem of a recipe."""
     from toolkit.recipe import list_recipes, recipe_folders
@@ -109,11 +108,8 @@ def validate(options: argparse.Namespace) -> int:
     return max((error.exit_code for error in errors), default=0)
 
 
-@_command(
-    _option("--markdown", "print all keys as Markdown instead", action="store_true"),
-    _option("--output", "write it to a file", metavar="FILE"),
-)
-def schema(options: argparse.Namespace) -> int:
+@_command(_flag("--markdown", "print all keys as Markdown instead"), _option("--output", "FILE", "write it to a file"))
+def schema(options: argparse.Namespace) -> None:
     """Print the JSON Schema of a recipe, for editors."""
     from toolkit.recipe.show import json_schema, markdown
 
@@ -122,11 +118,10 @@ def schema(options: argparse.Namespace) -> int:
         Path(options.output).write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)
-    return 0
 
 
 @_command(_FOLDER)
-def init(options: argparse.Namespace) -> int:
+def init(options: argparse.Namespace) -> None:
     """Start a recipe folder in this repository."""
     from toolkit.recipe.show import json_schema
 
@@ -144,11 +139,10 @@ def init(options: argparse.Namespace) -> int:
     print(f"wrote {recipe}, and {schema} for your editor")
     print(f"check it:  toolkit validate recipe=mine{named}")
     print(f"train it:  accelerate launch -m toolkit.run recipe=mine{named}")
-    return 0
 
 
 @_command(_RECIPE, _FOLDER)
-def cp(options: argparse.Namespace) -> int:
+def cp(options: argparse.Namespace) -> None:
     """Write a recipe of your own as a diff: toolkit cp recipe=PARENT NEW key=value."""
     from toolkit.recipe import split_arguments
     from toolkit.recipe.rules import load_checked
@@ -161,49 +155,33 @@ def cp(options: argparse.Namespace) -> int:
     exists = Path(options.recipes or "recipes").is_dir()
     load_checked(parent, overrides, options.recipes if exists else None)
     print(f"wrote {write_diff(parent, overrides, names[0].removesuffix('.yaml'), options.recipes)}")
-    return 0
 
 
 @_command()
-def doctor(options: argparse.Namespace) -> int:
+def doctor(options: argparse.Namespace) -> None:
     """Versions, devices and kernels that really work, to paste into a bug report."""
     from toolkit.cli.doctor import collect, render
 
     print(render(collect()))
-    return 0
 
 
 @_command(
     _RECIPE,
     _FOLDER,
-    _option("--json", "print all figures as JSON", action="store_true"),
-    _option("--schema", "print the JSON Schema of --json", action="store_true"),
-    _option("--price", "price of a GPU-hour", type=price, metavar="P"),
-    _option("--html", "write a page as well", metavar="FILE"),
-    _option(
-        "--compare",
-        "further recipes, or 'NAME key=value' as one text",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-    ),
-    _option(
-        "--sweep",
-        "a plan for each value; several sweeps are combined",
-        type=sweep,
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-    ),
+    _flag("--json", "print all figures as JSON"),
+    _flag("--schema", "print the JSON Schema of --json"),
+    _option("--price", "P", "price of a GPU-hour", type=price),
+    _option("--html", "FILE", "write a page as well"),
+    _option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
+    _option("--sweep", "KEY=V1,V2", "a plan for each value; several sweeps are combined", type=sweep, action="append"),
 )
-def plan(options: argparse.Namespace) -> int:
+def plan(options: argparse.Namespace) -> None:
     """Memory, time and cost before anything is rented, and advice."""
     if options.schema:
         from toolkit.planner.plan import json_schema
 
         print(json.dumps(json_schema(), indent=2))
-        return 0
+        return
     from toolkit.cli import plan
     from toolkit.report import plan_text, terminal
 
@@ -225,33 +203,31 @@ def plan(options: argparse.Namespace) -> int:
 
         Path(options.html).write_text(plan_page(plans), encoding="utf-8")
         print(f"wrote {options.html}", file=sys.stderr)
-    return 0
 
 
-@_command(_option("--seconds", "about how long (60)", type=positive, default=60, metavar="N"))
-def calibrate(options: argparse.Namespace) -> int:
+@_command(_option("--seconds", "N", "about how long (60)", type=positive, default=60))
+def calibrate(options: argparse.Namespace) -> None:
     """Measure this device, for better plans."""
     from toolkit.planner.hardware.calibrate import calibrate
     from toolkit.planner.hardware.calibration import describe
 
     print(describe(calibrate(options.seconds)))
-    return 0
 
 
 @_command(
     _RECIPE,
     _FOLDER,
-    _option("--gpus", "GPUs of each machine, a process each (default: all)", type=count, metavar="N"),
-    _option("--nodes", "number of machines (1)", type=positive, default=1, metavar="N"),
-    _option("--rank", "this machine's number; the one with 0 is the head", type=count, metavar="R"),
-    _option("--head", "name or address of the head, the same on every machine", metavar="HOST"),
-    _option("--port", "port at which the processes meet", type=port, metavar="P"),
-    _option("--print", "only print what would be started", action="store_true"),
-    _option("--force", "also run what would not fit by the plan", action="store_true"),
-    _option("--slurm", "write an sbatch file instead; the options below are its", action="store_true"),
+    _option("--gpus", "N", "GPUs of each machine, a process each (default: all)", type=count),
+    _option("--nodes", "N", "number of machines (1)", type=positive, default=1),
+    _option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
+    _option("--head", "HOST", "name or address of the head, the same on every machine"),
+    _option("--port", "P", "port at which the processes meet", type=port),
+    _flag("--print", "only print what would be started"),
+    _flag("--force", "also run what would not fit by the plan"),
+    _flag("--slurm", "write an sbatch file instead; the options below are its"),
     *_SLURM,
 )
-def launch(options: argparse.Namespace) -> int:
+def launch(options: argparse.Namespace) -> None:
     """Train a recipe on the GPUs of one machine or many."""
     loaded = _load(options)
     from toolkit.cli import launch
@@ -276,11 +252,10 @@ def launch(options: argparse.Namespace) -> int:
         print("\n".join(launch.shell_line(cluster, rank, arguments) for rank in ranks))
     else:
         launch.run(cluster, options.rank, arguments)
-    return 0
 
 
-@_command(_FOLDER, _option("--check", "write nothing; fail if a file is not as it would be", action="store_true"))
-def render(options: argparse.Namespace) -> int:
+@_command(_FOLDER, _flag("--check", "write nothing; fail if a file is not as it would be"))
+def render(options: argparse.Namespace) -> None:
     """Write accelerate_configs/ and deepspeed_configs/, one per strategy."""
     from toolkit.distributed.config_files import render, stale, write
     from toolkit.recipe import recipe_folders
@@ -294,15 +269,10 @@ def render(options: argparse.Namespace) -> int:
         left += "; `toolkit render` writes the others" * options.check
         raise UserError(f"not as recipes/strategy/ says: {', '.join(wrong)}", left)
     print(f"{len(files)} files of {len(files)} are current" if options.check else "\n".join(files))
-    return 0
 
 
-@_command(
-    _RECIPE,
-    _FOLDER,
-    _option("--show", "print N rows, trained tokens coloured", type=positive, default=0, metavar="N"),
-)
-def data(options: argparse.Namespace) -> int:
+@_command(_RECIPE, _FOLDER, _option("--show", "N", "print N rows, trained tokens coloured", type=positive, default=0))
+def data(options: argparse.Namespace) -> None:
     """Prepare and audit the data of a recipe."""
     loaded = _load(options)
     from toolkit.data.audit import DataError, check_batch
@@ -320,28 +290,26 @@ def data(options: argparse.Namespace) -> int:
     print(render(check_batch(prepared.audit, loaded.recipe.batch.sequences_per_step)))
     if options.show:
         print("\n" + show(prepared, tokenizer, options.show, color=sys.stdout.isatty()))
-    return 0
 
 
 @_command(_RUN)
-def report(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> None:
     """Write a run's report.html again."""
     run = _run_folder(options.run)
     from toolkit.report.run_page import write_report
 
     print(write_report(run))
-    return 0
 
 
 @_command(
     _RUN,
-    _option("--prompt", "a prompt; may be given several times", action="append", metavar="TEXT"),
-    _option("--max-new-tokens", "longest answer (256)", type=positive, default=256, metavar="N"),
-    _option("--temperature", "0 is greedy, the default", type=float, default=0.0, metavar="T"),
-    _option("--top-p", "with a temperature: nucleus sampling", type=float, default=1.0, metavar="P"),
-    _option("--seed", "seed of the sampling (42)", type=int, default=42, metavar="N"),
+    _option("--prompt", "TEXT", "a prompt; may be given several times", action="append"),
+    _option("--max-new-tokens", "N", "longest answer (256)", type=positive, default=256),
+    _option("--temperature", "T", "0 is greedy, the default", type=float, default=0.0),
+    _option("--top-p", "P", "with a temperature: nucleus sampling", type=float, default=1.0),
+    _option("--seed", "N", "seed of the sampling (42)", type=int, default=42),
 )
-def generate(options: argparse.Namespace) -> int:
+def generate(options: argparse.Namespace) -> None:
     """Sample from a run; interactive without --prompt."""
     run = _run_folder(options.run)
     if options.top_p != 1.0 and not options.temperature:
@@ -350,17 +318,15 @@ def generate(options: argparse.Namespace) -> int:
 
     sample = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
     chat(run, options.prompt, options.max_new_tokens, sample, options.seed)
-    return 0
 
 
-@_command(_RUN, _option("--output", "where the merged model goes (default: RUN/merged)", metavar="DIR"))
-def merge(options: argparse.Namespace) -> int:
+@_command(_RUN, _option("--output", "DIR", "where the merged model goes (default: RUN/merged)"))
+def merge(options: argparse.Namespace) -> None:
     """Merge a run's adapter into its base and prove it equal."""
     run = _run_folder(options.run)
     from toolkit.train.export import merge
 
     print(merge(run, Path(options.output) if options.output else run / "merged"))
-    return 0
 
 
 def _load(options: argparse.Namespace) -> Any:

@@ -40,13 +40,9 @@ def collect() -> dict[str, Any]:
     sections: dict[str, Any] = {
         "machine": _machine(),
         "packages": packages,
-        "devices": _devices(),
-        "attention": _attention(),
-        "libraries": {
-            "bitsandbytes": _works(_bitsandbytes),
-            "deepspeed": _works(_deepspeed),
-            "nccl": _works(_nccl),
-        },
+        "devices": _tried("torch", _devices),
+        "attention": _tried("backends", _attention),
+        "libraries": _tried("bitsandbytes", _bitsandbytes) | _tried("deepspeed", _deepspeed) | _tried("nccl", _nccl),
         "places": _places(),
     }
     problems += [f"{name}: {state}" for name, state in sections["libraries"].items() if state.startswith("fails")]
@@ -98,10 +94,8 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> dict[str, str]:
-    try:
-        import torch
-    except Exception as error:
-        return {"torch": _failure(error)}
+    import torch
+
     devices = {"torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}"}
     if not torch.cuda.is_available():
         devices["accelerator"] = "mps" if torch.backends.mps.is_available() else "none, training runs on the CPU"
@@ -115,20 +109,19 @@ def _devices() -> dict[str, str]:
 
 
 def _attention() -> dict[str, str]:
-    try:
-        from toolkit.models import attention_kernels
+    from toolkit.models import attention_kernels
 
-        return attention_kernels.available()
-    except Exception as error:
-        return {"backends": _failure(error)}
+    return attention_kernels.available()
 
 
-def _works(check: Callable[[], str]) -> str:
+def _tried(name: str, check: Callable[[], str | dict[str, str]]) -> dict[str, str]:
+    """What a check finds, or how it fails: under its name, unless it has names of its own."""
     # A broken binary can raise nearly anything at import; the doctor's work is to say so, not to fall ill.
     try:
-        return check()
+        result = check()
     except Exception as error:
-        return _failure(error)
+        result = _short(f"fails: {in_a_line(error)}")
+    return {name: result} if isinstance(result, str) else result
 
 
 def _bitsandbytes() -> str:
@@ -183,7 +176,3 @@ def _short(text: str | Path) -> str:
     """Hides the user's name: the home folder becomes `~`."""
     home = str(Path.home())
     return str(text).replace(home, "~") if home != "/" else str(text)
-
-
-def _failure(error: Exception) -> str:
-    return _short(f"fails: {in_a_line(error)}")

@@ -46,14 +46,10 @@ class Cluster:
     elsewhere: bool = False
 
     @property
-    def per_node(self) -> int:
-        """Processes on each machine."""
-        return max(1, self.gpus)
-
-    @property
-    def processes(self) -> int:
-        """Processes altogether."""
-        return self.nodes * self.per_node
+    def world(self) -> World:
+        """Its processes, as the first of them sees them."""
+        per_node = max(1, self.gpus)
+        return World(0, 0, self.nodes * per_node, per_node)
 
 
 def cluster(
@@ -92,15 +88,14 @@ def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
         UserError: If the recipe's strategy or batch does not fit the machines; or if nothing would that the recipe
             leaves to the plan.
     """
-    world = World(0, 0, cluster.processes, cluster.per_node)
     if recipe.undecided and not cluster.elsewhere:
         from toolkit.planner.build import decide, launched_on
 
         environment = os.environ if cluster.gpus else {"ACCELERATE_USE_CPU": "true"}
-        recipe, _ = decide(recipe, launched_on(world, folder, environment))
+        recipe, _ = decide(recipe, launched_on(cluster.world, folder, environment))
     # Of other machines it is only certain how the batch divides over them.
     plainest = {"strategy.name": "ddp", "activation_checkpointing.mode": "none", "batch.micro_batch_size": None}
-    check_launch(recipe.with_values({key: plainest[key] for key in recipe.undecided}), world, {})
+    check_launch(recipe.with_values({key: plainest[key] for key in recipe.undecided}), cluster.world, {})
 
 
 def gpu_names() -> list[str]:
@@ -129,17 +124,15 @@ def command(cluster: Cluster, rank: int, arguments: Sequence[str]) -> list[str]:
         rank: The machine's number; the head has 0.
         arguments: `recipe=NAME key=value …`.
     """
-    line = [_accelerate(), "launch", "--config_file", _short(_CONFIG), "--num_processes", str(cluster.processes)]
-    if cluster.processes > 1:
-        # Any other way accelerate starts a single process where it sees no second GPU.
-        line.append("--multi_gpu")
+    config = _CONFIG.relative_to(Path.cwd()) if _CONFIG.is_relative_to(Path.cwd()) else _CONFIG
+    processes, several = cluster.world.world_size, cluster.nodes > 1
+    line = [_accelerate(), "launch", "--config_file", str(config), "--num_processes", str(processes)]
+    # Any other way accelerate starts a single process where it sees no second GPU.
+    line += ["--multi_gpu"] if processes > 1 else []
     line += ["--num_machines", str(cluster.nodes)]
-    if cluster.nodes > 1:
-        line += ["--machine_rank", str(rank), "--main_process_ip", str(cluster.head)]
-        line += ["--main_process_port", str(cluster.port or _PORT)]
-    else:
-        # 0: any free port, so that two runs on one machine do not collide.
-        line += ["--main_process_port", str(cluster.port or 0)]
+    line += ["--machine_rank", str(rank), "--main_process_ip", str(cluster.head)] if several else []
+    # 0: any free port, so that two runs on one machine do not collide.
+    line += ["--main_process_port", str(cluster.port or (_PORT if several else 0))]
     return [*line, "-m", "toolkit.run", *arguments]
 
 
@@ -188,22 +181,12 @@ def sbatch(
             f"checkpoint.resume={recipe.checkpoint.resume}: a job that Slurm requeues would start there every time",
             "set checkpoint.resume=auto",
         )
-    lines = {
-        "job-name": name,
-        # %j is the job's number.
-        "output": f"{name}-%j.out",
-        "open-mode": "append",
-        "nodes": cluster.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": cores or _CORES_PER_GPU * cluster.per_node,
-        "gpus-per-node": cluster.gpus or None,
-        **requests,
-        "signal": "B:USR1@300",
-    }
     text = Path(__file__).with_name("launch.sbatch.j2").read_text(encoding="utf-8")
     return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
-        requests=[f"{key}={value}" for key, value in lines.items() if value is not None],
+        name=name,
         cluster=cluster,
+        cores=cores or _CORES_PER_GPU * cluster.world.local_world_size,
+        requests=requests,
         python=shlex.quote(sys.executable),
         config=shlex.quote(str(_CONFIG)),
         arguments=shlex.join(arguments),
@@ -227,7 +210,3 @@ def _accelerate() -> str:
     script = Path(sys.executable).with_name("accelerate")
     first = shutil.which("accelerate")
     return "accelerate" if first and Path(first) == script else str(script)
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.command(options)
         sys.stdout.flush()
-        return status
+        return status or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -17,7 +17,7 @@ from toolkit.recipe.rules import check, load_checked
 
 
 def questions(
-    arguments: Sequence[str], compare: Sequence[str], sweeps: Sequence[tuple[str, Sequence[str]]]
+    arguments: Sequence[str], compare: Sequence[str] | None, sweeps: Sequence[tuple[str, Sequence[str]]] | None
 ) -> list[list[str]]:
     """The arguments of every plan asked for, each as for a single one.
 
@@ -30,6 +30,7 @@ def questions(
     Raises:
         UserError: If what is to be compared has no name.
     """
+    compare = compare or []
     common = [*arguments, *(text for text in compare if _is_change(text))]
     named = [text.split() for text in compare if text.strip() and not _is_change(text)]
     if compare and not named:
@@ -41,13 +42,11 @@ def questions(
     shared = [argument for argument in common if not argument.startswith("recipe=")]
     bases = [own + shared] if own or not named else []
     bases += [[f"recipe={name.removeprefix('recipe=')}", *shared, *changes] for name, *changes in named]
-    choices = [[f"{key}={value}" for value in values] for key, values in sweeps]
+    choices = [[f"{key}={value}" for value in values] for key, values in sweeps or []]
     rows = []
-    for base in bases:
-        for chosen in itertools.product(*choices):
-            picked = [choice for choice in chosen if choice.startswith("recipe=")]
-            kept = [argument for argument in base if not (picked and argument.startswith("recipe="))]
-            rows.append(kept + list(chosen))
+    for base, chosen in itertools.product(bases, itertools.product(*choices)):
+        picked = any(choice.startswith("recipe=") for choice in chosen)
+        rows.append([*(text for text in base if not (picked and text.startswith("recipe="))), *chosen])
     return [list(row) for row in dict.fromkeys(map(tuple, rows))]
 
 
