@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.planner.plan import Advice, Memory, Plan, Refused
+from toolkit.planner.plan import Plan, Refused
 from toolkit.report import page
 from toolkit.report import plan_view as view
 from toolkit.report.page import Tile
 
 
 def plan_page(rows: Sequence[Plan | Refused]) -> str:
-    """The page of one plan, or of several to compare.
-
-    Args:
-        rows: At least one.
-    """
+    """The page of one plan, or of several to compare; at least one."""
     first = rows[0]
     if len(rows) == 1 and isinstance(first, Plan):
-        values = {"plan": _plan(first), "stacks": stacks([(first.memory[0].ranks, first)], amounts=True)}
-        return page.render("plan.html.j2", title=f"{first.recipe} on {first.hardware} · plan", **values)
+        bars = stacks([(first.memory[0].ranks, first)], amounts=True)
+        title = f"{first.recipe} on {first.hardware} · plan"
+        return page.render("plan.html.j2", view=view, title=title, plan=first, tiles=_tiles(first), stacks=bars)
     labels = view.labels(rows)
     plans = [(label, row) for label, row in zip(labels, rows, strict=True) if isinstance(row, Plan)]
     recipes = ", ".join(dict.fromkeys(row.recipe for row in rows))
     hardware = ", ".join(dict.fromkeys(row.hardware for row in rows))
     fitting = sum(plan.fit.answer == "yes" for _, plan in plans)
+    unit = view.Unit.of(max((plan.memory[0].total.value for _, plan in plans), default=1))
     return page.render(
         "plan.html.j2",
+        view=view,
         title=f"{len(rows)} plans",
         plan=None,
         lead=f"{recipes} on {hardware}; {fitting} of {len(rows)} fit",
         stacks=stacks(plans) if plans else None,
-        plans=[(label, _plan(plan)) for label, plan in plans],
-        **_comparison(labels, rows),
+        heads=["fits", *dict.fromkeys(head for _, plan in plans for head in view.comparison_figures(plan, unit))],
+        unit=unit,
+        rows=list(zip(labels, rows, strict=True)),
     )
 
 
@@ -76,43 +76,8 @@ def _stack(label: str, plan: Plan, scale: float, unit: view.Unit) -> dict[str, A
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
-    """Everything about one plan."""
-    unit = view.Unit.of(plan.device_memory)
-    return {
-        "recipe": plan.recipe,
-        "answer": plan.fit.answer,
-        "verdict": view.ANSWERS[plan.fit.answer],
-        "lead": " ".join([*plan.overrides, f"on {plan.hardware}"]),
-        "fit": view.fit_text(plan),
-        "tiles": _tiles(plan, unit),
-        "peak_phase": plan.memory[0].peak_phase,
-        "phases": [_phases(memory) for memory in plan.memory],
-        "settings": view.setting_rows(plan),
-        "work": view.work_rows(plan),
-        "stores": view.store_rows(plan),
-        "links": view.link_rows(plan),
-        "advice": [_advice(advice, unit) for advice in plan.advice],
-        "notes": plan.notes,
-    }
-
-
-def _comparison(labels: Sequence[str], rows: Sequence[Plan | Refused]) -> dict[str, Any]:
-    unit = view.Unit.of(max((row.memory[0].total.value for row in rows if isinstance(row, Plan)), default=1))
-    heads: dict[str, None] = {"fits": None}
-    lines: list[dict[str, Any]] = []
-    for label, row in zip(labels, rows, strict=True):
-        if isinstance(row, Refused):
-            lines.append({"label": label, "refused": row.reason})
-            continue
-        figures = view.comparison_figures(row, unit)
-        heads |= dict.fromkeys(figures)
-        lines.append({"label": label, "refused": "", "answer": row.fit.answer, "cells": list(figures.values())})
-    return {"heads": list(heads), "rows": lines}
-
-
-def _tiles(plan: Plan, unit: view.Unit) -> list[Tile]:
-    work, memory = plan.work, plan.memory[0]
+def _tiles(plan: Plan) -> list[Tile]:
+    work, memory, unit = plan.work, plan.memory[0], view.Unit.of(plan.device_memory)
     margin = f"{unit.text(abs(plan.device_memory - memory.total.value))} {unit.name} "
     margin += "free" if memory.total.value <= plan.device_memory else "too much"
     tiles = [
@@ -133,29 +98,3 @@ def _tiles(plan: Plan, unit: view.Unit) -> list[Tile]:
     if work.cost is not None:
         tiles.append(Tile("Costs", view.money_text(work.cost)))
     return tiles
-
-
-def _phases(memory: Memory) -> dict[str, Any]:
-    phases, table = view.phase_table(memory)
-    unit = view.Unit.of(memory.allocated)
-    rows = [
-        (part, view.ALL_PARTS.get(part, ""), [unit.text(amount) if amount else "·" for amount in row])
-        for part, row in table.items()
-    ]
-    return {
-        "title": f"Allocated by phase, {memory.ranks}, {unit.name}",
-        "phases": phases,
-        "peak": phases.index(memory.peak_phase),
-        "rows": rows,
-    }
-
-
-def _advice(advice: Advice, unit: view.Unit) -> dict[str, Any]:
-    return {
-        "kind": view.kind_text(advice),
-        "changes": view.change_text(advice.changes),
-        "trade": view.trade_texts(advice),
-        "fits": advice.fits,
-        "verdict": view.ANSWERS[advice.fits],
-        "figures": view.advice_figures(advice, unit),
-    }

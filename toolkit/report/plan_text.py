@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from toolkit.common import table
+from toolkit.common import bytes_text, table
 from toolkit.planner.plan import Memory, Plan, Refused
 from toolkit.report import plan_view as view
 
@@ -88,11 +88,11 @@ def memory_text(plan: Plan, columns: int = 80) -> Text:
     if reserved.high > memory.allocated:
         figures += f"reserved {unit.text(reserved.value)} ({unit.text(reserved.low)} to {unit.text(reserved.high)}), "
     figures += f"total {unit.text(total.low)} to {unit.text(total.high)}"
-    below = [figures, *(f"{ranks}: {peak}" for ranks, peak in view.other_ranks(plan))]
+    rest = [f"{each.ranks}: {bytes_text(each.total.value)}, most in {each.peak_phase}" for each in plan.memory[1:]]
     return _lines(
         title,
         table(rows, "llrl", indent=2, gap=1, first=_NAME - 1),
-        table([(Text(text, "dim"),) for text in below], "l", columns=columns, indent=2),
+        table([(Text(text, "dim"),) for text in (figures, *rest)], "l", columns=columns, indent=2),
     )
 
 
@@ -154,8 +154,7 @@ def _phases(memory: Memory, columns: int) -> Text:
     narrow = columns < 80
     short = {"evaluation": "eval", "forward": "fwd", "backward": "bwd", "resume": "resum"} if narrow else {}
     rows = [[Text(), *(Text(short.get(phase, phase), "dim") for phase in phases)]]
-    for part, amounts in parts.items():
-        rows.append([Text(part), *(Text(unit.text(amount) if amount else "·") for amount in amounts)])
+    rows += [[Text(part), *(Text(unit.cell(amount)) for amount in amounts)] for part, amounts in parts.items()]
     for cell in (rows[-1][0], rows[-1][1 + phases.index(memory.peak_phase)]):
         cell.stylize("bold")
     align = "l" + "r" * len(phases)

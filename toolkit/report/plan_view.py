@@ -41,6 +41,10 @@ class Unit:
         sign = "-" if value < 0 else ""
         return sign + (f"{scaled:.2f}" if scaled < 9.995 else f"{scaled:.1f}" if scaled < 999.95 else f"{scaled:,.0f}")
 
+    def cell(self, value: float) -> str:
+        """The same in a table, where nothing is a dot."""
+        return self.text(value) if value else "·"
+
 
 def parts_at_peak(memory: Memory) -> dict[str, float]:
     """What one device holds at its worst moment, by part; the sum is `memory.total.value`."""
@@ -92,17 +96,17 @@ def time_text(plan: Plan) -> str:
 
 def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     """How it will run."""
-    on = f"{plan.nodes} nodes, {plan.devices} devices" if plan.nodes > 1 else f"{plan.devices} devices"
+    nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
     batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
     every = plan.gradient_accumulation_steps
     batch += f"{every} micro-batch{'es' if every > 1 else ''} of {plan.micro_batch_size}"
-    rows = [
-        ("hardware", f"{plan.hardware}: {on if plan.devices > 1 else '1 device'}"),
+    return [
+        ("hardware", f"{plan.hardware}: {nodes}{plan.devices} device{'s' if plan.devices > 1 else ''}"),
         ("strategy", f"{plan.strategy}, attention {plan.attention}"),
         ("batch", batch),
+        *chosen_rows(plan),
     ]
-    return rows + chosen_rows(plan)
 
 
 def chosen_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -131,7 +135,10 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("the run", f"{work.steps:,} steps{tokens}"))
         rows.append(("time", _range_text(work.total_seconds, duration)))
     if work.pflop_days is not None and work.gpu_hours is not None:
-        rows.append(("in all", f"{number_text(work.pflop_days)} PFLOP-days, {_hours_text(plan, work.gpu_hours)}"))
+        hours = f"{number_text(work.gpu_hours)} {hours_name(plan)}"
+        if work.cost is not None and work.gpu_hours:
+            hours += f" at {money_text(work.cost / work.gpu_hours)} = {money_text(work.cost)}"
+        rows.append(("in all", f"{number_text(work.pflop_days)} PFLOP-days, {hours}"))
     if work.chinchilla_tokens is not None:
         share = f"; this run has {work.tokens / work.chinchilla_tokens:.2%}" if work.tokens is not None else ""
         text = f"{compact(work.chinchilla_tokens)} tokens from scratch would be 20 per parameter{share}"
@@ -151,20 +158,10 @@ def store_rows(plan: Plan) -> list[tuple[str, str]]:
     parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in largest[:4] if amount)
     node = "a node" if plan.nodes > 1 else "the machine"
     rows = [("RAM", f"{unit.text(plan.host.peak)} of {unit.text(plan.host_memory)} {unit.name} of {node}: {parts}")]
-    disk = plan.disk
-    texts = [f"{name} {bytes_text(amount)}" for name, amount in (("a checkpoint", disk.checkpoint),) if amount]
-    texts += [f"all that are kept {bytes_text(disk.kept)}"] if disk.kept else []
-    rows.append(("disk", ", ".join([*texts, f"the result {bytes_text(disk.model)}"])))
-    if disk.nvme:
-        rows.append(("NVMe", f"{bytes_text(disk.nvme)} of each node while training"))
-    return rows
-
-
-def other_ranks(plan: Plan) -> list[tuple[str, str]]:
-    """Ranks that hold less than the fullest."""
-    return [
-        (memory.ranks, f"{bytes_text(memory.total.value)}, most in {memory.peak_phase}") for memory in plan.memory[1:]
-    ]
+    disk = {"a checkpoint": plan.disk.checkpoint, "all that are kept": plan.disk.kept, "the result": plan.disk.model}
+    rows.append(("disk", ", ".join(f"{name} {bytes_text(amount)}" for name, amount in disk.items() if amount)))
+    nvme = f"{bytes_text(plan.disk.nvme)} of each node while training"
+    return [*rows, ("NVMe", nvme)] if plan.disk.nvme else rows
 
 
 def labels(rows: Sequence[Plan | Refused]) -> list[str]:
@@ -259,14 +256,6 @@ def money_text(cost: float) -> str:
     if 0 < cost < 0.005:
         return "<0.01"
     return f"{cost:,.2f}" if cost < 9_999.5 else f"{cost:,.0f}"
-
-
-def _hours_text(plan: Plan, hours: float) -> str:
-    text = f"{number_text(hours)} {hours_name(plan)}"
-    cost = plan.work.cost
-    if cost is not None and hours:
-        text += f" at {money_text(cost / hours)} = {money_text(cost)}"
-    return text
 
 
 def _range_text(value: Range, form: Callable[[float], str]) -> str:
