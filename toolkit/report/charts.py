@@ -8,6 +8,7 @@ hundred times as large as the page.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 import re
@@ -20,22 +21,18 @@ MAX_MARKS = 50
 FEW_POINTS = 16
 LOG_RATIO = 50.0
 
+Style = Literal["line", "faint", "points"]
+"""A line, raw values faintly behind a smoothed line, or a thin line with markers."""
+
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart.
-
-    Attributes:
-        label: Name in the legend.
-        x: Rising positions.
-        y: One value per position; values that are not finite are marked, not drawn.
-        style: `line`, `faint` (raw values behind a smoothed line) or `points` (a thin line with markers).
-    """
+    """One line of a chart: a value at each of rising positions. Values that are not finite are marked, not drawn."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    style: Literal["line", "faint", "points"] = "line"
+    style: Style = "line"
 
 
 @dataclass(frozen=True)
@@ -205,16 +202,12 @@ def _tick_texts(ticks: Sequence[float], form: Callable[[float], str]) -> list[st
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
     """SVG path, broken where a value is missing; a lone point becomes a dot through its round cap."""
-    commands: list[str] = []
-    pen_down = False
-    for index, (x, y) in enumerate(points):
-        if not _drawable(y):
-            pen_down = False
-            continue
-        alone = not pen_down and (index + 1 == len(points) or not _drawable(points[index + 1][1]))
-        commands.append(f"{'L' if pen_down else 'M'}{x:.3f} {y:.2f}{'h0' if alone else ''}")
-        pen_down = True
-    return "".join(commands)
+    path = ""
+    for drawable, run in itertools.groupby(points, lambda point: _drawable(point[1])):
+        texts = [f"{x:.3f} {y:.2f}" for x, y in run]
+        if drawable:
+            path += f"M{'L'.join(texts)}{'h0' if len(texts) == 1 else ''}"
+    return path
 
 
 def _pointer_data(series: Sequence[Series], x_axis: Axis, form: Callable[[float], str]) -> str:

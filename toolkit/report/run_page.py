@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.common import (
     UserError,
@@ -26,7 +26,7 @@ from toolkit.common import (
 from toolkit.data.audit import Audit
 from toolkit.planner.plan import Plan, Range
 from toolkit.report import page, plan_page, plan_view
-from toolkit.report.charts import Series, chart, smooth
+from toolkit.report.charts import Series, Style, chart, smooth
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
 
@@ -36,23 +36,27 @@ FEWEST_TO_SMOOTH = 40
 def write_report(run: Path) -> Path:
     """Writes `report.html` into a run folder, from whatever is there; an existing page is replaced at once.
 
-    Args:
-        run: The run folder.
-
-    Returns:
-        Path of the page.
-
-    Example:
-        >>> write_report(Path("runs/smollm2_135m_lora_demo"))
-        PosixPath('runs/smollm2_135m_lora_demo/report.html')
-
     Raises:
         UserError: If there is no such folder.
     """
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
-    path = run / "report.html"
-    write_atomically(path, page.render("run.html.j2", **_view(read_run(run))))
+    record, path = read_run(run), run / "report.html"
+    manifest = record.manifest
+    html = page.render(
+        "run.html.j2",
+        title=f"{record.name} · training report",
+        record=record,
+        lead=_lead(record),
+        notices=_notices(record),
+        tiles=_tiles(record),
+        charts=_charts(record),
+        planned=_planned(manifest.plan, manifest.measured) if manifest.plan and manifest.measured else None,
+        audit=_audit(record.audit) if record.audit else None,
+        recipe=[_keyed(line) for line in record.recipe.splitlines()],
+        environment=_environment(manifest),
+    )
+    write_atomically(path, html)
     return path
 
 
@@ -63,26 +67,6 @@ def percent_change(before: float, after: float) -> str:
     change = (after - before) / abs(before) * 100
     sign = "\N{MINUS SIGN}" if change < 0 else "+"
     return f"{sign}{abs(change):.1f}%"
-
-
-def _view(record: Record) -> dict[str, Any]:
-    """What the template is filled with."""
-    manifest = record.manifest
-    return {
-        "title": f"{record.name} · training report",
-        "name": record.name,
-        "status": manifest.status or "unknown",
-        "lead": _lead(record),
-        "notices": _notices(record),
-        "tiles": _tiles(record),
-        "charts": _charts(record),
-        "planned": _planned(manifest.plan, manifest.measured) if manifest.plan and manifest.measured else None,
-        "samples": record.samples,
-        "audit": _audit(record.audit) if record.audit else None,
-        "command": manifest.command,
-        "recipe": [_keyed(line) for line in record.recipe.splitlines()],
-        "environment": _environment(manifest),
-    }
 
 
 def _lead(record: Record) -> list[str]:
@@ -119,8 +103,7 @@ def _notices(record: Record) -> list[str]:
 
 def _tiles(record: Record) -> list[Tile]:
     tiles = []
-    evaluated = [(row["step"], number(row["eval_loss"])) for row in record.evaluations]
-    losses = [(step, loss) for step, loss in evaluated if loss is not None]
+    losses = [(row["step"], loss) for row in record.evaluations if (loss := number(row["eval_loss"])) is not None]
     if losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps, perplexity = f"{last:.3f}", f"step {last_step:,}", perplexity_text(perplexity_of(last))
@@ -157,8 +140,6 @@ def _charts(record: Record) -> list[dict[str, Any]]:
     held_out = _series(record.evaluations, "eval_loss", "held-out", "points")
     memory_key = "device_memory_bytes" if finite(rows, "device_memory_bytes") else "memory_bytes"
     unit, unit_name = byte_unit(max(finite(rows, memory_key), default=0.0))
-    memory = _series(rows, memory_key, "memory", "line")
-    memory = Series(memory.label, memory.x, [value / unit for value in memory.y])
     return [
         chart("Loss", [*_smoothed(rows, "loss"), held_out], height=260, form=lambda value: f"{value:.4g}"),
         chart("Learning rate", [_series(rows, "learning_rate", "", "line")], from_zero=True, form=_rate_text),
@@ -168,15 +149,15 @@ def _charts(record: Record) -> list[dict[str, Any]]:
         chart("Tokens per second", _smoothed(rows, "tokens_per_second"), from_zero=True, form=compact),
         chart(
             f"{'GPU' if memory_key.startswith('device') else 'Host'} memory, {unit_name}",
-            [memory],
+            [_series(rows, memory_key, "memory", "line", unit)],
             from_zero=True,
             form=lambda value: f"{value:.3g}",
         ),
     ]
 
 
-def _series(rows: Sequence[dict[str, Any]], key: str, label: str, style: Literal["line", "faint", "points"]) -> Series:
-    points = [(float(row["step"]), value) for row in rows if (value := number(row.get(key))) is not None]
+def _series(rows: Sequence[dict[str, Any]], key: str, label: str, style: Style, unit: float = 1.0) -> Series:
+    points = [(float(row["step"]), value / unit) for row in rows if (value := number(row.get(key))) is not None]
     return Series(label, [x for x, _ in points], [y for _, y in points], style)
 
 
