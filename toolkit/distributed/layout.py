@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from pydantic import computed_field
 from pydantic.dataclasses import dataclass
 
+import pydantic.dataclasses
+from pydantic import computed_field
+
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
 
@@ -124,7 +127,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class BatchLayout:
     """How one optimizer step is put together: sizes in sequences, `seq_len` in tokens."""
 

@@ -155,16 +155,14 @@ def read_run(folder: Path) -> Record:
         `read_run(Path("runs/demo")).manifest.parameters.trainable`
     """
     manifest, problems = read_manifest(folder)
-    record = Record(folder, manifest, problems=problems)
-    record.training, record.evaluations = read_metrics(folder / "metrics.jsonl")
-    record.audit = _checked(Audit, _read_json(folder / "audit.json", problems), "audit.json", problems)
+    training, evaluations = read_metrics(folder / "metrics.jsonl")
+    audit = _checked(Audit, _read_json(folder / "audit.json", problems), "audit.json", problems)
     rows = _read_json(folder / "samples.json", problems)
-    samples = [_checked(Sample, row, "samples.json", problems) for row in (rows if isinstance(rows, list) else [rows])]
-    record.samples = [sample for sample in samples if sample]
-    recipe = folder / "recipe.yaml"
-    if recipe.is_file():
-        record.recipe = recipe.read_text(encoding="utf-8", errors="replace")
-    return record
+    rows = rows if isinstance(rows, list) else [rows]
+    samples = [sample for row in rows if (sample := _checked(Sample, row, "samples.json", problems))]
+    file = folder / "recipe.yaml"
+    recipe = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return Record(folder, manifest, training, evaluations, audit, samples, recipe, problems)
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:
