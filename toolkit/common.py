@@ -209,32 +209,23 @@ def start_logging(options: argparse.Namespace, first: bool = True) -> None:
         options: What `add_verbosity` has parsed.
         first: Whether this process talks to the user; of the others, only warnings and errors are shown.
     """
-    logger, handler = logging.getLogger("toolkit"), _StandardError()
-    handler.setFormatter(_Formatter())
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(
-        logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
-    )
+    level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
+    logger = logging.getLogger("toolkit")
+    logger.handlers, logger.propagate = [_StandardError()], False
+    logger.setLevel(level)
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to whatever standard error is at the time: a live line of progress takes it over."""
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        pass
-
-
-class _Formatter(logging.Formatter):
-    """The message alone, except that a warning says that it is one."""
+    """Writes a message alone, except that a warning says that it is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Looked up at each message: a live line of progress takes standard error over.
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def write_atomically(file: Path, text: str) -> None:
