@@ -100,3 +100,5 @@ def test_a_table_wraps_only_its_last_column_and_reads_no_markup() -> None:
     path = "/a/long/path " * 20 + "end"
     assert table([("report", path)]).plain == f"report  {path}"
     assert table([]).plain == ""
+    summary = [("run folder", "runs/demo"), ("report", "runs/demo/report.html")]
+    assert table(summary, indent=2).plain == "  run folder  runs/demo\n  report      runs/demo/report.html"

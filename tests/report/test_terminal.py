@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.data.rows import Sample
 from toolkit.report import terminal
-from toolkit.report.terminal import Progress, prompts_before_after, summary
+from toolkit.report.terminal import Progress, prompts_before_after
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
@@ -161,12 +161,6 @@ def run_in_terminal(program: str, columns: int) -> str:
 def test_nothing_heavy_is_imported() -> None:
     program = "import sys, toolkit.report.terminal; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_the_summary_is_aligned() -> None:
-    rows = [("run folder", "runs/demo"), ("report", "runs/demo/report.html")]
-    assert summary(rows) == "  run folder  runs/demo\n  report      runs/demo/report.html"
-    assert summary([]) == ""
 
 
 def test_samples_are_wrapped_and_cannot_steer_the_terminal() -> None:

@@ -51,12 +51,7 @@ def questions(
 
 
 def answer(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan:
-    """One plan, with advice.
-
-    Args:
-        arguments: `recipe=NAME hardware=… key=value …`.
-        folder: The user's recipes folder.
-        price: Of a GPU-hour.
+    """One plan of `recipe=NAME hardware=… key=value …`, with advice; the price is that of a GPU-hour.
 
     Raises:
         UserError: With every problem of the recipe, or for unknown hardware.

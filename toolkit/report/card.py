@@ -43,30 +43,22 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
     Args:
         folder: Folder of the trained model or adapter, with its tokenizer.
         run: The run folder, for what was measured.
-        recipe: What was trained.
         base_model: Hub id, local path or `builtin:` name of the model that training started from.
-
-    Returns:
-        Path of the card.
     """
-    record, adapter = read_run(run), recipe.method.name == "lora"
+    record = read_run(run)
     gguf = recipe.model.gguf_file or (Path(recipe.model.path).name if recipe.model.path.endswith(".gguf") else "")
     content = page.render(
         "card.md.j2",
         card_data=_metadata(record, recipe, base_model).to_yaml(),
-        name=record.name,
+        record=record,
+        recipe=recipe,
         description=_description(recipe, base_model),
         results=_results_table(record),
         held_out_rows=record.audit.eval.rows if record.audit and record.audit.eval else 0,
-        adapter=adapter,
         base_on_hub=_is_hub_id(base_model),
-        auto_class="AutoModelForSeq2SeqLM" if recipe.objective == "seq2seq" else "AutoModelForCausalLM",
-        encoder_decoder=recipe.objective == "seq2seq",
         gguf=f", gguf_file={gguf!r}" if gguf else "",
-        trust=", trust_remote_code=True" if recipe.model.trust_remote_code else "",
         chat=_is_chat(folder, record, recipe),
         settings=_settings(record, recipe),
-        versions=record.manifest.versions,
     )
     path = folder / "README.md"
     ModelCard(content).save(path)

@@ -49,11 +49,11 @@ class Tile:
 
 @dataclass
 class Card:
-    """One level of nested data: names with values, and histograms as label, count and share of the largest count."""
+    """One level of nested data: names with values, and a histogram as label, count and share of the largest count."""
 
     heading: str
     rows: list[tuple[str, str]] = field(default_factory=list)
-    histograms: list[list[tuple[str, str, float]]] = field(default_factory=list)
+    histogram: list[tuple[str, str, float]] = field(default_factory=list)
 
 
 def cards(values: Mapping[str, Any], heading: str = "") -> list[Card]:
@@ -62,14 +62,14 @@ def cards(values: Mapping[str, Any], heading: str = "") -> list[Card]:
     for key, value in values.items():
         name = f"{heading} · {title(key)}" if heading else title(key)
         if key == "histogram":
-            card.histograms += _histogram(value)
-        elif isinstance(value, Mapping) and (not _is_flat(value) or not heading):
+            card.histogram = _histogram(value)
+        elif isinstance(value, Mapping) and not (heading and _is_flat(value)):
             deeper += cards(value, name)
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             deeper += [each for index, item in enumerate(value, 1) for each in cards(item, f"{name} {index}")]
         else:
             card.rows.append((title(key), plain(value, key)))
-    return [card, *deeper] if card.rows or card.histograms else deeper
+    return [card, *deeper] if card.rows or card.histogram else deeper
 
 
 def title(key: str) -> str:
@@ -104,11 +104,9 @@ def _is_flat(values: Mapping[str, Any]) -> bool:
     return not any(isinstance(value, Mapping | list) and value for value in values.values())
 
 
-def _histogram(buckets: Iterable[Mapping[str, int]]) -> list[list[tuple[str, str, float]]]:
-    most = max((bucket["rows"] for bucket in buckets), default=0)
-    rows = [
+def _histogram(buckets: Iterable[Mapping[str, int]]) -> list[tuple[str, str, float]]:
+    most = max((bucket["rows"] for bucket in buckets), default=0) or 1
+    return [
         (f"{bucket['from']:,}\u2013{bucket['to']:,}", f"{bucket['rows']:,}", bucket["rows"] / most)
         for bucket in buckets
-        if most
     ]
-    return [rows] if rows else []

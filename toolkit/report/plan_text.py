@@ -154,7 +154,8 @@ def _phases(memory: Memory, columns: int) -> Text:
     narrow = columns < 80
     short = {"evaluation": "eval", "forward": "fwd", "backward": "bwd", "resume": "resum"} if narrow else {}
     rows = [[Text(), *(Text(short.get(phase, phase), "dim") for phase in phases)]]
-    rows += [[Text(part), *(Text(unit.cell(amount)) for amount in amounts)] for part, amounts in parts.items()]
+    for part, amounts in parts.items():
+        rows.append([Text(part), *(Text(unit.text(amount) if amount else "·") for amount in amounts)])
     for cell in (rows[-1][0], rows[-1][1 + phases.index(memory.peak_phase)]):
         cell.stylize("bold")
     align = "l" + "r" * len(phases)

@@ -41,10 +41,6 @@ class Unit:
         sign = "-" if value < 0 else ""
         return sign + (f"{scaled:.2f}" if scaled < 9.995 else f"{scaled:.1f}" if scaled < 999.95 else f"{scaled:,.0f}")
 
-    def cell(self, value: float) -> str:
-        """The same in a table, where nothing is a dot."""
-        return self.text(value) if value else "·"
-
 
 def parts_at_peak(memory: Memory) -> dict[str, float]:
     """What one device holds at its worst moment, by part; the sum is `memory.total.value`."""

@@ -38,18 +38,15 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
-        self._console = console_of(self._stream)
-        self._terminal = self._stream.isatty() and not self._console.is_dumb_terminal
+        stream = stream or sys.stdout
+        self._console = console_of(stream)
+        self._terminal = stream.isatty() and not self._console.is_dumb_terminal
         self._live: Live | None = None
-        self._total_steps = 0
-        self._step = 0
-        self._first_step = 0
+        self._total_steps = self._step = self._first_step = self._shown_step = 0
         self._started = time.monotonic()
         self._figures: list[tuple[str, str]] = []
         self._evaluating = ""
         self._shown_at = -math.inf
-        self._shown_step = 0
 
     def start(self, total_steps: int, step: int = 0) -> None:
         """Begins the line.
@@ -61,7 +58,6 @@ class Progress:
         self._total_steps = total_steps
         self._step = self._first_step = self._shown_step = step
         self._started = time.monotonic()
-        self._figures, self._evaluating = [], ""
         if self._terminal:
             self._redraw(force=True)
         else:
@@ -83,24 +79,23 @@ class Progress:
             tokens_per_second: Trained and masked tokens over all processes, per second.
             seconds_left: Time to the end; by default estimated from the steps since `start`.
         """
-        self._step, self._evaluating = step, ""
-        done = step - self._first_step
+        self._step, self._evaluating, self._figures = step, "", []
+        now, last, done = time.monotonic(), step >= self._total_steps, step - self._first_step
         if seconds_left is None and done > 0:
-            seconds_left = (time.monotonic() - self._started) / done * max(self._total_steps - step, 0)
-        self._figures = []
+            seconds_left = (now - self._started) / done * (self._total_steps - step)
         if loss is not None:
             self._figures.append((f"loss {loss:.4f}", "bold" if math.isfinite(loss) else "bold red"))
         if tokens_per_second is not None:
             self._figures.append((f"{compact(tokens_per_second)} tok/s", ""))
-        last = step >= self._total_steps
         if last:
-            self._figures.append((f"took {duration(time.monotonic() - self._started)}", "dim"))
+            self._figures.append((f"took {duration(now - self._started)}", "dim"))
         elif seconds_left is not None:
             self._figures.append((f"{duration(seconds_left)} left", "dim"))
+        overdue = now - self._shown_at >= PLAIN_LINE_SECONDS
         if self._terminal:
             self._redraw(force=last)
-        elif last or self._plain_line_due():
-            self._shown_step, self._shown_at = step, time.monotonic()
+        elif last or overdue or step - self._shown_step >= PLAIN_LINE_SHARE * self._total_steps:
+            self._shown_step, self._shown_at = step, now
             share = f" ({step / self._total_steps:.0%})" if self._total_steps else ""
             figures = "".join(f"  {text}" for text, _ in self._figures)
             self.message(f"Training  step {step}/{self._total_steps}{share}{figures}")
@@ -131,11 +126,6 @@ class Progress:
             live, self._live = self._live, None
             live.update(self._line(), refresh=True)
             live.stop()
-
-    def _plain_line_due(self) -> bool:
-        first = self._shown_at == -math.inf
-        share_passed = self._step - self._shown_step >= PLAIN_LINE_SHARE * self._total_steps
-        return first or share_passed or time.monotonic() - self._shown_at >= PLAIN_LINE_SECONDS
 
     def _redraw(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -170,11 +160,6 @@ class Progress:
         line.append_text(tail)
         line.truncate(room)
         return line
-
-
-def summary(rows: Sequence[tuple[str, str]]) -> str:
-    """An aligned two-column table. Values are not wrapped, so that paths can be copied."""
-    return table(rows, indent=2).plain
 
 
 def prompts_before_after(samples: Sequence[Sample], width: int | None = None) -> str:

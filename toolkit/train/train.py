@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.common import duration, write_json
+from toolkit.common import duration, table, write_json
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Rendezvous, connect
@@ -26,7 +26,7 @@ from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card
 from toolkit.report.run_page import write_report
-from toolkit.report.terminal import Progress, prompts_before_after, summary
+from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.train import preflight
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
@@ -181,4 +181,4 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
     if torch.cuda.is_available():
         rows.append(("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB (GPU)"))
     rows += [("run folder", str(folder.path)), ("model", str(folder.final)), ("report", str(report))]
-    print("\n" + summary(rows))
+    print(f"\n{table(rows, indent=2).plain}")
