@@ -15,9 +15,6 @@ from collections.abc import Mapping
 from pydantic import computed_field
 from pydantic.dataclasses import dataclass
 
-import pydantic.dataclasses
-from pydantic import computed_field
-
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
 
@@ -127,7 +124,7 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class BatchLayout:
     """How one optimizer step is put together: sizes in sequences, `seq_len` in tokens."""
 
