@@ -114,11 +114,11 @@ CASES = (
     Case("8B full, pure bf16, 8-bit AdamW", "llama_8b", 4096, 2, 1, ("precision=pure_bf16", "optimizer=adamw_8bit")),
 )
 SMALL = (
-    Case("tiny full", "llama_tiny", 512, 4),
-    Case("tiny full, 2 passes a step", "llama_tiny", 512, 2, 2),
-    Case("tiny full, checkpointing", "llama_tiny", 512, 4, 1, (FULL,)),
-    Case("tiny LoRA", "llama_tiny", 512, 4, 1, LORA),
-    Case("tiny QLoRA", "llama_tiny", 512, 4, 1, QLORA),
+    Case("tiny full", "llama_tiny", 128, 4),
+    Case("tiny full, 2 passes a step", "llama_tiny", 128, 2, 2),
+    Case("tiny full, checkpointing", "llama_tiny", 128, 4, 1, (FULL,)),
+    Case("tiny LoRA", "llama_tiny", 128, 4, 1, LORA),
+    Case("tiny QLoRA", "llama_tiny", 128, 4, 1, QLORA),
 )
 
 

@@ -74,7 +74,7 @@ def wait(started: list[subprocess.Popen[str]], seconds: float = 240) -> list[str
 @pytest.mark.parametrize(
     ("strategy", "processes"),
     [
-        pytest.param(["zero2"], 2, id="zero2"),
+        pytest.param(["zero2"], 2, id="zero2", marks=pytest.mark.matrix),
         pytest.param(["fsdp", "strategy.sharding=hybrid_shard"], 4, id="hybrid_shard"),
         pytest.param(["fsdp"], 2, id="fsdp", marks=pytest.mark.matrix),
     ],

@@ -2,8 +2,7 @@
 
 `torchrun … tests/support/cpu_engines.py recipe=NAME key=value …` is `toolkit/run.py` with two of accelerate's methods
 replaced: the process group is gloo, and the device is the CPU. 16-bit types pass as supported, which torch computes
-with slowly. Nothing else differs from a run on GPUs,
-but that nothing is traced.
+with slowly. Nothing else differs from a run on GPUs, but that nothing is traced.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import untraced
+from harness import compile_no_inference, untraced
 
 sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -27,6 +26,7 @@ def use_cpu_processes() -> None:
     from accelerate.state import DistributedType, PartialState
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    compile_no_inference()
     prepare, place = PartialState._prepare_backend, PartialState.set_device
 
     def _prepare_backend(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:

@@ -36,3 +36,10 @@ def environment() -> dict[str, str]:
 def untraced(setting: Any) -> Any:
     """Instead of `fit.trace`, which takes far longer than a tiny training: formulas plan it then."""
     raise NotImplementedError("only tests of the planner trace")
+
+
+def compile_no_inference() -> None:
+    """Keeps DeepSpeed from compiling, for a minute, an operation for inference on CPUs that no training calls."""
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None

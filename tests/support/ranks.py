@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import environment, untraced
+from harness import compile_no_inference, environment, untraced
 
 ON_CPU = "cpu_engines"
 """Entry of trainings with DeepSpeed or FSDP2 on CPU processes."""
@@ -152,7 +152,6 @@ def _serve() -> None:
 
 
 def _import() -> None:
-    import deepspeed  # noqa: F401
     import peft  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
@@ -161,6 +160,7 @@ def _import() -> None:
     from toolkit.planner.trace import fit
 
     fit.trace = untraced
+    compile_no_inference()
 
     # Trainers collect garbage several times, each time half a second over the objects of all these modules.
     gc.freeze()

@@ -129,7 +129,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), ACCELERATE], ids=["python", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param((), marks=pytest.mark.matrix), ACCELERATE], ids=["python", "accelerate"]
+)
 def test_first_ctrl_c_in_a_terminal_saves_and_stops(place: Path, launcher: tuple[str, ...]) -> None:
     run = place / "runs" / "small"
     status, output = typed_ctrl_c(place, [sys.executable, *launcher, str(RUN), *ENDLESS], lambda: steps_done(run) >= 3)

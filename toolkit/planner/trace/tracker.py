@@ -92,6 +92,11 @@ class Tracker(TorchDispatchMode):
         self.place = "embeddings"
         self.timeline = Timeline()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while this mode is on; torch would guard every operation against it."""
+        return False
+
     def begin(self) -> Timeline:
         """Starts a new pass; what is live stays."""
         self.timeline = Timeline()
@@ -116,9 +121,10 @@ class Tracker(TorchDispatchMode):
             self._sizes[key] = (0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
-            return out  # Fake tensors ask where they are all the time.
+            # Two of three operations on fake tensors only ask where they are; this is how those answer, but quickly.
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        out = func(*args, **(kwargs or {}))
         if time.process_time() > self._deadline:
             raise TimeoutError("this model takes too many operations to be traced")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
