@@ -246,7 +246,7 @@ def trained(encoder: Encoder, row: Row) -> list[str]:
     assert encoded.labels[0] == IGNORE
     assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
     if isinstance(row, Chat):
-        messages = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in row.messages]
+        messages = [{k: v for k, v in m.items() if k != "train"} for m in row.messages]
         assert encoded.input_ids == ids_of(encoder.tokenizer, messages, row.tools)
     return runs(encoder.tokenizer, encoded)
 
@@ -354,7 +354,7 @@ def test_everything_is_trained_on_request_except_turns_that_are_excluded() -> No
     encoder = encoder_for(CHATML, "all")
     encoded = encoder(Chat([SYSTEM, USER, HELLO]))
     assert encoded.labels == [IGNORE, *encoded.input_ids[1:]]
-    assert "".join(trained(encoder, Chat([SYSTEM, {**USER, "weight": 0}, HELLO]))) == (
+    assert "".join(trained(encoder, Chat([SYSTEM, {**USER, "train": False}, HELLO]))) == (
         "system\nBe kind.<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
     )
 
@@ -387,7 +387,7 @@ def test_what_a_template_refuses_is_a_user_error() -> None:
 def test_markers_and_flags_never_reach_the_tokens() -> None:
     dump = "{% for m in messages %}{{ m | tojson }}<|end|>{% endfor %}"
     encoder = encoder_for(dump)
-    text = encoder.tokenizer.decode(encoder(Chat([USER, {**HELLO, "train": True, "weight": 1}])).input_ids)
+    text = encoder.tokenizer.decode(encoder(Chat([USER, {**HELLO, "train": True}])).input_ids)
     assert text == '{"role": "user", "content": "Hi there"}<|end|>{"role": "assistant", "content": "Hello!"}<|end|>'
     forged = {"role": "user", "content": "\U000ff0a0T0:1\U000ff0a1 not me"}
     assert trained(encoder_for(CHATML), Chat([forged, HELLO])) == ["Hello!<|im_end|>"]

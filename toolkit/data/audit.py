@@ -8,7 +8,9 @@ has written anyway. What cannot teach anything stops the run; what may be meant 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.common import UserError
 
-Figures = dict[str, NDArray[Any]]
-"""Columns by name, one entry per row: length, over_long, tokens, trained, stops, merged (all after over-long
-rows were handled, but for length and over_long)."""
-
 MIN_UNTRAINED_FATAL = 0.5
 
 
-class Problem(BaseModel):
+@dataclass(frozen=True)
+class Problem:
     """Something wrong with the data."""
 
     level: Literal["fatal", "warning"]
@@ -74,6 +73,19 @@ class Lengths(BaseModel):
     percentiles: dict[str, int]
     """min, p10, p50, p90, p99, max; empty where there is no row."""
     histogram: list[Bucket]
+
+    @classmethod
+    def of(cls, length: NDArray[np.int64]) -> Lengths:
+        """Those of all rows, given the length of each."""
+        if not len(length):
+            return cls(percentiles={}, histogram=[])
+        shares = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+        percentiles = {name: int(np.percentile(length, share, method="nearest")) for name, share in shares.items()}
+        edges = [0, *(2**power for power in range(4, max(4, percentiles["max"].bit_length()) + 1))]
+        counts, _ = np.histogram(length, edges)
+        buckets = zip(edges, edges[1:], counts.tolist(), strict=False)
+        histogram = [Bucket(low=low, high=high - 1, rows=rows) for low, high, rows in buckets]
+        return cls(percentiles=percentiles, histogram=histogram[np.flatnonzero(counts)[0] :])
 
 
 class Side(BaseModel):
@@ -144,102 +156,74 @@ class DataError(UserError):
         audit: Its figures, `problems` included, for the user to see what is wrong.
     """
 
-    def __init__(self, what: str, change: str, audit: Audit) -> None:
-        super().__init__(what, change)
+    def __init__(self, audit: Audit) -> None:
+        fatal = [problem for problem in audit.problems if problem.level == "fatal"]
+        what = "the data cannot be trained on: " + "; ".join(problem.what for problem in fatal)
+        super().__init__(what, "; ".join(problem.change for problem in fatal))
         self.audit = audit
 
 
-def measure(figures: Figures, seq_len: int, over_long: str, longest: str) -> Side:
-    """Figures of one side (train or eval), over all rows with their repeats; for the arguments see `Side`."""
-    used = figures["trained"] > 0
-    return Side(
-        rows=int(used.sum()),
-        tokens=int(figures["tokens"][used].sum()),
-        trained_tokens=int(figures["trained"].sum()),
-        untrained_rows=int((~used & ~(figures["over_long"] & (over_long == "drop"))).sum()),
-        over_long=OverLong(rows=int(figures["over_long"].sum()), action=over_long, seq_len=seq_len),
-        longest=longest,
-        stop_trained_rows=int((figures["stops"] & used).sum()),
-        boundary_merged_rows=int((figures["merged"] & used).sum()),
-        lengths=_lengths(figures["length"]),
-    )
-
-
-def find_problems(audit: Audit) -> list[Problem]:
+def find_problems(audit: Audit) -> Iterator[Problem]:
     """What is wrong with this data."""
-    problems: list[Problem] = []
-
-    def fatal(what: str, change: str) -> None:
-        problems.append(Problem(level="fatal", what=what, change=change))
-
-    def warn(what: str, change: str) -> None:
-        problems.append(Problem(level="warning", what=what, change=change))
-
     train, held_out = audit.train, audit.eval
     for name, side in (("training", train), ("held-out", held_out)):
         if side is not None and side.over_long.rows:
-            problems += _over_long(name, side, audit.kinds)
+            yield from _over_long(name, side, audit.kinds)
     untrained = audit.untrained_rows
     seen = train.rows + untrained
     action = train.over_long.action
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
-        fatal(
+        yield Problem(
+            "fatal",
             f"no usable row: {untrained:,} rows have no trained token, {train.over_long.rows:,} are too long "
             f"(`data.over_long: {action}`)",
             check_settings,
         )
     elif untrained > MIN_UNTRAINED_FATAL * seen:
-        fatal(
-            f"{untrained:,} of {seen:,} rows have no trained token (no answer, or it was cut off)",
-            check_settings,
-        )
+        what = f"{untrained:,} of {seen:,} rows have no trained token (no answer, or it was cut off)"
+        yield Problem("fatal", what, check_settings)
     elif untrained:
-        warn(f"{untrained:,} of {seen:,} rows have no trained token and are left out", "fill or remove them")
+        what = f"{untrained:,} of {seen:,} rows have no trained token and are left out"
+        yield Problem("warning", what, "fill or remove them")
     learns_to_stop = audit.objective != "language_modelling"
     if learns_to_stop and train.rows and not train.stop_trained_rows:
-        fatal(
+        yield Problem(
+            "fatal",
             "the stop token is trained in no row, so the model would not learn to stop",
             "choose a `model.chat_template` that ends a turn with the model's stop token"
             + (", or raise `batch.seq_len` so that ends are not cut off" if action == "truncate" else ""),
         )
     elif learns_to_stop and train.stop_trained_rows < 0.9 * train.rows:
-        warn(
+        yield Problem(
+            "warning",
             f"the stop token is trained in only {train.stop_trained_rows:,} of {train.rows:,} rows",
             "raise `batch.seq_len` or set `data.over_long: drop` if ends are cut off",
         )
     if audit.objective == "sft" and audit.kinds == ["Completion"] and audit.chat_template.source != "none":
-        warn(
+        yield Problem(
+            "warning",
             "prompts and completions are trained as they are, without the chat template that this model has",
             "for answers in a chat name the columns `instruction` and `output` with `data.columns`; to keep plain "
             "text, ask the trained model in plain text, too",
         )
     if audit.duplicates and not audit.deduplicate:
-        warn(f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
+        yield Problem("warning", f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
     if audit.in_train_and_eval:
-        warn(
+        yield Problem(
+            "warning",
             f"{audit.in_train_and_eval:,} held-out rows are also trained on, so the held-out loss is too low",
             "remove them from one side, or hold a fraction out with `data.eval_split: 0.05`",
         )
-    if train.boundary_merged_rows:
-        warn(
-            f"in {train.boundary_merged_rows:,} rows one token holds the end of the prompt and the start of the answer",
+    if merged := train.boundary_merged_rows:
+        yield Problem(
+            "warning",
+            f"in {merged:,} rows one token holds the end of the prompt and the start of the answer",
             "end prompts with a line break, or start completions with a space",
         )
     if held_out is not None and not held_out.rows:
-        fatal("no usable held-out row", "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`")
-    return problems
-
-
-def check(audit: Audit) -> None:
-    """Raises a DataError with all fatal problems, if there are any."""
-    fatal = [problem for problem in audit.problems if problem.level == "fatal"]
-    if fatal:
-        raise DataError(
-            "the data cannot be trained on: " + "; ".join(problem.what for problem in fatal),
-            "; ".join(problem.change for problem in fatal),
-            audit,
-        )
+        change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
+        yield Problem("fatal", "no usable held-out row", change)
 
 
 def check_batch(audit: Audit, global_batch_size: int) -> Audit:
@@ -247,35 +231,17 @@ def check_batch(audit: Audit, global_batch_size: int) -> Audit:
     rows = (audit.packing or audit.train).rows
     if audit.scope or rows >= global_batch_size:
         return audit
-    problem = Problem(
-        level="warning",
-        what=f"{rows:,} training {'sequences' if audit.packing else 'rows'} do not fill one global batch of "
-        f"{global_batch_size:,}",
-        change="lower `batch.global_batch_size`" + (", or set `data.packing: false`" if audit.packing else ""),
-    )
+    unit, or_else = ("sequences", ", or set `data.packing: false`") if audit.packing else ("rows", "")
+    what = f"{rows:,} training {unit} do not fill one global batch of {global_batch_size:,}"
+    problem = Problem("warning", what, f"lower `batch.global_batch_size`{or_else}")
     return audit.model_copy(update={"problems": [*audit.problems, problem]})
 
 
-def _lengths(length: NDArray[np.int64]) -> Lengths:
-    if not len(length):
-        return Lengths(percentiles={}, histogram=[])
-    shares = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    percentiles = {name: int(np.percentile(length, share, method="nearest")) for name, share in shares.items()}
-    edges = [0, *(2**power for power in range(4, max(4, percentiles["max"].bit_length()) + 1))]
-    counts, _ = np.histogram(length, edges)
-    buckets = [
-        Bucket(low=low, high=high - 1, rows=count)
-        for low, high, count in zip(edges, edges[1:], counts.tolist(), strict=False)
-        if low >= edges[np.flatnonzero(counts)[0]]
-    ]
-    return Lengths(percentiles=percentiles, histogram=buckets)
-
-
-def _over_long(name: str, side: Side, kinds: list[str]) -> list[Problem]:
+def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:
     """What there is to say about rows longer than `batch.seq_len`."""
     seq_len, action = side.over_long.seq_len, side.over_long.action
     if action == "split" and kinds == ["Text"]:
-        return []
+        return
     lengths = side.lengths.percentiles
     what = (
         f"{side.over_long.rows:,} of {side.seen_rows:,} {name} rows are longer than `batch.seq_len: {seq_len}`, "
@@ -283,8 +249,9 @@ def _over_long(name: str, side: Side, kinds: list[str]) -> list[Problem]:
     )
     change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
     if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
-        return [Problem(level="warning", what=f"{what}; {effect}", change=f"{change} to keep them whole")]
-    if action == "split":
+        yield Problem("warning", f"{what}; {effect}", f"{change} to keep them whole")
+    elif action == "split":
         what += ", and `data.over_long: split` is for text, not for chats or completions"
-    others = "drop or truncate" if action == "split" else "drop, truncate or (text) split"
-    return [Problem(level="fatal", what=what, change=f"{change}, or set `data.over_long` to {others}")]
+        yield Problem("fatal", what, f"{change}, or set `data.over_long` to drop or truncate")
+    else:
+        yield Problem("fatal", what, f"{change}, or set `data.over_long` to drop, truncate or (text) split")

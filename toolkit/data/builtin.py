@@ -22,15 +22,11 @@ from typing import Any
 from toolkit.common import UserError, build_once, cache_dir
 
 # Modules whose import acts (a browser opens, a poem is printed), that are old copies, tests or programs of their own.
-SKIPPED_MODULES = {
-    *("antigravity", "this", "test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "distutils"),
-    "ntpath",
-}
+SKIPPED_MODULES = {"antigravity", "this", "test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
+SKIPPED_MODULES |= {"distutils", "ntpath"}
 # Modules that people import under another name.
-PUBLIC_NAMES = {
-    **{"_pydecimal": "decimal", "_pydatetime": "datetime", "_pyio": "io", "_collections_abc": "collections.abc"},
-    **{"posixpath": "os.path", "genericpath": "os.path"},
-}
+PUBLIC_NAMES = {"_pydecimal": "decimal", "_pydatetime": "datetime", "_pyio": "io"}
+PUBLIC_NAMES |= {"_collections_abc": "collections.abc", "posixpath": "os.path", "genericpath": "os.path"}
 # Implemented in C, so without source; importing them has no effect.
 C_MODULES = (
     *("array", "binascii", "builtins", "cmath", "errno", "gc", "itertools", "math", "select", "sys", "time"),
@@ -38,7 +34,6 @@ C_MODULES = (
 )
 MIN_ANSWER_CHARS, MAX_ANSWER_CHARS = 40, 600
 MIN_ROWS = 2_000
-
 
 Documented = tuple[str, str, str]
 """A public object: `function`, `class` or `method`; its dotted name, as a user would import it; its docstring."""
@@ -117,9 +112,8 @@ def _documented(scope: ast.Module | ast.ClassDef, prefix: str) -> Iterator[Docum
     for node in scope.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             name = f"{prefix}.{node.name}"
-            kind = "class" if isinstance(node, ast.ClassDef) else "method"
-            if kind == "method" and isinstance(scope, ast.Module):
-                kind = "function"
+            function = "function" if isinstance(scope, ast.Module) else "method"
+            kind = "class" if isinstance(node, ast.ClassDef) else function
             if doc := ast.get_docstring(node):
                 yield kind, name, doc
             if isinstance(node, ast.ClassDef):

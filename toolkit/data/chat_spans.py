@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -26,119 +25,139 @@ from transformers.utils.chat_template_utils import _alias_reasoning_fields, _com
 from toolkit.common import UserError
 
 Message = dict[str, Any]
+Tools = list[Any] | None
 Span = tuple[int, int]
 
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
 _MARKER = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
 
 
-@dataclass
-class Rendered:
+class Conversation:
     """A conversation as text, with the character ranges of its messages.
 
     Attributes:
+        messages: what was rendered.
+        assistants: indices of the messages of the assistant.
         text: exactly what `apply_chat_template` renders.
-        turns: index of a message to the ranges it rendered, in order.
+        turns: index of a message to the ranges it rendered, in order; empty where the markers would have changed the
+            text (say, because the template trims what it collected from a loop over the messages).
         generation: (index of a message, range) of every ``{% generation %}`` block; None if the template has none.
-    """
-
-    text: str
-    turns: dict[int, list[Span]] = field(default_factory=dict)
-    generation: list[tuple[int, Span]] | None = None
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: list[Message] | None,
-    add_generation_prompt: bool = False,
-) -> str:
-    """The conversation as the tokenizer's chat template renders it.
 
     Raises:
         jinja2.TemplateError: If the template refuses the conversation.
     """
-    options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-    return str(tokenizer.apply_chat_template(messages, **options))
 
-
-def render_with_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Message] | None
-) -> Rendered:
-    """Renders a conversation and locates its messages.
-
-    `turns` is empty where the markers would have changed the text (say, because the template trims what it collected
-    from a loop over the messages).
-
-    Raises:
-        jinja2.TemplateError: If the template refuses the conversation.
-    """
-    text = render(tokenizer, messages, tools)
-    source = tokenizer.get_chat_template(tools=tools)
-    markers = _Markers(_alias_reasoning_fields([{k: v for k, v in m.items() if v is not None} for m in messages]))
-    arguments = {**tokenizer.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": False}
-    try:
-        marked = _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
-    except (jinja2.TemplateError, TypeError):
-        return Rendered(text)
-    rendered = _parse(marked, [i for i, m in enumerate(messages) if m["role"] == "assistant"])
-    return rendered if rendered.text == text else Rendered(text)
-
-
-def ensure_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    rendered: Rendered,
-    messages: list[Message],
-    tools: list[Message] | None,
-    indices: list[int],
-) -> None:
-    """Adds to `rendered.turns` what the markers did not locate of the messages with these indices.
-
-    Compares the renderings of the conversation cut before and after each of them.
-
-    Raises:
-        UserError: If the text of a part of the conversation is not the beginning of the text of the whole.
-    """
-    for i in indices:
-        if any(rendered.text[a:b].strip() for a, b in rendered.turns.get(i, [])) or not answer_of(messages[i]):
-            continue
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools) -> None:
+        self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+        self.assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        self.turns: dict[int, list[Span]] = {}
+        self.generation: list[tuple[int, Span]] | None = None
         try:
-            before = render(tokenizer, messages[:i], tools) if i else ""
-            after = render(tokenizer, messages[: i + 1], tools)
+            self.text = render(tokenizer, messages, tools)
+        except TypeError:  # templates disagree whether the arguments of tool calls are objects or JSON text
+            self.messages = [_with_json_arguments(message) for message in messages]
+            self.text = render(tokenizer, self.messages, tools)
+        present = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
+        markers = _Markers(_alias_reasoning_fields(present))
+        arguments = {**tokenizer.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": False}
+        try:
+            template = _marked_template(tokenizer.get_chat_template(tools=tools))
+            marked = template.render(messages=markers.messages, **arguments, __markers__=markers)
         except (jinja2.TemplateError, TypeError):
-            before, after = "unknown", ""
-        if not (after.startswith(before) and rendered.text.startswith(after)):
-            raise UserError(
-                "The chat template does not show where the assistant's turns begin and end: its text for a part of a "
-                "conversation is not the beginning of its text for the whole.",
-                "Set data.train_on: last_assistant, or give a template with {% generation %} blocks in "
-                "model.chat_template.",
-            )
-        rendered.turns[i] = [(len(before), len(after))]
+            return
+        if _MARKER.sub("", marked) == self.text:
+            self._locate(marked)
+
+    def _locate(self, marked: str) -> None:
+        """Turns the markers in a text into ranges. The innermost loop's message owns a character."""
+        stack: list[tuple[int, int]] = []  # (loop, message) of the loops being rendered, outermost first
+        blocks: list[int] = []  # where the open generation blocks began
+        owner, length, position = -1, 0, 0
+        for match in _MARKER.finditer(f"{marked}{_marker('E')}"):
+            start, length = length, length + match.start() - position
+            position = match.end()
+            if owner >= 0 and length > start:
+                spans = self.turns.setdefault(owner, [])
+                spans.append((spans.pop()[0] if spans and spans[-1][1] == start else start, length))
+            kind, loop, index = match[1], int(match[2]), int(match[3])
+            if kind == "T":
+                if stack and stack[-1][0] == loop:
+                    stack.pop()
+                stack.append((loop, index))
+            elif kind == "E" and any(number == loop for number, _ in stack):
+                while stack.pop()[0] != loop:
+                    pass
+            elif kind == "G":
+                blocks.append(length)
+            elif kind == "g":
+                # A block outside every loop, like an end-of-sequence token after the last one, ends the last turn.
+                message = owner if owner >= 0 else max(self.assistants, default=-1)
+                self.generation = [*(self.generation or []), (message, (blocks.pop(), length))]
+            owner = next((message for _, message in reversed(stack) if message >= 0), -1)
+
+    def ensure_turns(self, indices: list[int]) -> None:
+        """Adds to `turns` what the markers did not locate of the messages with these indices.
+
+        Compares the renderings of the conversation cut before and after each of them.
+
+        Raises:
+            UserError: If the text of a part of the conversation is not the beginning of the text of the whole.
+        """
+        for i in indices:
+            if any(self.text[a:b].strip() for a, b in self.turns.get(i, [])) or not answer_of(self.messages[i]):
+                continue
+            try:
+                before = render(self.tokenizer, self.messages[:i], self.tools) if i else ""
+                after = render(self.tokenizer, self.messages[: i + 1], self.tools)
+            except (jinja2.TemplateError, TypeError):
+                before, after = "unknown", ""
+            if not (after.startswith(before) and self.text.startswith(after)):
+                raise UserError(
+                    "The chat template does not show where the assistant's turns begin and end: its text for a part of "
+                    "a conversation is not the beginning of its text for the whole.",
+                    "Set data.train_on: last_assistant, or give a template with {% generation %} blocks in "
+                    "model.chat_template.",
+                )
+            self.turns[i] = [(len(before), len(after))]
+
+    def refuse_lost_answers(self) -> None:
+        """A template may pass over what it does not know (mostly tool calls): the model would learn to say nothing.
+
+        Raises:
+            UserError: If not one word of what the assistant says is in the text.
+        """
+        for i in self.assistants:
+            words = (self.messages[i].get("content") or "").split()
+            calls = [call["function"]["name"] for call in self.messages[i].get("tool_calls") or []]
+            for kind, parts in (("text", words), ("tool calls", calls)):
+                if parts and not any(part in self.text for part in parts):
+                    raise UserError(
+                        f"The chat template leaves out the {kind} of message {i}.",
+                        "Set model.chat_template to a template that writes them, or take them out of the rows.",
+                    )
 
 
-def refuse_lost_answers(text: str, messages: list[Message]) -> None:
-    """A template may pass over what it does not know (tool calls, most often): the model would learn to say nothing.
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
+    """The conversation as the tokenizer's chat template renders it, and what it writes before an answer if `prompt`.
 
     Raises:
-        UserError: If not one word of what the assistant says is in the text.
+        jinja2.TemplateError: If the template refuses the conversation.
     """
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
-        for kind, parts in (("text", (message.get("content") or "").split()), ("tool calls", calls)):
-            if parts and not any(part in text for part in parts):
-                raise UserError(
-                    f"The chat template leaves out the {kind} of message {i}.",
-                    "Set model.chat_template to a template that writes them, or take them out of the rows.",
-                )
+    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
 
 
 def answer_of(message: Message) -> str:
     """What a message says: its text, else its tool calls as JSON."""
     calls = message.get("tool_calls")
     return message.get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
+
+
+def _with_json_arguments(message: Message) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 class _Markers:
@@ -167,49 +186,6 @@ class _Markers:
 
 def _marker(kind: str, loop: int = 0, index: int = 0) -> str:
     return f"\U000ff0a0{kind}{loop}:{index}\U000ff0a1"
-
-
-def _parse(marked: str, assistants: list[int]) -> Rendered:
-    """Takes the markers out of a text and turns them into ranges. The innermost loop's message owns a character."""
-    rendered = Rendered("")
-    stack: list[tuple[int, int]] = []  # (loop, message) of the loops being rendered, outermost first
-    blocks: list[int] = []  # where the open generation blocks began
-    pieces: list[str] = []
-    length = 0
-    owner = -1
-
-    def take(piece: str) -> None:
-        nonlocal length
-        if piece and owner >= 0:
-            spans = rendered.turns.setdefault(owner, [])
-            start = spans.pop()[0] if spans and spans[-1][1] == length else length
-            spans.append((start, length + len(piece)))
-        pieces.append(piece)
-        length += len(piece)
-
-    position = 0
-    for match in _MARKER.finditer(marked):
-        take(marked[position : match.start()])
-        position = match.end()
-        kind, loop, index = match[1], int(match[2]), int(match[3])
-        loops = [number for number, _ in stack]
-        if kind == "T":
-            if loops and loops[-1] == loop:
-                stack.pop()
-            stack.append((loop, index))
-        elif kind == "E" and loop in loops:
-            del stack[len(loops) - 1 - loops[::-1].index(loop) :]
-        elif kind == "G":
-            blocks.append(length)
-        elif kind == "g":
-            # A block outside every loop, like an end-of-sequence token after the last one, ends the last turn.
-            message = owner if owner >= 0 else assistants[-1] if assistants else -1
-            rendered.generation = rendered.generation or []
-            rendered.generation.append((message, (blocks.pop(), length)))
-        owner = next((message for _, message in reversed(stack) if message >= 0), -1)
-    take(marked[position:])
-    rendered.text = "".join(pieces)
-    return rendered
 
 
 @lru_cache(maxsize=16)

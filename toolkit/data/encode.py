@@ -9,7 +9,6 @@ they merge with what stands before.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,15 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError
-from toolkit.data.chat_spans import (
-    Message,
-    Span,
-    answer_of,
-    ensure_turns,
-    refuse_lost_answers,
-    render,
-    render_with_turns,
-)
+from toolkit.data.chat_spans import Conversation, Message, Span, answer_of, render
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 
 IGNORE = -100
@@ -126,16 +117,14 @@ class Encoder:
                 cut = text.rfind(" ", 0, len(text) // 2 + 1)
                 cut = cut if cut > 0 else len(text) // 2
                 return text[:cut], text[cut:]
-            case Completion(prompt, completion):
-                return prompt, completion
-            case Pair(source, target):
-                return source, target
+            case Completion(prompt, answer) | Pair(prompt, answer):
+                return prompt, answer
             case Chat():
-                messages = [_without_flags(message) for message in row.messages]
-                last = max(_assistants(messages), default=len(messages))
+                messages = _without_flags(row)
+                last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
                 answer = "" if last == len(messages) else answer_of(messages[last])
                 try:
-                    return render(self.tokenizer, messages[:last], row.tools, add_generation_prompt=True), answer
+                    return render(self.tokenizer, messages[:last], row.tools, prompt=True), answer
                 except _TEMPLATE_ERRORS as error:
                     raise _refused(error) from error
 
@@ -170,69 +159,63 @@ class Encoder:
                 "Set model.chat_template to a built-in name (chatml) or a Jinja file, or use an instruction-tuned "
                 "model's tokenizer.",
             )
-        messages = [_without_flags(message) for message in row.messages]
-        untrained = {i for i, m in enumerate(row.messages) if m.get("train") is False or m.get("weight") == 0}
+        untrained = [i for i, message in enumerate(row.messages) if message.get("train") is False]
         try:
-            text, spans = self._trained_spans(messages, row.tools, untrained)
-            refuse_lost_answers(text, messages)
+            conversation = Conversation(self.tokenizer, _without_flags(row), row.tools)
+            spans = self._trained_spans(conversation, untrained)
+            conversation.refuse_lost_answers()
         except UserError:
             raise
         except _TEMPLATE_ERRORS as error:
             raise _refused(error) from error
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoding = self.tokenizer(conversation.text, add_special_tokens=False, return_offsets_mapping=True)
         labels, merged = self._labels(encoding["input_ids"], encoding["offset_mapping"], spans)
         return Encoded(encoding["input_ids"], labels, merged)
 
-    def _trained_spans(
-        self, messages: list[Message], tools: list[Message] | None, untrained: set[int]
-    ) -> tuple[str, list[Span]]:
-        """The rendered conversation and the character ranges that are trained, in order."""
-        try:
-            rendered = render_with_turns(self.tokenizer, messages, tools)
-        except TypeError:  # templates disagree whether the arguments of tool calls are objects or JSON text
-            messages = [_with_json_arguments(message) for message in messages]
-            rendered = render_with_turns(self.tokenizer, messages, tools)
-        assistants = _assistants(messages)
+    def _trained_spans(self, conversation: Conversation, untrained: list[int]) -> list[Span]:
+        """The character ranges of the rendered conversation that are trained, in order."""
+        text, located = conversation.text, conversation.turns
         if self.train_on == "all":
-            ensure_turns(self.tokenizer, rendered, messages, tools, sorted(untrained))
-            gaps = sorted(span for i in untrained for span in rendered.turns.get(i, []))
-            edges = [0, *itertools.chain(*gaps), len(rendered.text)]
-            return rendered.text, list(zip(edges[::2], edges[1::2], strict=True))
-        turns = [i for i in assistants[-1 if self.train_on == "last_assistant" else 0 :] if i not in untrained]
-        if rendered.generation is not None:
-            return rendered.text, [span for message, span in rendered.generation if message in turns]
-        ensure_turns(self.tokenizer, rendered, messages, tools, turns)
+            conversation.ensure_turns(untrained)
+            gaps = sorted(span for i in untrained for span in located.get(i, []))
+            edges = [0, *itertools.chain(*gaps), len(text)]
+            return list(zip(edges[::2], edges[1::2], strict=True))
+        last_only = self.train_on == "last_assistant"
+        turns = [i for i in conversation.assistants[-1 if last_only else 0 :] if i not in untrained]
+        if conversation.generation is not None:
+            return [span for message, span in conversation.generation if message in turns]
+        conversation.ensure_turns(turns)
         headers: dict[str, str] = {}
         spans: list[Span] = []
         for i in turns:
-            before = messages[i - 1]["role"] if i else ""
+            before = conversation.messages[i - 1]["role"] if i else ""
             if before not in headers:
-                headers[before] = self._header(messages[: i + 1], tools)
-            spans += self._trim(rendered.text, rendered.turns.get(i, []), headers[before])
-        return rendered.text, spans
+                headers[before] = self._header(conversation, i)
+            spans += self._trim(text, located.get(i, []), headers[before])
+        return spans
 
-    def _header(self, messages: list[Message], tools: list[Message] | None) -> str:
-        """What the template writes before the model speaks, for the last of these messages.
+    def _header(self, conversation: Conversation, i: int) -> str:
+        """What the template writes before the model speaks in message `i`.
 
         That is the generation prompt; for a template that has none, the text between the message before and the
-        content of the last one.
+        content of this one.
         """
-        *history, last = messages
+        history, tools = conversation.messages[:i], conversation.tools
         try:
             if history:
                 plain = render(self.tokenizer, history, tools)
-                prompted = render(self.tokenizer, history, tools, add_generation_prompt=True)
+                prompted = render(self.tokenizer, history, tools, prompt=True)
                 common = _common_length(plain, prompted)
                 if common < len(plain):  # The conversation itself ends with something (Phi-3: the end of the text).
                     common = self._last_header_end(prompted, common)
                 if prompt := prompted[common:].lstrip():
                     return prompt
-            probe = [*history, {"role": last["role"], "content": _SENTINEL}]
-            rendered = render_with_turns(self.tokenizer, probe, tools)
+            probe = {"role": "assistant", "content": _SENTINEL}
+            probed = Conversation(self.tokenizer, [*history, probe], tools)
         except _TEMPLATE_ERRORS:
             return ""
-        start = rendered.turns.get(len(history), [(0, 0)])[0][0]
-        return rendered.text[start : max(rendered.text.rfind(_SENTINEL), start)].lstrip()
+        start = probed.turns.get(i, [(0, 0)])[0][0]
+        return probed.text[start : max(probed.text.rfind(_SENTINEL), start)].lstrip()
 
     def _trim(self, text: str, spans: list[Span], header: str) -> list[Span]:
         """Takes the header and what follows the stop token off a turn; adds a stop token written just after it."""
@@ -288,20 +271,8 @@ class Encoder:
         return self.tokenizer.eos_token_id
 
 
-def _with_json_arguments(message: Message) -> Message:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls") or []
-    ]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _without_flags(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key not in ("train", "weight")}
-
-
-def _assistants(messages: list[Message]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+def _without_flags(row: Chat) -> list[Message]:
+    return [{key: value for key, value in message.items() if key != "train"} for message in row.messages]
 
 
 def _common_length(first: str, second: str) -> int:

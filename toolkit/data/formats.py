@@ -61,13 +61,7 @@ ALPACA = (
 
 @dataclass(frozen=True)
 class Task:
-    """What the rows are for.
-
-    Attributes:
-        objective: `sft`, `language_modelling` or `seq2seq`.
-        train_on: `data.train_on`.
-        has_chat_template: Whether the tokenizer can render chats.
-    """
+    """What the rows are for: `objective` and `data.train_on` of the recipe, and whether the tokenizer renders chats."""
 
     objective: str
     train_on: str
@@ -81,16 +75,12 @@ class Task:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the rows of one source become rows of a normal form.
-
-    Attributes:
-        name: One of `FORMATS`.
-        columns: Expected column to the column in the data.
-        task: What the rows are for.
-    """
+    """How the rows of one source become rows of a normal form."""
 
     name: str
+    """One of `FORMATS`."""
     columns: Mapping[str, str]
+    """Expected column to the column in the data."""
     task: Task
 
     def used_columns(self) -> set[str]:
@@ -134,12 +124,9 @@ class RowFormat:
 
 
 def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat:
-    """Finds the format of a source by its first rows.
+    """Finds the format of a source by the columns of its first rows.
 
-    Args:
-        rows: The first rows; the union of their columns counts.
-        source: Its `format` (unless `auto`) decides, its `columns` rename.
-        task: What the rows are for.
+    The `format` of the source (unless `auto`) decides, its `columns` rename.
 
     Raises:
         UserError: No format fits, several do, or it does not suit the task.
@@ -199,24 +186,24 @@ def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable
 
 def _refuse_look_alikes(names: set[str], source: Source) -> None:
     """Rows of other trainers, and single messages, would otherwise be trained as something they are not."""
-    what = change = ""
+    holds = f"data source `{source.path}` holds"
     if {"chosen", "rejected"} <= names:
-        what = "preference pairs (chosen, rejected), which have no trainer yet"
-        change = (
+        raise UserError(
+            f"{holds} preference pairs (chosen, rejected), which have no trainer yet",
             "to imitate the chosen answers set `data.columns: {completion: chosen}`, or `{messages: chosen}` if each "
-            "is a whole conversation"
+            "is a whole conversation",
         )
-    elif {"prompt", "completion", "label"} <= names:
-        what = "rated answers (prompt, completion, label), which have no trainer yet"
-        change = "to imitate every answer, good or bad, set `data.format: prompt_completion`"
-    elif "role" in names and names & {"content", "text"}:
-        what = "single messages (it has a column `role`), not conversations"
-        change = (
+    if {"prompt", "completion", "label"} <= names:
+        raise UserError(
+            f"{holds} rated answers (prompt, completion, label), which have no trainer yet",
+            "to imitate every answer, good or bad, set `data.format: prompt_completion`",
+        )
+    if "role" in names and names & {"content", "text"}:
+        raise UserError(
+            f"{holds} single messages (it has a column `role`), not conversations",
             'put the messages of each conversation into one row, {"messages": [{"role": …, "content": …}, …]}; '
-            "to train on single texts set `data.format: text`"
+            "to train on single texts set `data.format: text`",
         )
-    if what:
-        raise UserError(f"data source `{source.path}` holds {what}", change)
 
 
 def _proposal(names: set[str], has_chat_template: bool) -> str:

@@ -54,10 +54,6 @@ def mix(
         content: Hash of the content of every row, shape (rows,).
         weights: `weight` of every source; if one is set, the others count as 1.
         eval_fraction: Share of the distinct rows to hold out.
-        max_samples: Keep at most this many training rows.
-        deduplicate: Keep only the first row of every content.
-        shuffle: Whether the training rows are shuffled.
-        seed: Of every choice.
 
     Raises:
         UserError: Nothing would be left to train on, or nothing to hold out.
@@ -94,14 +90,11 @@ def _counts(sizes: list[int], weights: list[float | None]) -> list[int]:
     """Rows to take from every source: the smallest mixture in these shares that uses every row once."""
     if all(weight is None for weight in weights):
         return sizes
-    filled = [1.0 if weight is None else weight for weight in weights]
+    pairs = [(size, 1.0 if weight is None else weight) for size, weight in zip(sizes, weights, strict=True)]
     # A row of the tightest source stands once; all others follow their weight, at least once.
-    per_weight = max(size / weight for size, weight in zip(sizes, filled, strict=True))
+    per_weight = max(size / weight for size, weight in pairs)
     # Rounding up only what is more than rounding noise: 0.1 * 30 is 3.0000000000000004.
-    return [
-        max(size, math.ceil(per_weight * weight - 1e-6)) if size else 0
-        for size, weight in zip(sizes, filled, strict=True)
-    ]
+    return [max(size, math.ceil(per_weight * weight - 1e-6)) if size else 0 for size, weight in pairs]
 
 
 def _repeat(rows: Indices, count: int, rng: np.random.Generator) -> Indices:

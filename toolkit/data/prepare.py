@@ -29,7 +29,7 @@ from toolkit.data import audit as auditing
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.mixture import Indices, mix
-from toolkit.data.rows import Chat, Row, Sample, from_json
+from toolkit.data.rows import Chat, Sample, from_json
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, record
 from toolkit.data.streaming import AUDITED_ROWS, stream
@@ -126,9 +126,7 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from Arrow's offsets; no row is decoded."""
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
     lengths = pc.list_value_length(table["input_ids"]).to_numpy()
-    documents = lengths
-    if "seq_lengths" in table.column_names:
-        documents = pc.list_flatten(table["seq_lengths"]).to_numpy()
+    documents = pc.list_flatten(table["seq_lengths"]).to_numpy() if "seq_lengths" in table.column_names else lengths
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -179,9 +177,8 @@ def _build(
     for figures in sources:
         figures.share = figures.used_rows / total
     has_eval = data.eval_split is not None or bool(data.eval_sources)
-    template = (
-        f"`model.chat_template: {recipe.model.chat_template}`" if recipe.model.chat_template else "the tokenizer's"
-    )
+    named = recipe.model.chat_template
+    template = f"`model.chat_template: {named}`" if named else "the tokenizer's"
     audit = auditing.Audit(
         objective=recipe.objective,
         scope=f"the first {AUDITED_ROWS:,} rows of every source" if data.streaming else "",
@@ -196,8 +193,9 @@ def _build(
         ),
         kinds=tokens.kinds,
     )
-    audit.problems = auditing.find_problems(audit)
-    auditing.check(audit)
+    audit.problems = list(auditing.find_problems(audit))
+    if any(problem.level == "fatal" for problem in audit.problems):
+        raise auditing.DataError(audit)
 
     if not data.streaming:
         sequences = tokens.take(sides["train"])
@@ -217,7 +215,7 @@ def _build(
 
 class _Tokens:
     """All distinct rows as tokens, by the number of the row; a row may be several chunks. `places` says where a row
-    stands in the data."""
+    stands in the data. Figures but for length and over_long are those after over-long rows were handled."""
 
     def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset) -> None:
         self.chunks, self.chunker, self.places = chunks, chunker, places
@@ -236,23 +234,28 @@ class _Tokens:
         def per_row(values: Any) -> NDArray[Any]:
             return np.add.reduceat(np.where(self.keep, values, 0), self.start) if len(row) else row
 
-        self.figures = {
-            "length": length[self.start],
-            "over_long": over_long[self.start],
-            "tokens": per_row(tokens),
-            "trained": per_row(trained),
-            "stops": per_row(stops) > 0,
-            "merged": per_row(merged) > 0,
-        }
+        self.length, self.over_long = length[self.start], over_long[self.start]
+        self.tokens, self.trained, self.stops, self.merged = map(per_row, (tokens, trained, stops, merged))
 
     def usable(self, numbers: Indices) -> Indices:
         """Those of the rows that have a trained token."""
-        return numbers[self.figures["trained"][numbers] > 0]
+        return numbers[self.trained[numbers] > 0]
 
     def measure(self, numbers: Indices) -> auditing.Side:
-        figures = {name: values[numbers] for name, values in self.figures.items()}
-        longest = self.places[int(numbers[figures["length"].argmax()])]["where"] if len(numbers) else ""
-        return auditing.measure(figures, self.chunker.seq_len, self.chunker.over_long, longest)
+        """Figures of these rows, with their repeats."""
+        used, length = self.usable(numbers), self.length[numbers]
+        over_long, action = int(self.over_long[numbers].sum()), self.chunker.over_long
+        return auditing.Side(
+            rows=len(used),
+            tokens=int(self.tokens[used].sum()),
+            trained_tokens=int(self.trained[used].sum()),
+            untrained_rows=len(numbers) - len(used) - (over_long if action == "drop" else 0),
+            over_long=auditing.OverLong(rows=over_long, action=action, seq_len=self.chunker.seq_len),
+            longest=self.places[int(numbers[length.argmax()])]["where"] if len(numbers) else "",
+            stop_trained_rows=int(np.count_nonzero(self.stops[used])),
+            boundary_merged_rows=int(np.count_nonzero(self.merged[used])),
+            lengths=auditing.Lengths.of(length),
+        )
 
     def take(self, numbers: Indices) -> Dataset:
         """The usable chunks of the rows, in their order: columns input_ids and labels."""
@@ -265,18 +268,16 @@ class _Tokens:
 def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
-    for row in rows.select(range(min(len(rows), 10 * count))):
-        if len(samples) < count:
-            with suppress(UserError):
-                samples.append(_sample(from_json(row["row"]), encoder))
+    for text in rows.select(range(min(len(rows), 10 * count)))["row"]:
+        row = from_json(text)
+        with suppress(UserError):
+            asked, reference = encoder.prompt_text(row)
+            turns = reversed(row.messages) if isinstance(row, Chat) else ()
+            prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), asked)
+            samples.append(Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference))
+        if len(samples) == count:
+            break
     return samples
-
-
-def _sample(row: Row, encoder: Encoder) -> Sample:
-    text, reference = encoder.prompt_text(row)
-    turns = reversed(row.messages) if isinstance(row, Chat) else ()
-    prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), text)
-    return Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference)
 
 
 def _fingerprint(

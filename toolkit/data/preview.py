@@ -14,39 +14,31 @@ from toolkit.data.encode import IGNORE
 from toolkit.data.prepare import Prepared
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {
-    0x7F: 0x2421,
-    0x9B: 0x241B,
-}
+PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421, 0x9B: 0x241B}
 """Data may hold what steers a terminal; it is shown as the pictures Unicode has for it."""
 
 
 def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: bool) -> str:
-    """The first `n` training rows as text, special tokens included.
+    """The first `n` training rows of what was prepared with this tokenizer as text, special tokens included.
 
-    Args:
-        prepared: What `prepare` returned.
-        tokenizer: The one it was prepared with.
-        n: Rows to show.
-        color: Trained text in green and the rest dimmed; otherwise trained text stands between « and ».
+    With `color` trained text is green and the rest dimmed; otherwise trained text stands between « and ».
     """
     blocks = []
     for number, row in enumerate(itertools.islice(iter(prepared.train), n), 1):
         ids, labels = row["input_ids"], row["labels"]
         trained = [label != IGNORE for label in labels]
         if prepared.audit.objective == "seq2seq":
-            blocks.append(
-                f"── row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"
-            )
-            blocks[-1] += f"\n{_delimited(tokenizer, ids, [False] * len(ids), color)}"
-            blocks[-1] += f"\n──▸\n{_delimited(tokenizer, labels, trained, color)}"
-            continue
-        lengths = row.get("seq_lengths") or [len(ids)]
-        documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
-        blocks.append(f"── row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained")
-        for index, (a, b) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0)), 1):
-            blocks[-1] += f"\n┄┄ document {index}: {b - a:,} tokens" if index > 1 else ""
-            blocks[-1] += f"\n{_delimited(tokenizer, ids[a:b], trained[a:b], color)}"
+            lines = [f"── row {number}: source of {len(ids):,} tokens, target of {len(labels):,} tokens, all trained"]
+            lines += [_delimited(tokenizer, ids, [False] * len(ids), color), "──▸"]
+            lines += [_delimited(tokenizer, labels, trained, color)]
+        else:
+            lengths = row.get("seq_lengths") or [len(ids)]
+            documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
+            lines = [f"── row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained"]
+            for index, (a, b) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0)), 1):
+                lines += [f"┄┄ document {index}: {b - a:,} tokens"] if index > 1 else []
+                lines += [_delimited(tokenizer, ids[a:b], trained[a:b], color)]
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
@@ -61,19 +53,14 @@ def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list
         if position < len(ids):
             so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
         opening, closing = delimiters[is_trained]
-        result.append(f"{opening}{so_far[len(before) :].translate(CONTROL_PICTURES)}{closing}")
+        result.append(f"{opening}{so_far[len(before) :].translate(PICTURES)}{closing}")
         before = so_far
     return "".join(result)
 
 
-def render(audit: Audit, width: int | None = None) -> str:
-    """The audit as plain text.
-
-    Args:
-        audit: The figures.
-        width: Columns; by default those of the terminal, at most 100.
-    """
-    width = width or min(100, shutil.get_terminal_size((100, 24)).columns)
+def render(audit: Audit) -> str:
+    """The audit as plain text, as wide as the terminal and at most 100 columns."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
     name_width = max(width - 55, 12)
     rows = [("data", "format", "read", "used", "repeats", "share")]
     for source in audit.sources:

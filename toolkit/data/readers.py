@@ -13,7 +13,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ _SIGNATURES = {
 }
 """First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
 
-
 RawRow = tuple[str, dict[str, Any]]
 """Where a row stands (`train.jsonl:17`), and its columns."""
 
@@ -61,7 +60,7 @@ def read(path: Path) -> Iterator[RawRow]:
     Raises:
         UserError: The file is empty, is not UTF-8, cannot be parsed, or holds something else than rows.
     """
-    readers = {"jsonl": _jsonl, "json": _json, "csv": _csv, "tsv": _csv, "parquet": _parquet, "arrow": _arrow}
+    readers = {"jsonl": _jsonl, "json": _json, "csv": _csv, "tsv": _csv, "parquet": _columns, "arrow": _columns}
     try:
         _check_signature(path)
         yield from readers.get(kind(path) or "", _text)(path)
@@ -143,8 +142,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     text = _read_text(path)
     try:
         value = _loads(text, path, first_line=1) if text.strip() else []
-    except _InvalidJson as error:
-        if error.reason != "Extra data":
+    except UserError as error:
+        if getattr(error.__cause__, "msg", "") != "Extra data":
             raise
         yield from _lines(path)  # one object per line in a file that should be called .jsonl
         return
@@ -199,46 +198,35 @@ def _csv(path: Path) -> Iterator[RawRow]:
         raise UserError(f"{path}:{line}: {error}", "check the quotes of the row that begins in this line") from None
 
 
-def _parquet(path: Path) -> Iterator[RawRow]:
-    yield from _batches(pq.ParquetFile(path).iter_batches(1000), path)
-
-
-def _arrow(path: Path) -> Iterator[RawRow]:
-    """The files of `Dataset.save_to_disk`."""
+def _columns(path: Path) -> Iterator[RawRow]:
+    """Rows of a Parquet file, or of an Arrow file as `Dataset.save_to_disk` writes it."""
     with pa.memory_map(str(path)) as file:
-        try:
-            table = pa.ipc.open_stream(file).read_all()
-        except pa.ArrowInvalid:
-            table = pa.ipc.open_file(file).read_all()
-        yield from _batches(table.to_batches(max_chunksize=1000), path)
-
-
-def _batches(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[RawRow]:
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    yield from ((f"{path} row {number}", without_nulls(row)) for number, row in enumerate(rows, 1))
+        if kind(path) == "parquet":
+            batches = pq.ParquetFile(file).iter_batches(1000)
+        else:
+            try:
+                table = pa.ipc.open_stream(file).read_all()
+            except pa.ArrowInvalid:
+                table = pa.ipc.open_file(file).read_all()
+            batches = table.to_batches(max_chunksize=1000)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((f"{path} row {number}", without_nulls(row)) for number, row in enumerate(rows, 1))
 
 
 def _text(path: Path) -> Iterator[RawRow]:
     yield str(path), {"text": _read_text(path)}
 
 
-class _InvalidJson(UserError):
-    def __init__(self, path: Path, first_line: int, error: json.JSONDecodeError) -> None:
-        self.reason = error.msg
-        text = error.doc.split("\n")[error.lineno - 1]
-        near = text[max(0, error.colno - 21) : error.colno + 20]
-        line = first_line + error.lineno - 1
-        super().__init__(
-            f"{path}:{line} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
-            "correct this line; a .jsonl file has one object per line",
-        )
-
-
 def _loads(text: str, path: Path, first_line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _InvalidJson(path, first_line, error) from None
+        near = error.doc.split("\n")[error.lineno - 1][max(0, error.colno - 21) : error.colno + 20]
+        line = first_line + error.lineno - 1
+        raise UserError(
+            f"{path}:{line} column {error.colno} is not valid JSON: {error.msg}, near `{near}`",
+            "correct this line; a .jsonl file has one object per line",
+        ) from error
     except (RecursionError, ValueError) as error:  # nested a thousand deep, or a number of thousands of digits
         raise UserError(f"{path}:{first_line} cannot be read as JSON: {error}", "correct or remove this row") from None
 

@@ -42,12 +42,7 @@ NOT_DATA = re.compile(
 
 
 class Reader(ABC):
-    """One source, located but not read yet.
-
-    Args:
-        source: What the recipe says of it.
-        streaming: See `open_source`.
-    """
+    """One source, located but not read yet; for the arguments see `open_source`."""
 
     def __init__(self, source: Source, streaming: bool = False) -> None:
         self.source, self.streaming = source, streaming
@@ -206,18 +201,18 @@ def _local_files(source: Source) -> list[Path] | None:
     if not files:
         raise UserError(f"no data files at `{source.path}`", f"accepted are {readers.ACCEPTED}")
     files = [p for p in files if readers.kind(p) != "text"] or files
-    return _of_split(source, {p: str(p.relative_to(root)) for p in files})
+    return _of_split(source, files, root)
 
 
-def _of_split(source: Source, names: dict[Path, str]) -> list[Path]:
+def _of_split(source: Source, files: list[Path], root: Path) -> list[Path]:
     if re.search(r"[\[+]", source.split):
         raise UserError(
             f"`split: {source.split}` is a slice, which only hub data sets have",
             "name the split alone, and limit its rows with `max_samples` of the source",
         )
     splits: dict[str, list[Path]] = {}
-    for path, name in names.items():
-        splits.setdefault(split_of(name) or "train", []).append(path)
+    for path in files:
+        splits.setdefault(split_of(str(path.relative_to(root))) or "train", []).append(path)
     split = split_of(source.split) or source.split
     if split == "train" and len(splits) == 1:
         return next(iter(splits.values()))

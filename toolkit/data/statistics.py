@@ -74,11 +74,8 @@ class DataStatistics:
 def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics | None:
     """The figures of a recipe's data, if it was prepared before and has not changed since.
 
-    Hub data sets are taken as unchanged. Streams have none.
-
-    Args:
-        recipe: Resolved.
-        cache: Folder of prepared data; by default `data/` in the toolkit's cache.
+    Hub data sets are taken as unchanged. Streams have none. `cache` is the folder of prepared data, by default `data/`
+    in the toolkit's cache.
     """
     if recipe.data.streaming:
         return None
@@ -101,6 +98,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
     names = filter(None, (model.path, model.tokenizer, model.chat_template))
     # Those the tokenizer may be made of, and for data every file that a source may stand for: rather too many.
     files += [path for name in names for path in _files(name, "*") if path.suffix not in _WEIGHTS]
+    stamps = [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in sorted(files)]
     content = {
         "format": FORMAT,
         "data": data.model_dump(exclude={"num_proc"}),
@@ -110,9 +108,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "seed": recipe.seed,
         # The built-in rows are the docstrings of Python itself.
         "python": sys.version,
-        "files": [
-            [str(file.absolute()), (status := file.stat()).st_size, status.st_mtime_ns] for file in sorted(files)
-        ],
+        "files": stamps,
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
     return (cache or cache_dir() / "data") / f"{key}.statistics.json"

@@ -44,15 +44,9 @@ ROWS_SCHEMA = pa.schema(
 )
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 TOKENS_FEATURES = Features(
-    {
-        **FEATURES,
-        "row": Value("int64"),
-        "kind": Value("string"),
-        "length": Value("int64"),
-        "trained": Value("int64"),
-        "stops": Value("bool"),
-        "merged": Value("bool"),
-    }
+    {**FEATURES, "kind": Value("string")}
+    | dict.fromkeys(("row", "length", "trained"), Value("int64"))
+    | dict.fromkeys(("stops", "merged"), Value("bool"))
 )
 
 
@@ -113,12 +107,11 @@ def _record(row: Row, where: str, source: int) -> dict[str, Any]:
 
 def is_empty(row: Row, task: Task) -> bool:
     """Whether a row has no content that could be trained on."""
-    if isinstance(row, Text):
-        return not row.text.strip()
-    if isinstance(row, Completion):
-        return not row.completion.strip()
-    if isinstance(row, Pair):
-        return not (row.source.strip() and row.target.strip())
+    match row:
+        case Text(content) | Completion(_, content):
+            return not content.strip()
+        case Pair(source, target):
+            return not (source.strip() and target.strip())
     if task.trains_prompts:
         return not row.messages
     return not any(
@@ -133,8 +126,6 @@ class Chunker:
     """Encodes rows and cuts them to length. Picklable.
 
     Attributes:
-        encoder: Turns a row into tokens and labels.
-        seq_len: Longest row in tokens.
         over_long: With `truncate` and `split`, longer rows become one or several chunks of at most `seq_len` tokens;
             otherwise they stay as they are, for the caller to refuse or drop.
     """
@@ -166,11 +157,9 @@ class Chunker:
             chunk = {"input_ids": ids[start : start + end], "labels": labels[start : start + end]}
             if start:
                 chunk["labels"][0] = IGNORE  # it is context, not a target
-            targets = set(chunk["labels"]) - {IGNORE}
-            trained = len(chunk["labels"]) - chunk["labels"].count(IGNORE)
-            chunks.append(
-                chunk | whole | {"trained": trained, "stops": not targets.isdisjoint(self.encoder.stop_token_ids)}
-            )
+            targets = [label for label in chunk["labels"] if label != IGNORE]
+            stops = not self.encoder.stop_token_ids.isdisjoint(targets)
+            chunks.append(chunk | whole | {"trained": len(targets), "stops": stops})
         return chunks
 
 
@@ -179,9 +168,7 @@ def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) 
 
     Args:
         rows: What `collect` wrote, or a selection of it.
-        chunker: Turns a row into tokens.
         num_proc: Processes; None decides by the number of rows.
-        path: Arrow file to write.
 
     Returns:
         A dataset with the columns of `TOKENS_FEATURES`, one row per chunk: `row` is the position in `rows`, `length`
