@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +68,6 @@ def prepare(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], cache: Path | None = None
 ) -> Prepared:
     """Turns the sources of a recipe into token sequences.
-
-    The first process to come builds a folder in the cache; all others, and all later runs, load it. Source files are
-    read again only to hash them.
 
     Args:
         recipe: One that the rules accept; `data`, `objective`, `batch` and `seed` matter.
@@ -286,7 +282,7 @@ def _fingerprint(
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
     for state in ("truncation", "padding"):  # what the last call left behind
         backend.pop(state, None)
-    parts: Mapping[str, Any] = {
+    parts = {
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "sources", "eval_sources"}),
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],

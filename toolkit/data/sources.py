@@ -34,9 +34,7 @@ SPLITS = {
 }
 """Split to its names in those of files and folders."""
 NOT_DATA = re.compile(
-    r"(readme|licen[cs]e|changelog|citation|contributing).*"
-    r"|dataset_infos?\.json|dataset_dict\.json|state\.json",
-    re.IGNORECASE,
+    r"(readme|licen[cs]e|changelog|citation|contributing).*|(dataset_infos?|dataset_dict|state)\.json", re.IGNORECASE
 )
 """Names of files in a folder that hold no rows."""
 
@@ -196,8 +194,7 @@ def _local_files(source: Source) -> list[Path] | None:
         return None
     else:
         raise _missing(source, path)
-    named = (p for p in candidates if p.is_file() and not NOT_DATA.fullmatch(p.name))
-    files = sorted(p for p in named if readers.kind(p))
+    files = sorted(p for p in candidates if p.is_file() and readers.kind(p) and not NOT_DATA.fullmatch(p.name))
     if not files:
         raise UserError(f"no data files at `{source.path}`", f"accepted are {readers.ACCEPTED}")
     files = [p for p in files if readers.kind(p) != "text"] or files

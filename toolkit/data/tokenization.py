@@ -76,8 +76,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
     ):
         for number, reader in enumerate(readers):
             row_format, rows = open_rows(reader, task)
-            source = reader.source
-            figures = SourceFigures(path=source.path, split=source.split, format=row_format.name)
+            figures = SourceFigures(path=reader.source.path, split=reader.source.split, format=row_format.name)
             columns: dict[str, None] = {}
             while batch := list(itertools.islice(rows, 1000)):
                 columns.update(dict.fromkeys(name for _, raw in batch for name in raw))
