@@ -59,13 +59,8 @@ def mix(
         UserError: Nothing would be left to train on, or nothing to hold out.
     """
     rng = np.random.default_rng(seed)
-    _, first = np.unique(content, return_index=True)
-    repeated = np.ones(len(content), dtype=bool)
-    repeated[first] = False
-
-    rows = np.arange(len(content))
-    if deduplicate:
-        rows = rows[~repeated]
+    first = np.sort(np.unique(content, return_index=True)[1])  # the first row of every content
+    rows = first if deduplicate else np.arange(len(content))
     held_out = np.zeros(0, dtype=np.int64)
     if eval_fraction is not None and len(first):
         count = round(eval_fraction * len(first))
@@ -74,7 +69,7 @@ def mix(
                 f"`data.eval_split: {eval_fraction}` of {len(first)} distinct rows holds out {count}",
                 "choose another fraction, or name held-out rows with `data.eval_sources`",
             )
-        chosen = rng.permutation(np.sort(first))[:count]
+        chosen = rng.permutation(first)[:count]
         is_held_out = np.isin(content[rows], content[chosen])
         held_out, rows = rng.permutation(rows[is_held_out]), rows[~is_held_out]
 
@@ -83,7 +78,7 @@ def mix(
     train = np.concatenate([_repeat(part, count, rng) for part, count in zip(parts, counts, strict=True)])
     if max_samples is not None and max_samples < len(train):
         train = train[np.sort(rng.permutation(len(train))[:max_samples])]
-    return Mixture(rng.permutation(train) if shuffle else train, held_out, int(repeated.sum()))
+    return Mixture(rng.permutation(train) if shuffle else train, held_out, len(content) - len(first))
 
 
 def _counts(sizes: list[int], weights: list[float | None]) -> list[int]:

@@ -8,7 +8,6 @@ answers in a second. So a file that is touched but not changed counts as changed
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import hashlib
 import itertools
@@ -89,7 +88,7 @@ def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -
     """Keeps figures for `statistics_of`. Several processes may do so at once."""
     file = _file(recipe, cache)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(dataclasses.asdict(figures)))
+    write_atomically(file, json.dumps(vars(figures)))
 
 
 def _file(recipe: Recipe, cache: Path | None) -> Path:
