@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from toolkit.common import UserError
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.plan import Advice, Plan
+from toolkit.planner.plan import Advice, Kind, Plan
 from toolkit.planner.search import TIE, Candidate, Changes, Estimate, cheapest, consider, explore, fastest, fitting
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
@@ -29,18 +29,11 @@ _FREE = ("batch.micro_batch_size", "activation_checkpointing.mode", "strategy.na
 
 
 def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -> list[Advice]:
-    """The setting that was asked for, or the smallest change that fits; then the fastest, the cheapest and options.
+    """At most `MOST` settings: that of a decided recipe or the smallest change that fits, then faster and cheaper ones.
 
     The fastest and the cheapest train the same: global batch, method, precision and optimizer are the recipe's. The
     cheapest has the least device-seconds per token, if need be on fewer devices. An option changes what is trained or
     with how many devices, and what must go with that.
-
-    Args:
-        recipe: A decided one.
-        plan: Its plan.
-
-    Returns:
-        At most `MOST` entries.
     """
     asked = Candidate({}, recipe, plan)
     explored = [asked, *explore(recipe, hardware, estimate, _FREE)]
@@ -51,7 +44,7 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
     # A setting that cannot run is no measure of others.
     base = first or asked
     trains_the_same = not any(first is each for each in options)
-    picked: list[tuple[str, Candidate]] = [("as asked" if trains_the_same else "option", first)] if first else []
+    picked: list[tuple[Kind, Candidate]] = [("as asked" if trains_the_same else "option", first)] if first else []
     quick, cheap = fastest(explored), cheapest([*explored, *fewer])
     if quick and (quick.seconds < base.seconds * (1 - TIE) or (base.fits, quick.fits) == ("tight", "yes")):
         picked.append(("fastest", quick))
@@ -147,18 +140,16 @@ def _saves(each: Candidate, other: Candidate, share: float = 0.0) -> bool:
     return any(new < old * (1 - share) for new, old in zip(each.figures, other.figures, strict=True))
 
 
-def _entry(kind: str, each: Candidate, asked: Candidate) -> Advice:
-    return Advice.model_validate(
-        {
-            "kind": kind,
-            "changes": {path: as_text(value) for path, value in each.changes.items()},
-            "buys": buys(each, asked),
-            "costs": costs(each, asked),
-            "fits": each.fits,
-            "total": each.total,
-            "step_seconds": each.seconds,
-            "gpu_seconds_per_token": each.cost,
-        }
+def _entry(kind: Kind, each: Candidate, asked: Candidate) -> Advice:
+    return Advice(
+        kind=kind,
+        changes={path: as_text(value) for path, value in each.changes.items()},
+        buys=_buys(each, asked),
+        costs=_costs(each, asked),
+        fits=each.fits,
+        total=each.total,
+        step_seconds=each.seconds,
+        gpu_seconds_per_token=each.cost,
     )
 
 
@@ -181,7 +172,7 @@ _NOTES = {
 """What a value costs that the figures do not show."""
 
 
-def buys(each: Candidate, asked: Candidate) -> str:
+def _buys(each: Candidate, asked: Candidate) -> str:
     """What is better than with another setting, the one that was asked for as a rule."""
     parts = [*_compared(each, asked)]
     if asked.fits == "no":
@@ -191,7 +182,7 @@ def buys(each: Candidate, asked: Candidate) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def costs(each: Candidate, asked: Candidate) -> str:
+def _costs(each: Candidate, asked: Candidate) -> str:
     """What is worse."""
     parts = [*_compared(each, asked, worse=True), *_notes(each.changes)]
     if each.fits == "tight":

@@ -26,7 +26,7 @@ _SECTIONS = {
 
 
 def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Recipe, dict[str, str]]:
-    """Decides what a recipe leaves to the plan. The same recipe on the same hardware always gets the same answer.
+    """Decides what an undecided recipe leaves to the plan; always the same for the same recipe on the same hardware.
 
     Settings whose plans are not known yet are traced, or the answer would depend on what was planned before.
 
@@ -38,8 +38,6 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
         UserError: If nothing fits, with the least that is needed and what to change; or if the devices cannot take the
             recipe at all.
     """
-    if not recipe.undecided:
-        return recipe, {}
     explored = explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
     best = fastest(explored)
     if best is None:
@@ -49,14 +47,14 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
 
 def _reasons(best: Candidate, explored: Sequence[Candidate]) -> dict[str, str]:
     """Value and reason of each decided key; keys that only follow from another one of their section say so."""
-    reasons = {}
+    reasons: dict[str, str] = {}
     for section, unrivalled in _SECTIONS.items():
-        paths = [path for path in best.changes if path.startswith(f"{section}.")]
-        for path in paths[:1]:
-            reasons[path] = "; ".join(_rivals(section, best, explored)) or unrivalled
-        reasons |= dict.fromkeys(paths[1:], f"goes with {section}")
+        part = _part(best, section)
+        reasons |= dict.fromkeys(part, f"goes with {section}")
+        if part:
+            reasons[next(iter(part))] = "; ".join(_rivals(section, best, explored)) or unrivalled
         # What is decided later is compared within what is decided already.
-        explored = [each for each in explored if _part(each, section) == _part(best, section)]
+        explored = [each for each in explored if _part(each, section) == part]
     return {path: f"{as_text(value)}: {reasons[path]}" for path, value in best.changes.items()}
 
 

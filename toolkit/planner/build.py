@@ -26,7 +26,7 @@ from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
-from toolkit.planner.plan import Disk, Fit, Host, Memory, Plan, Range, Work
+from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan, Range, Work
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
 from toolkit.planner.trace import store
@@ -245,7 +245,7 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
     part = max(phase, key=lambda key: phase[key])
 
     def into(where: str, available: int, needed: int, decides: str, worst: float = 0.0) -> Fit:
-        answer: Any = "no" if needed > available else "tight" if worst > available else "yes"
+        answer: Answer = "no" if needed > available else "tight" if worst > available else "yes"
         margin = available - needed
         return Fit(answer=answer, where=where, needed=needed, available=available, margin=margin, decides=decides)
 

@@ -12,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from toolkit.common import UserError
 
+Answer = Literal["yes", "tight", "no"]
+"""Whether something fits."""
+Kind = Literal["as asked", "fastest", "cheapest", "option"]
+"""What a piece of advice is best at."""
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 PARTS = {
     "parameters": "weights of the model as the engine holds them between steps",
@@ -100,7 +104,7 @@ class Disk(Figures):
 class Fit(Figures):
     """Whether it fits."""
 
-    answer: Literal["yes", "tight", "no"]
+    answer: Answer
     """Whether the recipe fits; `tight` means that the estimate fits and the upper end of its range does not."""
     where: str
     """The scarcest place: device memory, host RAM or NVMe."""
@@ -178,7 +182,7 @@ class Work(Figures):
 class Advice(Figures):
     """A setting that fits at the same global batch."""
 
-    kind: Literal["as asked", "fastest", "cheapest", "option"]
+    kind: Kind
     """What it is best at: `as asked` is the recipe as it stands or, where that does not fit, with the smallest change
     that does; `option` shows what one change does."""
     changes: dict[str, str]
@@ -187,7 +191,7 @@ class Advice(Figures):
     """What gets better with these changes, with figures."""
     costs: str
     """What gets worse with these changes, with figures."""
-    fits: Literal["yes", "tight", "no"]
+    fits: Answer
     """Whether the changed setting fits."""
     total: int
     """Bytes of device memory on the fullest rank with these changes."""

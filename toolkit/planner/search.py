@@ -17,7 +17,7 @@ from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World, batch_layout, micro_batch_sizes
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.plan import Plan
+from toolkit.planner.plan import Answer, Plan
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.rules import check
@@ -71,8 +71,8 @@ class Candidate:
     rank: tuple[int, int] = (0, 0)
 
     @property
-    def fits(self) -> str:
-        """`yes`, `tight` or `no`."""
+    def fits(self) -> Answer:
+        """As the plan says it."""
         return self.plan.fit.answer
 
     @property

@@ -18,13 +18,7 @@ WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Division:
-    """Over how many ranks each state is divided.
-
-    Args:
-        parameters: Of weights.
-        gradients: Of gradients.
-        optimizer: Of masters and moments.
-    """
+    """Over how many ranks weights, gradients, and the optimizer's masters and moments are divided."""
 
     parameters: int = 1
     gradients: int = 1
@@ -33,14 +27,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Workload:
-    """A recipe, divided over devices.
-
-    Args:
-        recipe: Resolved.
-        layout: How the batch is divided.
-        hardware: What it runs on; on a CPU what is offloaded stays in the same memory and counts.
-        trace: Of the recipe's model.
-    """
+    """A resolved recipe, divided over devices; on a CPU what is offloaded stays in the same memory and counts."""
 
     recipe: Recipe
     layout: BatchLayout

@@ -142,17 +142,14 @@ def states(workload: Workload, over: Division | None = None) -> States:
         sums[part] += each.count * shard(each, stored(workload, each), over.parameters, fsdp)
         if not each.trained:
             continue
-        share = _share(each, over.optimizer, fsdp)
-        numel = math.prod(share)
-        sums["masters"] += each.count * numel * WIDTH[types.master] if zero else 0
-        sums["gradients"] += each.count * shard(
-            each, each.numel * WIDTH[types.reduce if zero else types.local], over.gradients, fsdp
-        )
-        if not zero:
-            state = moment_bytes(recipe.optimizer, share, types.master, place=each.place)
-            sums["optimizer"] += each.count * state
-            embedding = each.place == "embeddings" and len(each.shape) > 1
-            sums["paged"] += each.count * (paged_bytes(recipe.optimizer, share) if not embedding else 0)
+        share, gradients = _share(each, over.optimizer, fsdp), each.numel * WIDTH[types.reduce if zero else types.local]
+        sums["gradients"] += each.count * shard(each, gradients, over.gradients, fsdp)
+        if zero:
+            sums["masters"] += each.count * math.prod(share) * WIDTH[types.master]
+            continue
+        sums["optimizer"] += each.count * moment_bytes(recipe.optimizer, share, types.master, place=each.place)
+        if each.place != "embeddings" or len(each.shape) < 2:
+            sums["paged"] += each.count * paged_bytes(recipe.optimizer, share)
     if zero:
         flat = (math.ceil(workload.trained / over.optimizer),)
         sums["optimizer"] = moment_bytes(recipe.optimizer, flat, types.master, True)
@@ -179,10 +176,7 @@ def whole_model(workload: Workload) -> float:
 
 def shard(tensors: Tensors, whole: float, ranks: int, by_rows: bool) -> float:
     """One rank's share of something that goes with each element of a parameter, rounded up as the engine does."""
-    if ranks == 1:
-        return whole
-    numel = math.prod(_share(tensors, ranks, by_rows))
-    return whole * numel / max(1, tensors.numel)
+    return whole if ranks == 1 else whole * math.prod(_share(tensors, ranks, by_rows)) / max(1, tensors.numel)
 
 
 def _share(tensors: Tensors, ranks: int, by_rows: bool) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.distributed.engines import reshards_after_forward
@@ -40,7 +40,7 @@ class Transfer:
 
     during: During
     times: int
-    sent: Mapping[str, float] = field(default_factory=dict)
+    sent: Mapping[str, float]
     hidden: bool = True
 
     @property

@@ -8,7 +8,7 @@ little of what decides: the shares of peaks that a device reaches, which `toolki
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,12 +72,8 @@ def newton_schulz_flops(recipe: Recipe, trace: Trace) -> float:
     traits = recipe.optimizer.traits
     if traits.family != "muon":
         return 0.0
-    shapes = (
-        (sorted(each.shape), each.count)
-        for each in trace.tensors
-        if each.trained and traits.updates(each.shape, each.place)
-    )
-    once = sum(count * (4.0 * k * k * n + 2.0 * k**3) for (k, n), count in shapes)
+    matrices = [each for each in trace.tensors if each.trained and traits.updates(each.shape, each.place)]
+    once = sum(each.count * (4.0 * k * k * n + 2.0 * k**3) for each in matrices for k, n in [sorted(each.shape)])
     return once * int(recipe.optimizer.args.get("ns_steps", 5))
 
 
@@ -101,14 +97,13 @@ class Step:
         self._recipe, self._layout, self._hardware = workload.recipe, workload.layout, workload.hardware
         self._trace, self._dtype = workload.trace, peak_dtype(workload)
         self._end, self._rates = end, OPPOSITE[end]
-        every = self._layout.gradient_accumulation_steps
+        every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
+        on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
         passes = {name: self._pass_seconds(self._trace.passes[name], load) for name in ("forward", "backward")}
-        update = self._update_seconds()
-        self.compute = every * sum(passes.values()) + self._accumulation_seconds()
-        self.compute += 0.0 if self._updates_on_host else update
+        update = self._update_seconds(on_host)
+        self.compute = every * sum(passes.values()) + self._accumulation_seconds() + (0.0 if on_host else update)
         self.communication = self._exposed([each for each in sent if not each.to_host], passes)
-        self.offload = self._exposed([each for each in sent if each.to_host], passes)
-        self.offload += update if self._updates_on_host else 0.0
+        self.offload = self._exposed([each for each in sent if each.to_host], passes) + (update if on_host else 0.0)
         self.seconds = self.compute + self.communication + self.offload
 
     def evaluation_seconds(self, load: Load) -> float:
@@ -142,12 +137,7 @@ class Step:
         launching = of(each.launches) * getattr(rates.launch_seconds, self._end)
         return busy + launching if device.kind == "cpu" else max(busy, launching)
 
-    @property
-    def _updates_on_host(self) -> bool:
-        strategy = self._recipe.strategy
-        return strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
-
-    def _update_seconds(self) -> float:
+    def _update_seconds(self, on_host: bool) -> float:
         """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.
 
         Masters and moments are read and written; gradients are read by the norm and by the optimizer, and read and
@@ -158,7 +148,7 @@ class Step:
         each = 2 * WIDTH[types.master] + gradient * (4 if self._recipe.optimizer.max_grad_norm else 1)
         each += WIDTH[types.local] if workload.strategy.zero_stage else 0
         moved = workload.owned * each + 2 * states(workload).optimizer
-        if self._updates_on_host and device.kind != "cpu":
+        if on_host and device.kind != "cpu":
             hardware = self._hardware
             host = min(HOST_BANDWIDTH, CORE_BANDWIDTH * hardware.node.cores) / hardware.devices_per_node
             return moved / (host * _GUESSED[self._rates])
@@ -174,9 +164,8 @@ class Step:
         moved = 3 * WIDTH[self._workload.types.reduce] * trained * (self._layout.gradient_accumulation_steps - 1)
         return moved / (device.bandwidth * self._of(device.efficiency.bandwidth))
 
-    def _exposed(self, sent: Iterable[Transfer], passes: Mapping[str, float]) -> float:
+    def _exposed(self, sent: Sequence[Transfer], passes: Mapping[str, float]) -> float:
         """Seconds of transfers that computation does not hide."""
-        sent = list(sent)
         seconds = sum(each.times * self._transfer_seconds(each) for each in sent if not each.hidden)
         for name, computing in passes.items():
             of_pass = [each for each in sent if each.hidden and each.during == name]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from toolkit.data.statistics import DataStatistics
-from toolkit.distributed.layout import BatchLayout, run_length
+from toolkit.distributed.layout import BatchLayout, Length, run_length
 from toolkit.models.attention import VARLEN
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Link, Range, Work
@@ -41,8 +41,8 @@ def work(
         counted: Of its data; without it full sequences are assumed.
         price: Of a device-hour.
         attention: Backend as it will run.
-        experts: Of the model, see `model_configs.experts`.
-        checkpoint_bytes: Of one checkpoint, all ranks together.
+        experts: See `model_configs.experts`.
+        checkpoint_bytes: All ranks together.
     """
     recipe, layout, hardware, trace = workload.recipe, workload.layout, workload.hardware, workload.trace
     load = micro_load(recipe, layout, counted, attention)
@@ -56,8 +56,8 @@ def work(
     step = _range(ends, "seconds")
     steps, total = None, None
     if counted or recipe.schedule.max_steps:
-        steps = run_length(recipe, counted.rows if counted else None, layout).total_steps
-        total = _total(ends, steps, recipe, layout, counted, attention, checkpoint_bytes)
+        length = run_length(recipe, counted.rows if counted else None, layout)
+        steps, total = length.total_steps, _total(ends, length, workload, counted, attention, checkpoint_bytes)
     peak = hardware.device.flops[peak_dtype(workload)]
     from_scratch = recipe.objective == "language_modelling" and recipe.method.name == "full"
     hours = hardware.devices * total.value / 3600 if total else None
@@ -165,36 +165,23 @@ def _range(ends: Mapping[End, Step], name: str) -> Range:
 
 def _total(
     ends: Mapping[End, Step],
-    steps: int,
-    recipe: Recipe,
-    layout: BatchLayout,
+    length: Length,
+    workload: Workload,
     counted: DataStatistics | None,
     backend: str,
-    checkpoint_bytes: int,
+    size: int,
 ) -> Range:
-    """Steps, evaluations and checkpoints. Loading and answers to prompts are left out."""
-    length = run_length(recipe, counted.rows if counted else None, layout)
-    saves = math.ceil(steps / length.save_steps) if length.save_steps else 0
-    size = recipe.evaluation.batch_size or layout.micro_batch_size
-    batches, load = 0, None
+    """Steps, evaluations and checkpoints of `size` bytes. Loading and answers to prompts are left out."""
+    steps, settings = length.total_steps, workload.recipe.evaluation
+    seconds = {end: steps * step.seconds for end, step in ends.items()}
     if counted and counted.eval_rows:
-        batches = _evaluations(recipe, steps) * math.ceil(counted.eval_rows / size / layout.world_size)
+        # Before the first step, every so many steps, and at the end.
+        evaluations = settings.at_start + (math.ceil(steps / settings.every_steps) if settings.every_steps else 1)
+        rows = settings.batch_size or workload.layout.micro_batch_size
+        batches = evaluations * math.ceil(counted.eval_rows / rows / workload.layout.world_size)
         mean = counted.eval_tokens / counted.eval_rows
         # Never packed, and sorted by length, so that there is little padding.
-        load = load_of(recipe, backend, size, mean, mean**2, mean)
-    return Range(
-        **{
-            end: steps * step.seconds
-            + (batches * step.evaluation_seconds(load) if load else 0.0)
-            + saves * step.save_seconds(checkpoint_bytes)
-            for end, step in ends.items()
-        }
-    )
-
-
-def _evaluations(recipe: Recipe, steps: int) -> int:
-    """Before the first step, every so many steps, and at the end."""
-    settings = recipe.evaluation
-    inside = steps // settings.every_steps if settings.every_steps else 0
-    at_end = not settings.every_steps or steps % settings.every_steps != 0
-    return settings.at_start + inside + at_end
+        load = load_of(workload.recipe, backend, rows, mean, mean**2, mean)
+        seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
+    saves = math.ceil(steps / length.save_steps) if length.save_steps else 0
+    return Range(**{end: seconds[end] + saves * step.save_seconds(size) for end, step in ends.items()})
