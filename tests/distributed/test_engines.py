@@ -247,6 +247,6 @@ def test_training_arguments_are_accepted_by_transformers(mode: str) -> None:
 
 
 def test_environment_leaves_libraries_quiet_and_private() -> None:
-    variables = environment(recipe(), World())
+    variables = environment(recipe(), World(), {})
     assert variables["TOKENIZERS_PARALLELISM"] == "false"
     assert variables["HF_HUB_DISABLE_TELEMETRY"] == "1"

@@ -392,6 +392,7 @@ def test_users_own_values_stay_and_a_left_over_rendezvous_does_not() -> None:
 
 
 VERDICT = """
+import os
 import sys
 from pathlib import Path
 import yaml
@@ -404,7 +405,7 @@ for name in sys.argv[1:]:
     strategy = yaml.safe_load(Path(f"recipes/strategy/{name}.yaml").read_text())
     recipe = Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d"]}, "strategy": strategy})
     try:
-        check_launch(recipe, world)
+        check_launch(recipe, world, os.environ)
         verdict = "agrees"
     except UserError as error:
         verdict = f"refused: {error.what}"

@@ -52,7 +52,7 @@ def translated(strategy: dict[str, Any]) -> Any:
         # DeepSpeed reads it at stage 3 only.
         arguments["deepspeed"]["zero_optimization"].pop("offload_param", None)
     types = dtypes(made) if strategy["name"] == "fsdp" else None
-    return types, environment(made, World(0, 0, 2, 2)), arguments
+    return types, environment(made, World(0, 0, 2, 2), {}), arguments
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

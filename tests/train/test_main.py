@@ -376,7 +376,7 @@ def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
         "from toolkit.distributed.environment import environment\n"
         "from toolkit.distributed.layout import World\n"
         "from toolkit.recipe.rules import load_checked\n"
-        "changes = environment(load_checked('small').recipe, World.from_environment())\n"
+        "changes = environment(load_checked('small').recipe, World.from_environment(), os.environ)\n"
         "os.environ.update({key: value for key, value in changes.items() if value is not None})\n"
         "import torch\n"
         "print('threads', torch.get_num_threads())\n"

@@ -51,11 +51,9 @@ _OTHER = (
     "zero_optimization.offload_optimizer.super_offload",
 )
 
-_ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused")
 # DeepSpeed's names of optimizers and schedules, to those of a recipe that train the same.
 _OPTIMIZERS = {
-    "adamw": _ADAMW,
-    "adam": _ADAMW,
+    **dict.fromkeys(("adamw", "adam"), ("adamw", "adamw_torch", "adamw_torch_fused")),
     "lion": ("lion", "lion_32bit"),
     "sgd": ("sgd",),
     "adagrad": ("adagrad",),
@@ -78,11 +76,9 @@ def compare(recipe: Recipe, layout: BatchLayout, file: str) -> tuple[list[Differ
         section, said = key.partition(".")[0], f"{key}={text_of(value)}"
         if key in rows:
             differences += rows[key].differs(value, said, _VARIABLE, file)
-        elif same(value, own.get(key)) or _is_unused(recipe, key, own):
-            continue
         elif section in _TAKEN_OVER_SECTIONS:
             taken_over[key] = value
-        elif key not in own and value in _OFF:
+        elif same(value, own.get(key)) or _is_unused(recipe, key, own) or (key not in own and value in _OFF):
             continue
         elif _matches(key, _TAKEN_OVER):
             taken_over[key] = value
@@ -113,8 +109,8 @@ def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
     flat.pop("steps_per_print", None)
     if "zero_optimization.stage" in flat:
         # DeepSpeed's own defaults: a file that names a stage and no offloading means none.
-        parts = ("offload_optimizer", "offload_param")
-        flat = flat | {key: flat.get(key, "none") for key in (f"zero_optimization.{part}.device" for part in parts)}
+        for part in ("offload_optimizer", "offload_param"):
+            flat.setdefault(f"zero_optimization.{part}.device", "none")
     if str(flat.get("scheduler.type")).startswith("Warmup"):
         flat.setdefault(_WARMUP_TYPE, _UNSAID_WARMUP)
     return flat

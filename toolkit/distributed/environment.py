@@ -1,7 +1,7 @@
 """The environment that libraries read when they are imported, made to say what the recipe says.
 
 Engines fill settings that are left open from it, and some read it at import only: so it is set first, before anything
-imports torch. A user's own values stay, except those of the engines.
+imports torch. A user's own values stay, except those of the engines, which `check_launch` has compared with the recipe.
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ _ENGINE = (
 )
 
 
-def environment(recipe: Recipe, world: World, current: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """What is to change in the environment before any library is imported; None removes a variable.
-
-    A user's own values stay, except those of the engines, which `check_launch` has compared with the recipe.
-    """
-    current = os.environ if current is None else current
+def environment(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[str, str | None]:
+    """What is to change in the environment before any library is imported; None removes a variable."""
     wanted = {
         # The tokenizer's own threads fight with the processes that tokenise and with data loader workers.
         "TOKENIZERS_PARALLELISM": "false",
@@ -53,10 +49,8 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str] | None 
     }
     changes: dict[str, str | None] = {key: None for key in current if key.startswith(_ENGINE)}
     changes |= {key: current.get(key, value) for key, value in wanted.items()}
-    forced = (
-        _engine(recipe) | _process_group(recipe, world, current) | _devices(current) | _threads(recipe, world, current)
-    )
-    return changes | forced
+    changes |= _engine(recipe) | _process_group(recipe, world, current)
+    return changes | _devices(current) | _threads(recipe, world, current)
 
 
 def _engine(recipe: Recipe) -> dict[str, str]:

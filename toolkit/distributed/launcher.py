@@ -8,7 +8,6 @@ taken over. `environment` then removes them all, so that no library reads a seco
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +45,7 @@ class Launch:
         return [f"{title}: {text}" for title, text in lines.items() if text]
 
 
-def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] | None = None) -> Launch:
+def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str]) -> Launch:
     """Compares what the launcher put into the environment with the recipe.
 
     Raises:
@@ -54,14 +53,11 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str] | 
             cannot take the recipe.
     """
     assert not recipe.undecided, recipe.undecided
-    environment = os.environ if environment is None else environment
     _check_processes(recipe, world, environment)
     layout = batch_layout(recipe, world.world_size)
     fsdp_mesh(recipe, world)
-    differences = [
-        *engine_differences(recipe, environment),
-        *variable_differences(recipe, world, layout, environment),
-    ]
+    differences = list(engine_differences(recipe, environment))
+    differences += variable_differences(recipe, world, layout, environment)
     taken_over: dict[str, Any] = {}
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if file and recipe.strategy.zero_stage:

@@ -316,9 +316,9 @@ def _open_store(world: World) -> tuple[PrefixStore, str]:
                 "launch with another --main_process_port",
             ) from None
     address = _reach(host, int(port))
-    store = server or open_store()
     # An agent's store outlives a restart of its workers.
-    return PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), address
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"rendezvous/{restart}", server or open_store()), address
 
 
 def _reach(host: str, port: int) -> str:

@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from toolkit.planner.build import decide_for_launch
 
             loaded = decide_for_launch(loaded, world, options.recipes)
-        launch = check_launch(loaded.recipe, world)
+        launch = check_launch(loaded.recipe, world, os.environ)
         loaded = dataclasses.replace(loaded, taken_over=launch.taken_over)
         for line in launch.lines():
             _log.info("%s", line)
-        for key, value in environment(loaded.recipe, world).items():
+        for key, value in environment(loaded.recipe, world, os.environ).items():
             if value is None:
                 os.environ.pop(key, None)
             else:
