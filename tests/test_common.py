@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.common import (
+    UserError,
     add_verbosity,
     bytes_text,
+    check_disk,
     compact,
     duration,
     first_line,
@@ -57,6 +59,12 @@ def test_first_line_of_an_error() -> None:
     assert first_line(ValueError("Error in file:\n  line 3\nmore")) == "Error in file: line 3"
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    check_disk(tmp_path, 1000, "the model needs", "name another disk")
+    with pytest.raises(UserError, match=r"GB of disk left; the model needs 10000000\.00 GB\n  name another disk"):
+        check_disk(tmp_path, 10**16, "the model needs", "name another disk")
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -90,6 +90,13 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     return path
 
 
+def check_disk(folder: Path, need: float, what: str, change: str) -> None:
+    """Refuses, with what to change, `what` takes more bytes than the disk of a folder has left."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise UserError(f"{folder} has {free / 1e9:.2f} GB of disk left; {what} {need / 1e9:.2f} GB", change)
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them: `8s`, `2m 05s`, `1h 02m`, `3d 04h`."""
     if not math.isfinite(seconds):

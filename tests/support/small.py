@@ -62,7 +62,7 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     preflight.check_devices(loaded.recipe, World())
     source = ModelSource.open(loaded.recipe)
     session = setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress())
-    return session, setup.attach_callbacks(session)
+    return session, setup.Callbacks(session)
 
 
 def loss_and_gradients(training: Any, rows: int = 4) -> tuple[float, dict[str, Any]]:

@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
-from toolkit.distributed.layout import Length
+from toolkit.distributed.layout import BatchLayout, Length
 from toolkit.report.terminal import Progress
 from toolkit.train import callbacks
-from toolkit.train.callbacks import Meter, StepTokens, TimeLeft
+from toolkit.train.callbacks import Meter, TimeLeft, step_tokens
 from toolkit.train.run_folder import RunFolder
 from toolkit.train.trainer import FixedOrder
 
 
+def session(folder: Path, length: Length, order: FixedOrder | None, lengths: list[int], guard: Any = None) -> Any:
+    """What a meter reads of a session: four rows of up to 25 tokens are a step."""
+    return SimpleNamespace(
+        folder=RunFolder(folder),
+        length=length,
+        layout=BatchLayout(4, 4, 1, 1, 25),
+        trainer=SimpleNamespace(order=order),
+        prepared=SimpleNamespace(train=Dataset.from_dict({"input_ids": [[0] * n for n in lengths]}), eval=[]),
+        progress=Progress(),
+        guard=guard,
+        recipe=SimpleNamespace(evaluation=SimpleNamespace(every_steps=4)),
+    )
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_step_tokens_are_those_of_the_rows_drawn(shuffle: bool) -> None:
+def test_step_tokens_are_those_of_the_rows_drawn(shuffle: bool, tmp_path: Path) -> None:
     lengths = np.array([3, 5, 7, 11, 13])
     order = FixedOrder(num_rows=5, num_samples=24, seed=1, shuffle=shuffle)
-    tokens = StepTokens(lengths, order, global_batch_size=4)
+    tokens = step_tokens(session(tmp_path, Length(6, None, 0, None), order, lengths.tolist()))
     rows = list(order)
     by_step = [int(lengths[rows[step * 4 : step * 4 + 4]].sum()) for step in range(6)]
-    assert [tokens.between(step, step + 1) for step in range(6)] == by_step
-    assert tokens.between(1, 5) == sum(by_step[1:5])
-    assert tokens.between(2, 2) == 0
+    assert [tokens(step, step + 1) for step in range(6)] == by_step
+    assert tokens(1, 5) == sum(by_step[1:5])
+    assert tokens(2, 2) == 0
 
 
 def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     lines = ['{"step": 5, "seconds": 100.0, "loss": 2.0}', '{"step": 6, "seconds": 120.0}', '{"step": 7, "sec']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    tokens = StepTokens(np.full(8, 10), FixedOrder(8, 80, 0, True), 4)
-    meter = Meter(RunFolder(tmp_path), Length(20, 2.0, 0, None), Progress(), tokens.between)
+    meter = Meter(session(tmp_path, Length(20, 2.0, 0, None), FixedOrder(8, 80, 0, True), [10] * 8))
     state = type("State", (), {"global_step": 5, "max_steps": 20})()
     meter.on_train_begin(None, state, None)
     state.global_step = 6
@@ -45,9 +61,8 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
 def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
-    meter = Meter(
-        RunFolder(tmp_path), Length(20, None, 0, 5), Progress(), lambda first, last: 100 * (last - first), 1.0, 4
-    )
+    plan = SimpleNamespace(work=SimpleNamespace(step_seconds=SimpleNamespace(value=1.0)))
+    meter = Meter(session(tmp_path, Length(20, None, 0, 5), None, [], guard=SimpleNamespace(plan=plan)))
     state = type("State", (), {"global_step": 0, "max_steps": 20})()
     meter.on_train_begin(None, state, None)
     for step in range(1, 13):

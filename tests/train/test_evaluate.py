@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -77,18 +78,20 @@ def test_answers_do_not_depend_on_the_other_prompts_of_the_batch(kind: list[str]
 def test_generation_metrics_score_text_against_references() -> None:
     """A model that always says one sentence, against references of which half are that sentence."""
     training = set_up(*SEQ2SEQ)
-    model, tokenizer = training.trainer.model, training.tokenizer
+    tokenizer = training.tokenizer
     said = "return string"
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
 
     class Parrot(torch.nn.Module):
-        config, device = model.config, torch.device("cpu")
+        config, device = training.module.config, torch.device("cpu")
 
         def generate(self, input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
             return torch.tensor([ids] * len(input_ids))
 
     rows = [{"input_ids": [5, 6], "labels": ids if n % 2 else [9, 10, 11]} for n in range(6)]
-    found = generated_metrics(Parrot(), rows, tokenizer, 4, training.trainer.accelerator, 4, 1, frozenset(), None)
+    training.trainer.model_wrapped = Parrot()
+    prepared = dataclasses.replace(training.prepared, eval=rows)
+    found = generated_metrics(dataclasses.replace(training, prepared=prepared), 4)
     assert found["eval_exact_match"] == 0.5
     assert 0 < found["eval_chrf"] < 100
 

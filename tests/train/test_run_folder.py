@@ -9,7 +9,7 @@ from harness import write_recipe
 
 from toolkit.common import UserError
 from toolkit.recipe import Loaded, load
-from toolkit.train.run_folder import check_disk, claim, hash_files, recipe_hash
+from toolkit.train.run_folder import claim, hash_files, recipe_hash
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,6 @@ def test_file_in_place_of_the_folder_is_refused(place: Path) -> None:
     with pytest.raises(UserError, match="is a file"):
         claim(small(), 1)
     assert claim(small("checkpoint.resume=never"), 1).path == Path("runs/small-2")
-
-
-def test_disk_too_small_is_refused_before_training(place: Path) -> None:
-    folder = claim(small(), 1)
-    check_disk(folder, 1000)
-    with pytest.raises(UserError, match=r"output\.dir"):
-        check_disk(folder, 10**16)
 
 
 def test_hash_follows_content_and_trusts_a_hub_blobs_name(place: Path) -> None:

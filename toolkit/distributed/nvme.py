@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.common import UserError, first_line
+from toolkit.common import UserError, check_disk, first_line
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
 
@@ -54,7 +54,12 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.enter_context(FileLock(folder / ".lock", timeout=0))
             _remove_abandoned(root, folder)
-            _check_space(root, need())
+            check_disk(
+                root,
+                need(),
+                "this node's share of what is offloaded to strategy.nvme_path takes",
+                "free space, name a larger drive, offload to cpu, or use more nodes",
+            )
         _load_op()
         yield folder
 
@@ -65,16 +70,6 @@ def _remove_abandoned(root: Path, own: Path) -> None:
         if folder != own and (folder / ".lock").is_file():
             with contextlib.suppress(Timeout), FileLock(folder / ".lock", timeout=0):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_space(root: Path, need: int) -> None:
-    free = shutil.disk_usage(root).free
-    if free < need:
-        raise UserError(
-            f"strategy.nvme_path: {root} has {free / 1e9:.2f} GB left, and this node's share of what is offloaded "
-            f"takes {need / 1e9:.2f} GB",
-            "free space, name a larger drive, offload to cpu, or use more nodes",
-        )
 
 
 def _load_op() -> None:

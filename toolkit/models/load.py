@@ -125,14 +125,14 @@ class ModelSource:
         method = self.recipe.method
         quantization = quantization_config(self.recipe, dtypes)
         if "gguf_file" in self.location:
-            # Otherwise the weights keep a quantizer that refuses to train and to save.
-            arguments["quantization_config"] = GgufConfig(dequantize=True)
-        if quantization:
-            if "gguf_file" in self.location:
+            if quantization:
                 raise UserError(
                     f"method.quantization={method.quantization} needs full weights, {self.recipe.model.path} is GGUF",
                     "set method.quantization=none, or name the model's safetensors",
                 )
+            # Otherwise the weights keep a quantizer that refuses to train and to save.
+            arguments["quantization_config"] = GgufConfig(dequantize=True)
+        elif quantization:
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
             if self.recipe.strategy.name != "zero3":  # Which puts it on the same device, and wants to be asked nothing.

@@ -16,75 +16,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.common import write_atomically
-from toolkit.distributed.layout import Length
 from toolkit.report.load import read_metrics
-from toolkit.report.terminal import Progress
 from toolkit.train.checkpoint import seal
-from toolkit.train.evaluate import evaluate
+from toolkit.train.evaluate import evaluate, row_lengths
 from toolkit.train.process import peak_host_bytes
-from toolkit.train.run_folder import RunFolder
 from toolkit.train.session import Session
-from toolkit.train.trainer import FixedOrder
 
 
-class StepTokens:
-    """Tokens in every optimizer step, padding not counted, known from the order of rows without touching a device.
+def step_tokens(session: Session) -> Callable[[int, int], int]:
+    """Counts tokens, padding left out, of the steps after a first one up to and including a last one.
 
-    Args:
-        lengths: (num_rows,) tokens of each training row.
-        order: The run's order of rows.
-        global_batch_size: Rows per step.
+    They are known from the order of rows, without touching a device. The lengths of a stream's rows are not: full
+    sequences are assumed.
     """
-
-    def __init__(self, lengths: np.ndarray, order: FixedOrder, global_batch_size: int) -> None:
-        self._lengths, self._order, self._size = lengths, order, global_batch_size
-        self._epochs: dict[int, np.ndarray] = {}
-
-    def between(self, first_step: int, last_step: int) -> int:
-        """Tokens of the steps after `first_step` up to and including `last_step`."""
-        total, position, end = 0, first_step * self._size, last_step * self._size
-        while position < end:
-            epoch, offset = divmod(position, self._order.num_rows)
-            if epoch not in self._epochs:
-                self._epochs = {epoch: self._lengths[self._order.epoch(epoch)]}
-            part = self._epochs[epoch][offset : offset + end - position]
-            total, position = total + int(part.sum()), position + len(part)
-        return total
+    order, layout = session.trainer.order, session.layout
+    if order is None:
+        return lambda first, last: (last - first) * layout.tokens_per_step
+    lengths, size = row_lengths(session.prepared.train), layout.global_batch_size
+    return lambda first, last: sum(int(lengths[rows].sum()) for rows in order.between(first * size, last * size))
 
 
 class Meter(TrainerCallback):
-    """Writes `metrics.jsonl` and feeds the progress line. Only the process that talks to the user has one.
+    """Writes `metrics.jsonl` and feeds the progress line. Only the process that talks to the user has one."""
 
-    Args:
-        folder: The run folder.
-        length: The run's length, for epochs.
-        progress: The terminal.
-        tokens: Tokens of a range of steps, given its ends.
-        planned_step_seconds: What the plan says of a step; the estimate of what is left, until steps are measured.
-        evaluation_steps: The recipe's interval of evaluations, for the same estimate.
-    """
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        length: Length,
-        progress: Progress,
-        tokens: Callable[[int, int], int],
-        planned_step_seconds: float | None = None,
-        evaluation_steps: int | None = None,
-    ) -> None:
-        self._file = folder.path / "metrics.jsonl"
-        self._length, self._progress, self._tokens = length, progress, tokens
+    def __init__(self, session: Session) -> None:
+        guard, every = session.guard, session.recipe.evaluation.every_steps
+        self._file = session.folder.path / "metrics.jsonl"
+        self._length, self._progress, self._tokens = session.length, session.progress, step_tokens(session)
+        self.time_left = TimeLeft(
+            session.length.total_steps,
+            guard.plan.work.step_seconds.value if guard else None,
+            every if session.prepared.eval is not None else None,
+            session.length.save_steps,
+        )
         self._started = self._step_time = self._step_end = time.monotonic()
         self._step = self._total_tokens = 0
         self._paused = 0.0
-        self.time_left = TimeLeft(length.total_steps, planned_step_seconds, evaluation_steps, length.save_steps)
         self.last: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -291,14 +263,7 @@ NEWEST_STEPS = 100
 
 
 class TimeLeft:
-    """How long a training still takes: what the plan said at first, then what its steps have really taken.
-
-    Args:
-        total_steps: Optimizer steps of the whole training.
-        planned_step_seconds: What the plan says of a step, if there is one.
-        evaluation_steps: Evaluates every so many steps, or None.
-        save_steps: Saves every so many steps, or None.
-    """
+    """How long a training still takes: what the plan said at first, then what its steps have really taken."""
 
     def __init__(
         self,

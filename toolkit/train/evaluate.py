@@ -29,17 +29,7 @@ def evaluate(session: Session) -> dict[str, float]:
     batch_size = settings.batch_size or session.layout.micro_batch_size
     metrics = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:
-        metrics |= generated_metrics(
-            session.module,
-            session.prepared.eval,
-            session.tokenizer,
-            batch_size,
-            trainer.accelerator,
-            settings.max_new_tokens,
-            settings.num_beams,
-            session.stop_token_ids,
-            session.dtypes.autocast,
-        )
+        metrics |= generated_metrics(session, batch_size)
     trainer.log(dict(metrics))
     return metrics
 
@@ -165,32 +155,35 @@ def answer(
     return [text.strip() for text in texts]
 
 
+def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: int = 1) -> list[str]:
+    """Answers of the model that is being trained, in the type it computes in; see `answer`."""
+    return answer(
+        session.module,
+        session.tokenizer,
+        prompts,
+        session.recipe.evaluation.max_new_tokens,
+        session.stop_token_ids,
+        session.dtypes.autocast,
+        num_beams=num_beams,
+        device=session.trainer.args.device,
+    )
+
+
 @contextmanager
 def _padding_aware_attention(model: Any) -> Iterator[None]:
     """Generation pads on the left and keeps a cache, which document-boundary backends do not read."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    trained_with = base.config._attn_implementation
+    trained_with = model.config._attn_implementation
     if trained_with not in VARLEN:
         yield
         return
-    base.set_attn_implementation(IMPLEMENTATIONS[with_mask(base.config.to_dict())])
+    model.set_attn_implementation(IMPLEMENTATIONS[with_mask(model.config.to_dict())])
     try:
         yield
     finally:
-        base.set_attn_implementation(trained_with)
+        model.set_attn_implementation(trained_with)
 
 
-def generated_metrics(
-    model: Any,
-    dataset: Any,
-    tokenizer: Any,
-    batch_size: int,
-    accelerator: Any,
-    max_new_tokens: int,
-    num_beams: int,
-    stop_token_ids: frozenset[int],
-    autocast: str | None,
-) -> dict[str, float]:
+def generated_metrics(session: Session, batch_size: int) -> dict[str, float]:
     """Generates a target for every held-out source and compares it with the reference.
 
     Returns:
@@ -198,6 +191,7 @@ def generated_metrics(
     """
     import sacrebleu
 
+    dataset, tokenizer, accelerator = session.prepared.eval, session.tokenizer, session.trainer.accelerator
     world = accelerator.num_processes
     rows = list(range(accelerator.process_index, len(dataset), world))
     pairs: list[tuple[str, str]] = []
@@ -205,11 +199,9 @@ def generated_metrics(
     for start in range(0, math.ceil(len(dataset) / world), batch_size):
         mine = rows[start : start + batch_size]
         examples = [dataset[row] for row in mine or [0]]
-        sources = [example["input_ids"] for example in examples]
-        answers = answer(
-            model, tokenizer, sources, max_new_tokens, stop_token_ids, autocast,
-            num_beams=num_beams, device=accelerator.device,
-        )  # fmt: skip
+        answers = session_answers(
+            session, [example["input_ids"] for example in examples], session.recipe.evaluation.num_beams
+        )
         if not mine:
             continue
         references = tokenizer.batch_decode([example["labels"] for example in examples], skip_special_tokens=True)

@@ -7,7 +7,7 @@ are loaded. A model that has not been traced before costs some seconds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 
 import torch
 
@@ -32,18 +32,18 @@ class PlanGuard:
     """A run and its plan.
 
     Args:
-        loaded: The recipe.
-        source: Its model.
-        hardware: What it runs on.
-        plan: Without advice.
-        statistics: Figures of the prepared data, if it is not a stream.
+        statistics: Figures of the prepared data; None for a stream, or where the data is not known yet.
     """
 
     loaded: Loaded
     source: ModelSource
     hardware: Hardware
-    plan: Plan
     statistics: DataStatistics | None
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Without advice, made when it is first asked for; raises `UnknownSize` where none can be made."""
+        return self._planned(advice=False)
 
     def check(self) -> None:
         """Refuses a run that would not fit.
@@ -52,9 +52,7 @@ class PlanGuard:
             UserError: With the smallest change that fits.
         """
         if self.plan.fit.answer == "no":
-            raise UserError(
-                f"this run would not fit: {fit_text(self.plan)}", f"{self._change(self.hardware)}, or add --force"
-            )
+            raise UserError(f"this run would not fit: {fit_text(self.plan)}", f"{self._change()}, or add --force")
 
     def out_of_memory(self, error: BaseException) -> UserError:
         """What ran out, beside the plan, and the smallest change that would have fitted."""
@@ -66,38 +64,44 @@ class PlanGuard:
         return UserError(
             f"out of memory: {in_a_line(error)}\n  held:    {_held()}\n"
             f"  planned: {bytes_text(self.plan.fit.needed)} of {bytes_text(self.plan.fit.available)}: {planned}",
-            self._change(dataclasses.replace(self.hardware, device=device)),
+            dataclasses.replace(self, hardware=dataclasses.replace(self.hardware, device=device))._change(),
         )
 
-    def _change(self, hardware: Hardware) -> str:
-        """The smallest change with which the run fits on some hardware, as text."""
+    def _change(self) -> str:
+        """The smallest change with which the run fits, as text."""
         # Advice knows the settings that have been traced. These two take the least memory.
         for mode in ("none", "full"):
             values = {"batch.micro_batch_size": 1, "activation_checkpointing.mode": mode}
             least = dataclasses.replace(self.loaded, recipe=self.loaded.recipe.with_values(values))
-            _plan(least, self.source, hardware, self.statistics, advice=False)
-        plan = _plan(self.loaded, self.source, hardware, self.statistics, advice=True)
-        fitting = [each for each in plan.advice if each.changes and each.fits != "no"]
+            dataclasses.replace(self, loaded=least)._planned(advice=False)
+        fitting = [each for each in self._planned(advice=True).advice if each.changes and each.fits != "no"]
         if not fitting:
             return "nothing known fits: lower batch.seq_len, or take a smaller model or larger devices"
         return f"set {change_text(fitting[0].changes)} ({bytes_text(fitting[0].total)} by the plan)"
 
+    def _planned(self, advice: bool) -> Plan:
+        config = model_configs.config_of(self.loaded.recipe.model) or self.source.config.to_dict()
+        plan = estimate(
+            self.loaded.recipe,
+            self.loaded.name,
+            self.hardware,
+            advice=advice,
+            config=config,
+            statistics=self.statistics,
+            tracing="in_process",
+        )
+        return plan.model_copy(update={"chosen": dict(self.loaded.chosen)})
 
-def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: DataStatistics | None) -> PlanGuard:
-    """Plans a run on the processes that were launched. Must come before TrainingArguments, which prepare engines.
 
-    Args:
-        source: The recipe's model.
-        statistics: Figures of the prepared data; None for a stream.
-    """
-    hardware = launched_on(world)
-    return PlanGuard(loaded, source, hardware, _plan(loaded, source, hardware, statistics, advice=False), statistics)
+def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: DataStatistics | None = None) -> PlanGuard:
+    """A run on the processes that were launched. Must come before TrainingArguments, which prepare engines."""
+    return PlanGuard(loaded, source, launched_on(world), statistics)
 
 
 def nvme_bytes(loaded: Loaded, world: World, source: ModelSource) -> int:
     """What a run keeps on the drives of each node; 0 if its model cannot be planned."""
     try:
-        return plan_run(loaded, world, source, statistics=None).plan.disk.nvme
+        return plan_run(loaded, world, source).plan.disk.nvme
     except UnknownSize:
         return 0
 
@@ -120,23 +124,12 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _plan(
-    loaded: Loaded, source: ModelSource, hardware: Hardware, statistics: DataStatistics | None, advice: bool
-) -> Plan:
-    recipe = loaded.recipe
-    config = model_configs.config_of(recipe.model) or source.config.to_dict()
-    plan = estimate(
-        recipe, loaded.name, hardware, advice=advice, config=config, statistics=statistics, tracing="in_process"
-    )
-    return plan.model_copy(update={"chosen": dict(loaded.chosen)})
-
-
 def _held() -> str:
     """What the allocator holds, beside what there is."""
     if not torch.cuda.is_available():
         return f"{bytes_text(peak_host_bytes())} of host memory by this process at its peak"
     free, total = torch.cuda.mem_get_info()
-    figures: Mapping[str, int] = {
+    figures = {
         "allocated": torch.cuda.memory_allocated(),
         "at its peak": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,34 +34,15 @@ from toolkit.recipe import Loaded, Recipe
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
 
-_PACKAGES = [
-    "accelerate-toolkit",
-    "torch",
-    "transformers",
-    "accelerate",
-    "trl",
-    "peft",
-    "deepspeed",
-    "bitsandbytes",
-    "datasets",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "tokenizers",
-    "safetensors",
-    "flash-attn",
-]
-_WITHOUT_EFFECT = (
-    "description",
-    "output",
-    "logging",
-    "checkpoint",
-    "evaluation",
-    "activation_checkpointing",
-    "strategy",
+_PACKAGES = (
+    *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
+    *("datasets", "hydra-core", "omegaconf", "pydantic", "tokenizers", "safetensors", "flash-attn"),
 )
-_WITHOUT_EFFECT_KEYS = ("batch.micro_batch_size", "data.num_proc")
-"""What may change when a run is continued, because it does not move the weights: a smaller micro-batch, for one."""
+_WITHOUT_EFFECT = {
+    *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
+    *("batch.micro_batch_size", "data.num_proc"),
+}
+"""Sections and keys that may change when a run is continued, because they do not move the weights."""
 
 
 @dataclass(frozen=True)
@@ -98,32 +78,53 @@ class RunFolder:
         Raises:
             UserError: If another process is training here.
         """
-        lock = FileLock(self.path / ".lock", timeout=0)
         try:
-            lock.acquire()
+            lock = FileLock(self.path / ".lock", timeout=0).acquire()
         except Timeout:
             raise UserError(
                 f"another process is training in {self.path} right now",
                 "wait for it, or set output.name to a new name",
             ) from None
-        try:
+        with lock:
             yield
-        finally:
-            lock.release()
 
-    def check_unchanged(self, hashes: Mapping[str, str]) -> None:
-        """Refuses to continue a run on other data or another model than it began with.
+    def describe(self, loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str], **values: Any) -> None:
+        """Notes in the manifest how the run was started: command, versions, git commit, hashes, hardware.
+
+        Args:
+            hashes: Of `data` and `model`.
+            values: What else is to be noted.
 
         Raises:
-            UserError: Naming what has changed.
+            UserError: If it continues on other data or another model than it began with; names what has changed.
         """
-        before = self.manifest().hashes
-        for kind in ("data", "model"):
-            if before.get(kind) and before[kind] != hashes[kind]:
-                raise UserError(
-                    f"the {kind} of {self.path} changed since the run began ({before[kind]} then, {hashes[kind]} now)",
-                    "restore it, or start anew: output.name=NEW, or checkpoint.resume=never",
-                )
+        before = self.manifest() if self.resume_from else Manifest()
+        if loaded.recipe.checkpoint.resume == "auto":
+            for kind, after in hashes.items():
+                if (then := before.hashes.get(kind, after)) != after:
+                    raise UserError(
+                        f"the {kind} of {self.path} changed since the run began ({then} then, {after} now)",
+                        "restore it, or start anew: output.name=NEW, or checkpoint.resume=never",
+                    )
+        if before.started:
+            values["continued"] = now()
+        self.update_manifest(
+            name=loaded.name,
+            command=" ".join(["python", shlex.join(sys.argv)]),
+            started=before.started or now(),
+            finished=None,
+            status="running",
+            versions={"python": platform.python_version(), **versions()},
+            git=_git(),
+            hardware=_hardware(),
+            saved_by=checkpoint.writer(loaded.recipe, layout.world_size),
+            chosen=dict(loaded.chosen),
+            taken_over=dict(loaded.taken_over),
+            hashes={"recipe": recipe_hash(loaded.recipe), **hashes},
+            batch=layout,
+            resumed_from=str(self.resume_from) if self.resume_from else None,
+            **values,
+        )
 
     def update_manifest(self, **values: Any) -> None:
         """Merges values, see `Manifest`, into `manifest.json`."""
@@ -136,7 +137,7 @@ class RunFolder:
 
 
 def _has_effect(path: str) -> bool:
-    return path.split(".")[0] not in _WITHOUT_EFFECT and path not in _WITHOUT_EFFECT_KEYS
+    return not {path, path.split(".")[0]} & _WITHOUT_EFFECT
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -196,51 +197,12 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
 
 
-def check_disk(folder: RunFolder, need: int) -> None:
-    """Refuses a run whose checkpoints and final model do not fit on the disk.
-
-    Args:
-        need: Bytes, by the plan.
-
-    Raises:
-        UserError: With the bytes needed and free.
-    """
-    free = shutil.disk_usage(folder.path).free
-    if free < need:
-        raise UserError(
-            f"{folder.path} has {free / 1e9:.2f} GB of disk left; checkpoints and the final model need up to "
-            f"{need / 1e9:.2f} GB",
-            "set output.dir to another disk, or lower checkpoint.save_total_limit",
-        )
-
-
-def describe(loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """What the manifest says of how a run was started: command, versions, git commit, hashes, hardware."""
-    return {
-        "name": loaded.name,
-        "command": " ".join(["python", shlex.join(sys.argv)]),
-        "started": now(),
-        "finished": None,
-        "status": "running",
-        "versions": {"python": platform.python_version(), **versions()},
-        "git": _git(),
-        "hardware": _hardware(),
-        "saved_by": checkpoint.writer(loaded.recipe, layout.world_size),
-        "chosen": dict(loaded.chosen),
-        "taken_over": dict(loaded.taken_over),
-        "hashes": {"recipe": recipe_hash(loaded.recipe), **hashes},
-        "batch": layout,
-    }
-
-
 def versions() -> dict[str, str]:
     """Installed versions of the libraries that decide a run's numbers."""
     installed = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return installed
 
 

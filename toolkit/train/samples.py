@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from toolkit.common import write_json
 from toolkit.data.rows import Sample
-from toolkit.train.evaluate import answer, as_prompt
+from toolkit.train.evaluate import as_prompt, session_answers
 from toolkit.train.session import Session
 
 _log = logging.getLogger("toolkit.train")
@@ -53,15 +53,7 @@ class Samples(TrainerCallback):
         session = self._session
         if not self.rows or not (session.leads or self._together):
             return
-        answers = answer(
-            session.module,
-            session.tokenizer,
-            [row.input_ids for row in self.rows],
-            session.recipe.evaluation.max_new_tokens,
-            session.stop_token_ids,
-            session.dtypes.autocast,
-            device=session.trainer.args.device,
-        )
+        answers = session_answers(session, [row.input_ids for row in self.rows])
         for row, text in zip(self.rows, answers, strict=True):
             setattr(row, when, text)
         if session.leads:

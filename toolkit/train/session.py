@@ -20,16 +20,9 @@ class Session:
     """A training that is ready for its callbacks and its first step.
 
     Args:
-        loaded: The recipe and where its values come from.
-        world: This process among those of the launch.
         source: The model as it was before training.
-        folder: The claimed run folder.
-        layout: How a global batch is divided.
-        length: Steps of the run.
         dtypes: What weights are stored, computed and saved in.
         attention: The attention backend, a key of `attention.IMPLEMENTATIONS`.
-        prepared: Tokenised data.
-        tokenizer: The model's tokenizer.
         stop_token_ids: Ids that end an answer.
         guard: The plan, on the first process; None where none can be made.
         trainer: The Trainer, with the model that is trained.

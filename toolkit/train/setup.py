@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, set_seed
 
-from toolkit.common import write_json
+from toolkit.common import check_disk, write_json
 from toolkit.data.audit import Audit, DataError, check_batch
 from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.distributed.engines import dtypes
-from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
+from toolkit.distributed.layout import BatchLayout, World, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
@@ -32,10 +31,9 @@ from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
 from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
-from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal, StepTokens
-from toolkit.train.evaluate import row_lengths
+from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.plan_guard import PlanGuard, plan_run
-from toolkit.train.run_folder import RunFolder, check_disk, describe, hash_files, now
+from toolkit.train.run_folder import RunFolder, hash_files
 from toolkit.train.samples import Samples
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer, FixedOrder
@@ -57,10 +55,7 @@ def set_up(
 
     Args:
         rendezvous: All processes of the launch, before they have a process group.
-        source: The recipe's model.
-        folder: The claimed run folder.
         swap: Folder for what is offloaded to NVMe.
-        progress: The terminal.
         force: Whether to go on where the plan says that it will not fit.
 
     Raises:
@@ -79,7 +74,7 @@ def set_up(
     prepared = _prepare(recipe, tokenizer, stops, layout, folder if first else None, progress)
 
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
-    guard = _plan(loaded, rendezvous, source, prepared, folder, progress, force) if first else None
+    guard = _plan(loaded, world, source, prepared, folder, progress, force) if first else None
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
@@ -113,7 +108,15 @@ def set_up(
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
 
-    session = Session(
+    if first:
+        folder.describe(
+            loaded,
+            layout,
+            {"data": prepared.fingerprint, "model": hash_files(source.weight_files())},
+            parameters=parameter_counts(trainer.model),
+            total_steps=length.total_steps,
+        )
+    return Session(
         loaded=loaded,
         world=world,
         source=source,
@@ -129,9 +132,6 @@ def set_up(
         trainer=trainer,
         progress=progress,
     )
-    if first:
-        _describe(session)
-    return session
 
 
 def _prepare(
@@ -160,7 +160,7 @@ def _prepare(
 
 def _plan(
     loaded: Loaded,
-    rendezvous: Rendezvous,
+    world: World,
     source: ModelSource,
     prepared: Prepared,
     folder: RunFolder,
@@ -168,16 +168,21 @@ def _plan(
     force: bool,
 ) -> PlanGuard | None:
     """The plan, printed and kept in the run folder, for which the disk must do. No run ends for want of a plan."""
+    guard = plan_run(loaded, world, source, prepared.statistics)
     try:
-        guard = plan_run(loaded, rendezvous.world, source, prepared.statistics)
+        folder.update_manifest(plan=guard.plan)
     except UnknownSize as error:
         progress.message(error.what)
         return None
-    folder.update_manifest(plan=guard.plan)
     progress.message(brief_text(guard.plan).plain)
     if not force:
         guard.check()
-    check_disk(folder, run_folder_bytes(loaded.recipe, guard.plan.disk))
+    check_disk(
+        folder.path,
+        run_folder_bytes(loaded.recipe, guard.plan.disk),
+        "checkpoints and the final model need up to",
+        "set output.dir to another disk, or lower checkpoint.save_total_limit",
+    )
     return guard
 
 
@@ -188,67 +193,17 @@ def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[di
     return Collator(tokenizer.pad_token_id, "flat" if backend in attention.VARLEN else layout)
 
 
-def _describe(session: Session) -> None:
-    """Writes down in the run folder what is trained, unless it is not what the run began with."""
-    folder = session.folder
-    hashes = {"data": session.prepared.fingerprint, "model": hash_files(session.source.weight_files())}
-    description = describe(session.loaded, session.layout, hashes)
-    if folder.resume_from:
-        if session.recipe.checkpoint.resume == "auto":
-            folder.check_unchanged(hashes)
-        if started := folder.manifest().started:
-            description |= {"started": started, "continued": now()}
-    folder.update_manifest(
-        **description,
-        parameters=parameter_counts(session.trainer.model),
-        total_steps=session.length.total_steps,
-        resumed_from=str(folder.resume_from) if folder.resume_from else None,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Callbacks:
     """What happens around the steps of a training and is asked for its results afterwards.
 
-    Args:
-        samples: Answers to the prompts.
-        meter: Metrics; None on processes that do not talk to the user.
-        evaluator: Held-out loss; None without held-out rows.
-        stop: Ctrl-C.
+    The trainer calls them in the order in which it is given them: first what may end the run.
     """
 
-    samples: Samples
-    meter: Meter | None
-    evaluator: Evaluator | None
-    stop: CleanStop
-
-
-def attach_callbacks(session: Session) -> Callbacks:
-    """Gives the trainer its callbacks, in the order in which they are called: first what may end the run."""
-    trainer, recipe, progress = session.trainer, session.recipe, session.progress
-    evaluates = session.prepared.eval is not None
-    samples, meter, evaluator = Samples(session), None, None
-    if session.leads:
-        meter = Meter(
-            session.folder,
-            session.length,
-            progress,
-            _step_tokens(session),
-            session.guard.plan.work.step_seconds.value if session.guard else None,
-            recipe.evaluation.every_steps if evaluates else None,
-        )
-    if evaluates:
-        evaluator = Evaluator(session, meter)
-    stop = CleanStop(trainer.accelerator, progress.message)
-    for callback in (Verify(session), samples, Seal(session), meter, evaluator, stop):
-        if callback is not None:
-            trainer.add_callback(callback)
-    return Callbacks(samples=samples, meter=meter, evaluator=evaluator, stop=stop)
-
-
-def _step_tokens(session: Session) -> Callable[[int, int], int]:
-    order, layout = session.trainer.order, session.layout
-    if order is None:
-        # The lengths of a stream's rows are not known beforehand: full sequences are assumed.
-        return lambda first, last: (last - first) * layout.tokens_per_step
-    return StepTokens(row_lengths(session.prepared.train), order, layout.global_batch_size).between
+    def __init__(self, session: Session) -> None:
+        self.samples = Samples(session)
+        self.meter = Meter(session) if session.leads else None
+        self.evaluator = Evaluator(session, self.meter) if session.prepared.eval is not None else None
+        self.stop = CleanStop(session.trainer.accelerator, session.progress.message)
+        for each in (Verify(session), self.samples, Seal(session), self.meter, self.evaluator, self.stop):
+            if each is not None:
+                session.trainer.add_callback(each)

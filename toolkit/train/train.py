@@ -33,7 +33,7 @@ from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now
 from toolkit.train.save import publish
 from toolkit.train.session import Session
-from toolkit.train.setup import Callbacks, attach_callbacks, set_up
+from toolkit.train.setup import Callbacks, set_up
 
 _log = logging.getLogger("toolkit.train")
 
@@ -80,7 +80,7 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
         source = ModelSource.open(recipe)
         with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
             session = set_up(loaded, rendezvous, source, folder, swap, progress, force)
-            callbacks = attach_callbacks(session)
+            callbacks = Callbacks(session)
             resume_from = folder.resume_from
             session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if callbacks.stop.stopped:
@@ -92,7 +92,7 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
             _failed(folder, error)
         if source and ran_out(error):
             with contextlib.suppress(UnknownSize):
-                raise plan_run(loaded, world, source, statistics=None).out_of_memory(error) from error
+                raise plan_run(loaded, world, source).out_of_memory(error) from error
         raise
 
 

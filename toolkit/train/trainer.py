@@ -6,6 +6,7 @@ of processes, and what an engine needs to be told about weights that a loss read
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,17 +44,22 @@ class FixedOrder(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        left, epoch = self.num_samples, 0
-        while left > 0:
-            rows = self.epoch(epoch)[:left]
+        for rows in self.between(0, self.num_samples):
             yield from rows.tolist()
-            left, epoch = left - len(rows), epoch + 1
 
-    def epoch(self, epoch: int) -> np.ndarray:
-        """(num_rows,) the order of one epoch."""
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+    def between(self, start: int, end: int) -> Iterator[np.ndarray]:
+        """The rows at these positions of the run, in one array for each epoch."""
+        while start < end:
+            epoch, offset = divmod(start, self.num_rows)
+            rows = _epoch_order(self.num_rows, self.seed, epoch, self.shuffle)[offset : offset + end - start]
+            yield rows
+            start += len(rows)
+
+
+# The sampler runs ahead of the steps whose tokens are counted.
+@functools.lru_cache(maxsize=2)
+def _epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows) if shuffle else np.arange(num_rows)
 
 
 def clip_gradients(model: Any, max_norm: float) -> torch.Tensor:
@@ -94,8 +100,7 @@ class _ExactMixin:
         if (args.activation_checkpointing_kwargs or {}).get("selective"):
             # SFTTrainer does this to the adapters' wrapper, which Transformers does not ask, and Seq2SeqTrainer not at
             # all: both would recompute attention too.
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            keep_attention(base)
+            keep_attention(model.get_base_model() if hasattr(model, "get_base_model") else model)
         super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)

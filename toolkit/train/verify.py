@@ -113,7 +113,7 @@ def read(trainer: Any) -> EngineState:
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "optimizer": type(optimizer).__name__,
-        "attention": _attention(model),
+        "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),
         "parameters": _spread(trained + frozen),
         "trained_parameters": sum(_numel(parameter) for parameter in trained),
@@ -256,11 +256,6 @@ def _autocast(accelerator: Any, model: Any) -> str:
     """The type in which the model's forward pass runs, if accelerate has wrapped it."""
     names = {"bf16": "bfloat16", "fp16": "float16"}
     return names.get(accelerator.mixed_precision, "none") if hasattr(model, "_original_forward") else "none"
-
-
-def _attention(model: Any) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return str(base.config._attn_implementation)
 
 
 def _checkpointing(model: Any) -> str:
