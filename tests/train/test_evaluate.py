@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -89,9 +88,8 @@ def test_generation_metrics_score_text_against_references() -> None:
             return torch.tensor([ids] * len(input_ids))
 
     rows = [{"input_ids": [5, 6], "labels": ids if n % 2 else [9, 10, 11]} for n in range(6)]
-    training.trainer.model_wrapped = Parrot()
-    prepared = dataclasses.replace(training.prepared, eval=rows)
-    found = generated_metrics(dataclasses.replace(training, prepared=prepared), 4)
+    training.trainer.model_wrapped, training.trainer.eval_dataset = Parrot(), rows
+    found = generated_metrics(training, 4)
     assert found["eval_exact_match"] == 0.5
     assert 0 < found["eval_chrf"] < 100
 

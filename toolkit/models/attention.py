@@ -10,43 +10,30 @@ from typing import Any
 
 from toolkit.common import UserError
 
-IMPLEMENTATIONS = {
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "flex": "flex_attention",
-    "torch_varlen": "torch_varlen",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "flash_attention_4": "flash_attention_4",
-}
+VARLEN = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Backends that take documents by their boundaries instead of a mask."""
+IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", **{name: name for name in VARLEN}}
 """Recipe name to Transformers' `attn_implementation`."""
 
-VARLEN = frozenset({"torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
-"""Backends that take documents by their boundaries instead of a mask."""
-
-_SOFTCAP = frozenset({"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"})
-_SINKS = frozenset({"eager", "flex", "flash_attention_3"})
-_NO_SDPA = frozenset(
-    {
-        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "fsmt"),
-        *("gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa"),
-        *("granitemoe_swa", "hy_v4", "inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert"),
-        *("mimo_v2_flash", "mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer", "rembert"),
-        *("roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm"),
-    }
-)
+_SOFTCAP = {"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+_SINKS = {"eager", "flex", "flash_attention_3"}
+_NO_SDPA = {
+    *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "fsmt"),
+    *("gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa"),
+    *("granitemoe_swa", "hy_v4", "inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert"),
+    *("mimo_v2_flash", "mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer", "rembert"),
+    *("roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm"),
+}
 """Kinds of models whose Transformers code has no `scaled_dot_product_attention`."""
-_NO_BOUNDARIES = frozenset(
-    {
-        *("bailing_hybrid", "bamba", "bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
-        *("bloom", "blt", "codegen", "cpmant", "falcon", "falcon_h1", "falcon_mamba", "git", "gpt_neo"),
-        *("gpt_neox_japanese", "gptj", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2"),
-        *("marian", "mbart", "megatron-bert", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h", "olmo_hybrid"),
-        *("openai-gpt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert", "roformer", "rwkv"),
-        *("stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
-    }
-)
+_NO_BOUNDARIES = {
+    *("bailing_hybrid", "bamba", "bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small"),
+    *("bloom", "blt", "codegen", "cpmant", "falcon", "falcon_h1", "falcon_mamba", "git", "gpt_neo"),
+    *("gpt_neox_japanese", "gptj", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2"),
+    *("marian", "mbart", "megatron-bert", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h", "olmo_hybrid"),
+    *("openai-gpt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert", "roformer", "rwkv"),
+    *("stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
+}
 """Kinds of decoders whose code has its own attention, or layers without any: none reads where documents begin."""
 _BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "eager")
 """What `auto` tries, in this order."""

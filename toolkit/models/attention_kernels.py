@@ -55,9 +55,6 @@ def repeat_shared_heads(capability: tuple[int, int]) -> None:
     FlashAttention does, in 16 bits and from compute capability 8.0 on. Elsewhere torch would silently compute all
     scores of a layer at once, in memory that grows with the square of the length
     (`check_batch_size_and_num_heads_dense` in ATen/native/transformers/sdp_utils_cpp.h; transformers issue 48633).
-
-    Args:
-        capability: Compute capability of the GPU.
     """
     from transformers.integrations import sdpa_attention
 

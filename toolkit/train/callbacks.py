@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,23 +263,19 @@ NEWEST_STEPS = 100
 """So many steps are looked back at."""
 
 
+@dataclass
 class TimeLeft:
     """How long a training still takes: what the plan said at first, then what its steps have really taken."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        planned_step_seconds: float | None = None,
-        evaluation_steps: int | None = None,
-        save_steps: int | None = None,
-    ) -> None:
-        self._total, self._planned = total_steps, planned_step_seconds
-        self._every = {"evaluation": evaluation_steps, "save": save_steps}
-        self._pauses: dict[str, float] = {}
-        self._warm_up: float | None = None
-        # Of the newest steps only, so that the estimate follows a machine that becomes slower.
-        self._steps: deque[float] = deque(maxlen=NEWEST_STEPS)
-        self._seen = 0
+    total_steps: int
+    planned_step_seconds: float | None = None
+    evaluation_steps: int | None = None
+    save_steps: int | None = None
+    _pauses: dict[str, float] = field(default_factory=dict)
+    _warm_up: float | None = None
+    # Of the newest steps only, so that the estimate follows a machine that becomes slower.
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST_STEPS))
+    _seen: int = 0
 
     def steps(self, count: int, seconds: float) -> None:
         """Notes that `count` steps took `seconds`, pauses not counted."""
@@ -301,16 +298,16 @@ class TimeLeft:
     @property
     def step_seconds(self) -> float | None:
         """Seconds of a step: the plan's until enough have been measured."""
-        if self._planned is None:
+        if self.planned_step_seconds is None:
             return self.measured or self._warm_up
-        return self.measured if len(self._steps) >= ENOUGH_STEPS else self._planned
+        return self.measured if len(self._steps) >= ENOUGH_STEPS else self.planned_step_seconds
 
     def after(self, step: int) -> float | None:
         """Seconds from the end of a step to the end of training, with the evaluations and checkpoints to come."""
         if self.step_seconds is None:
             return None
-        seconds = (self._total - step) * self.step_seconds
-        for what, every in self._every.items():
+        seconds = (self.total_steps - step) * self.step_seconds
+        for what, every in (("evaluation", self.evaluation_steps), ("save", self.save_steps)):
             if every and what in self._pauses:
-                seconds += (self._total // every - step // every) * self._pauses[what]
+                seconds += (self.total_steps // every - step // every) * self._pauses[what]
         return seconds

@@ -34,9 +34,7 @@ def evaluate(session: Session) -> dict[str, float]:
     return metrics
 
 
-def held_out_loss(
-    trainer: Any, batch_size: int, on_batch: Callable[[int, int], None] = lambda batch, total: None
-) -> dict[str, float]:
+def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> dict[str, float]:
     """Mean loss over all trained tokens of a trainer's held-out rows, and its perplexity.
 
     No logits are kept between batches. Rows are dealt to the processes in turn, so nothing is counted twice; every
@@ -124,8 +122,6 @@ def answer(
         sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
         device: Where the model computes, if that is not where its parameters are.
     """
-    if not prompts:
-        return []
     encoder_decoder = bool(model.config.is_encoder_decoder)
     device = device or model.device
     # Decoders continue at the right edge, so they are padded on the left.
@@ -191,7 +187,8 @@ def generated_metrics(session: Session, batch_size: int) -> dict[str, float]:
     """
     import sacrebleu
 
-    dataset, tokenizer, accelerator = session.prepared.eval, session.tokenizer, session.trainer.accelerator
+    trainer, tokenizer = session.trainer, session.tokenizer
+    dataset, accelerator = trainer.eval_dataset, trainer.accelerator
     world = accelerator.num_processes
     rows = list(range(accelerator.process_index, len(dataset), world))
     pairs: list[tuple[str, str]] = []

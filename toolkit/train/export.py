@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,14 @@ def chat(
     audit = Audit.model_validate_json((run / "audit.json").read_bytes())
     torch.manual_seed(seed)
 
-    def say(prompt: str) -> None:
+    for prompt in prompts or _typed(run.name):
         ids = as_prompt(tokenizer, prompt, audit, stops)
         print(answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)[0], flush=True)
 
-    if prompts:
-        for prompt in prompts:
-            say(prompt)
-        return
-    print(f"{run.name}: write a prompt and press Enter; Ctrl-D ends")
+
+def _typed(name: str) -> Iterator[str]:
+    """What the user types, line by line, until end of input."""
+    print(f"{name}: write a prompt and press Enter; Ctrl-D ends")
     while True:
         try:
             prompt = input("> ")
@@ -84,7 +83,7 @@ def chat(
             print()
             return
         if prompt.strip():
-            say(prompt)
+            yield prompt
 
 
 def merge(run: Path, output: Path) -> str:

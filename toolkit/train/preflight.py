@@ -12,10 +12,10 @@ import importlib.util
 import json
 import logging
 import platform
-import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,6 @@ _PROBE_BYTES = 2**20
 def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
     """Compares versions, recipe, devices, clocks and disks of all processes, before anything slow begins.
 
-    Args:
-        folder: The run folder.
-
     Returns:
         What does not stop training but should be known.
 
@@ -54,15 +51,21 @@ def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
     if rendezvous.alone:
         return []
     world = rendezvous.world
-    with _marker(folder) if world.rank == 0 else contextlib.nullcontext("") as marker:
+    # What only the first process reads may differ.
+    values = recipe.model_dump(mode="json", exclude={"description", "output"})
+    settings = {key: json.dumps(value, sort_keys=True) for key, value in flat(values)}
+    # By this file beside the run folder other nodes recognise it.
+    with _probe(folder.parent) if world.rank == 0 else contextlib.nullcontext() as marker:
         before = time.time()
-        first = rendezvous.exchange("clock", None, lambda _: {"marker": marker, "time": time.time()})
+        first = rendezvous.exchange(
+            "clock", None, lambda _: {"marker": marker and Path(marker.name).name, "time": time.time()}
+        )
         state = {
-            "same": {"number of processes": world.world_size, **_versions(), **_settings(recipe)},
+            "same": {"number of processes": world.world_size, **_versions(), **settings},
             "alike": _hardware(world),
             # The first clock was read between the two moments.
             "skew": max(0.0, before - first["time"], first["time"] - time.time()),
-            "places": _places(Path(first["marker"])) if world.local_rank == 0 else {},
+            "places": _places(folder.parent / first["marker"]) if world.local_rank == 0 else {},
         }
         saves = bool(recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs)
         warnings: list[str] = rendezvous.exchange("state", state, lambda states: _judge(states, saves, rendezvous.name))
@@ -75,7 +78,6 @@ def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     What follows must be starting the process group and `all_reduce`.
 
     Args:
-        source: The recipe's model.
         data: Fingerprint of the prepared data.
 
     Raises:
@@ -168,12 +170,6 @@ def _versions() -> dict[str, str]:
     return environment
 
 
-def _settings(recipe: Recipe) -> dict[str, str]:
-    """Every key of the recipe that more than the first process reads."""
-    values = recipe.model_dump(mode="json", exclude={"description", "output"})
-    return {key: json.dumps(value, sort_keys=True) for key, value in flat(values)}
-
-
 def _hardware(world: World) -> dict[str, str]:
     """What may differ between devices that train together: the slowest decides the speed."""
     if not torch.cuda.is_available():
@@ -185,17 +181,6 @@ def _hardware(world: World) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _marker(folder: Path) -> Iterator[str]:
-    """A file beside the run folder by which other nodes recognise it."""
-    marker = folder.parent / f".preflight-{secrets.token_hex(8)}"
-    marker.touch()
-    try:
-        yield str(marker)
-    finally:
-        marker.unlink(missing_ok=True)
-
-
 def _places(marker: Path) -> dict[str, Any]:
     """The folders a node writes to, tried. None for an output folder that is not the first process's."""
     # Network file systems may show a new file to other nodes only after a moment.
@@ -205,15 +190,16 @@ def _places(marker: Path) -> dict[str, Any]:
     return {"output.dir": _try(marker.parent) if seen else None, "TOOLKIT_CACHE": _try(cache_dir())}
 
 
+def _probe(folder: Path) -> Any:
+    return tempfile.NamedTemporaryFile(prefix=".preflight-", dir=folder)
+
+
 def _try(folder: Path) -> dict[str, Any]:
-    probe = folder / f".preflight-{secrets.token_hex(8)}"
     error = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(bytes(_PROBE_BYTES))
-        finally:
-            probe.unlink(missing_ok=True)
+        with _probe(folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
     except OSError as problem:
         error = problem.strerror or str(problem)
     free = 0 if error else shutil.disk_usage(folder).free

@@ -18,7 +18,7 @@ _log = logging.getLogger("toolkit.train")
 
 
 class Samples(TrainerCallback):
-    """Answers the prompts before the first step, and when asked to `finish`.
+    """Answers the prompts before the first step, and after training when it is asked to.
 
     The first process answers. Where parameters are sharded a forward pass needs all processes: then each gives the same
     answers. Those before training are read back when a run is continued.
@@ -43,13 +43,10 @@ class Samples(TrainerCallback):
             self.rows = box[0]
         if any(row.before is None for row in self.rows):
             _log.info("Answering %d prompts before training", len(self.rows))
-            self._answer("before")
+            self.answer("before")
 
-    def finish(self) -> None:
-        """Answers again, with the trained model."""
-        self._answer("after")
-
-    def _answer(self, when: str) -> None:
+    def answer(self, when: str) -> None:
+        """Notes the model's answers as those `before` or `after` training."""
         session = self._session
         if not self.rows or not (session.leads or self._together):
             return

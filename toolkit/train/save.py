@@ -28,7 +28,8 @@ def publish(trainer: Any, folder: Path, dtypes: Dtypes) -> None:
             # The masters have done their work. In place, so that what is evaluated is what was saved.
             cast_parameters(model.parameters(), dtypes.export)
             state = model.state_dict()
-        state = {name: _cast(value, dtypes.export) for name, value in state.items()}
+        dtype = getattr(torch, dtypes.export)
+        state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
     if trainer.accelerator.is_main_process:
         model.save_pretrained(folder, state_dict=state)
         if not adapter:
@@ -67,7 +68,3 @@ def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
-
-
-def _cast(value: torch.Tensor, dtype: str) -> torch.Tensor:
-    return value.to(getattr(torch, dtype)) if value.is_floating_point() else value

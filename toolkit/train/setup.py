@@ -19,7 +19,7 @@ from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.distributed.engines import dtypes
-from toolkit.distributed.layout import BatchLayout, World, batch_layout, run_length
+from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
@@ -71,10 +71,10 @@ def set_up(
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
-    prepared = _prepare(recipe, tokenizer, stops, layout, folder if first else None, progress)
+    prepared = _prepare(recipe, tokenizer, stops, folder if first else None, progress)
 
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
-    guard = _plan(loaded, world, source, prepared, folder, progress, force) if first else None
+    guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
@@ -101,10 +101,8 @@ def set_up(
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
     if not recipe.data.streaming:
-        rows = len(prepared.train)
-        trainer.order = FixedOrder(
-            rows, length.total_steps * layout.global_batch_size, recipe.seed, recipe.data.shuffle
-        )
+        draws = length.total_steps * layout.global_batch_size
+        trainer.order = FixedOrder(len(prepared.train), draws, recipe.seed, recipe.data.shuffle)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
 
@@ -135,12 +133,7 @@ def set_up(
 
 
 def _prepare(
-    recipe: Recipe,
-    tokenizer: Any,
-    stops: frozenset[int],
-    layout: BatchLayout,
-    folder: RunFolder | None,
-    progress: Progress,
+    recipe: Recipe, tokenizer: Any, stops: frozenset[int], folder: RunFolder | None, progress: Progress
 ) -> Prepared:
     """Tokenised data; its audit is printed and saved, also when it ends the run."""
 
@@ -154,21 +147,12 @@ def _prepare(
     except DataError as error:
         show(error.audit)
         raise
-    show(check_batch(prepared.audit, layout.global_batch_size))
+    show(check_batch(prepared.audit, recipe.batch.sequences_per_step))
     return prepared
 
 
-def _plan(
-    loaded: Loaded,
-    world: World,
-    source: ModelSource,
-    prepared: Prepared,
-    folder: RunFolder,
-    progress: Progress,
-    force: bool,
-) -> PlanGuard | None:
+def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: bool) -> PlanGuard | None:
     """The plan, printed and kept in the run folder, for which the disk must do. No run ends for want of a plan."""
-    guard = plan_run(loaded, world, source, prepared.statistics)
     try:
         folder.update_manifest(plan=guard.plan)
     except UnknownSize as error:
@@ -179,7 +163,7 @@ def _plan(
         guard.check()
     check_disk(
         folder.path,
-        run_folder_bytes(loaded.recipe, guard.plan.disk),
+        run_folder_bytes(guard.loaded.recipe, guard.plan.disk),
         "checkpoints and the final model need up to",
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )

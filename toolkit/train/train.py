@@ -128,13 +128,13 @@ def finish(session: Session, callbacks: Callbacks) -> None:
         folder.update_manifest(status="finished", finished=now(), train_seconds=round(meter.seconds(), 1))
     if callbacks.evaluator:
         callbacks.evaluator.finish(session.trainer.state.global_step)
-    callbacks.samples.finish()
+    callbacks.samples.answer("after")
     if not meter:
         return
     seconds = round(meter.seconds(), 1)
-    folder.update_manifest(finished=now(), train_seconds=seconds, peak_memory_bytes=peak_host_bytes())
     plan = session.guard.plan if session.guard else None
-    folder.update_manifest(measured=measured(plan, meter.time_left.measured, seconds, meter.last.get("tokens", 0)))
+    figures = measured(plan, meter.time_left.measured, seconds, meter.last.get("tokens", 0))
+    folder.update_manifest(finished=now(), train_seconds=seconds, peak_memory_bytes=peak_host_bytes(), measured=figures)
     write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
     report = write_report(folder.path)
     _print_results(session, callbacks, seconds, report)
@@ -149,16 +149,11 @@ def _save_final(session: Session) -> None:
         session.source.restore_config(session.module)
     publish(trainer, session.folder.final, session.dtypes)
     if session.leads and recipe.method.name == "lora":
-        _name_base(session.folder.final / "adapter_config.json", recipe.model.path)
-
-
-def _name_base(file: Path, path: str) -> None:
-    """Says which model an adapter belongs to as the recipe does, not by where this machine keeps it.
-
-    Only in the saved file: while saving, PEFT would look the name up on the hub.
-    """
-    config = json.loads(file.read_text(encoding="utf-8"))
-    write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
+        # Names the base as the recipe does, not by where this machine keeps it. Only in the file: while saving, PEFT
+        # would look the name up on the hub.
+        file, path = session.folder.final / "adapter_config.json", recipe.model.path
+        config = json.loads(file.read_text(encoding="utf-8"))
+        write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
 
 
 def _print_results(session: Session, callbacks: Callbacks, seconds: float, report: Path) -> None:

@@ -31,9 +31,7 @@ class FixedOrder(Sampler[int]):
     is whole and no row is dropped.
 
     Args:
-        num_rows: Rows of the data set.
         num_samples: Rows to draw in all: optimizer steps times global batch size.
-        seed: Seed of the permutations.
         shuffle: False keeps the rows' own order.
     """
 

@@ -42,20 +42,16 @@ class Verify(TrainerCallback):
             self._check()
 
     def _check(self) -> None:
-        state = read(self._session.trainer)
-        verify(_expected(self._session), state)
-        if self._session.leads:
-            self._session.folder.update_manifest(effective=state)
-
-
-def _expected(session: Session) -> EngineState:
-    recipe = session.recipe
-    kind, _ = session.trainer.optimizer_cls_and_kwargs
-    expected = expected_state(recipe, session.layout, kind.__name__, attention.IMPLEMENTATIONS[session.attention])
-    if recipe.strategy.name == "fsdp":
-        mesh = fsdp_mesh(recipe, session.world)
-        expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
-    return expected
+        session = self._session
+        recipe, (kind, _) = session.recipe, session.trainer.optimizer_cls_and_kwargs
+        expected = expected_state(recipe, session.layout, kind.__name__, attention.IMPLEMENTATIONS[session.attention])
+        if recipe.strategy.name == "fsdp":
+            mesh = fsdp_mesh(recipe, session.world)
+            expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+        state = read(session.trainer)
+        verify(expected, state)
+        if session.leads:
+            session.folder.update_manifest(effective=state)
 
 
 def verify(expected: EngineState, state: EngineState) -> None:
