@@ -63,9 +63,18 @@ def estimated(setting: Setting, note: str) -> Trace:
     activations = Amount((0.0, float(kept if recomputes else between), 0.0), (0.0, float(stays), 0.0))
     logits = Amount((0.0, float(12 * hidden), 0.0))
     matrices = often * (wide + narrow) * hidden * 2 + 3 * inner * hidden * active
-    forward = _pass(2.0 * matrices, often * 4.0 * wide, 6.0 * kept, vocab * hidden * 2.0)
     times = 2.0 if setting.method["name"] == "full" else 1.0
     again = 1.0 if recomputes else 0.0
+    matmul, attention, moved = 2.0 * matrices, often * 4.0 * wide, 6.0 * kept
+
+    def work(passes: float) -> Pass:
+        return Pass(
+            matmul=Amount((0.0, passes * 2.0 * vocab * hidden), (0.0, passes * matmul)),
+            attention=Amount((), (0.0, 0.0, passes * attention)),
+            moved=Amount((), (0.0, passes * moved)),
+            launches=Amount((passes * 50.0,), (passes * 50.0,)),
+        )
+
     trained = sum(each.numel * each.count * _BYTES[setting.local] for each in tensors if each.trained)
     gradients = Amount((float(trained), 0.0, 0.0))
     per_layer = sum(each.numel * each.count for each in tensors if each.place == "layer") // layers
@@ -81,10 +90,10 @@ def estimated(setting: Setting, note: str) -> Trace:
             Moment("evaluation", "last_layer", False, Amount((0.0, float(kept), 0.0)), _NOTHING, logits, _NOTHING),
         ),
         passes={
-            "forward": forward,
-            "backward": _scaled(forward, times + again),
-            "recompute": _scaled(forward, again),
-            "evaluation": forward,
+            "forward": work(1),
+            "backward": work(times + again),
+            "recompute": work(again),
+            "evaluation": work(1),
         },
         boundary=Amount((0.0, float(between), 0.0)),
         buffers=0,
@@ -126,20 +135,3 @@ def _tensors(
                 Tensors("layer", (rows, rank), count, True, "adapter"),
             ]
     return tuple(tensors)
-
-
-def _pass(matmul: float, attention: float, moved: float, head: float) -> Pass:
-    """Per token: FLOPs in a layer's matrices, bytes moved in a layer, FLOPs of the head; attention per pair."""
-    return Pass(
-        matmul=Amount((0.0, head, 0.0), (0.0, matmul, 0.0)),
-        attention=Amount((0.0, 0.0, 0.0), (0.0, 0.0, attention)),
-        moved=Amount((0.0, 0.0, 0.0), (0.0, moved, 0.0)),
-        launches=Amount((50.0, 0.0, 0.0), (50.0, 0.0, 0.0)),
-    )
-
-
-def _scaled(each: Pass, times: float) -> Pass:
-    def scale(amount: Amount) -> Amount:
-        return Amount(tuple(times * each for each in amount.fixed), tuple(times * each for each in amount.per_layer))
-
-    return Pass(scale(each.matmul), scale(each.attention), scale(each.moved), scale(each.launches))

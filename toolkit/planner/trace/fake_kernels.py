@@ -10,12 +10,14 @@ import functools
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
 from peft.tuners.lora import dora
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
@@ -30,17 +32,6 @@ FLASH = "traced_varlen"
 
 _NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
 
-# TRL's selective checkpointing keeps the outputs of operations with `flash_attn` in their name.
-_LIBRARY = torch.library.Library("toolkit_tracing", "DEF")
-_LIBRARY.define("flash_attn(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "flash_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("grouped_mm(Tensor a, Tensor b) -> Tensor")
-_LIBRARY.define("grouped_mm_sums(Tensor a, Tensor grad, Tensor b) -> Tensor")
-_LIBRARY.define("add_product_(Tensor(a!) acc, Tensor a, Tensor b) -> ()")
-_LIBRARY.define("in_place_(Tensor(a!) tile) -> ()")
-
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The kernels lay out their result as they find the queries, mostly positions before heads, which makes joining the
@@ -49,26 +40,22 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[-1]))
-
-
-for _name, _function in {
-    "grouped_mm": _grouped,
-    "grouped_mm_sums": lambda a, grad, b: b.new_empty(b.shape),
-    "flash_attn": _flash,
-    "flash_attn_backward": _flash_backward,
-    "add_product_": lambda acc, a, b: None,
-    "in_place_": lambda tile: None,
+# TRL's selective checkpointing keeps the outputs of operations with `flash_attn` in their name.
+_LIBRARY = torch.library.Library("toolkit_tracing", "DEF")
+for _schema, _function in {
+    "flash_attn(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)": _flash,
+    "flash_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse) -> (Tensor, Tensor, Tensor)": (
+        lambda grad, q, k, v, lse: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    ),
+    "grouped_mm(Tensor a, Tensor b) -> Tensor": lambda a, b: a.new_empty((a.shape[0], b.shape[-1])),
+    "grouped_mm_sums(Tensor a, Tensor grad, Tensor b) -> Tensor": lambda a, grad, b: b.new_empty(b.shape),
+    "add_product_(Tensor(a!) acc, Tensor a, Tensor b) -> ()": lambda acc, a, b: None,
+    "in_place_(Tensor(a!) tile) -> ()": lambda tile: None,
 }.items():
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
 _OPS = torch.ops.toolkit_tracing
+flop_registry[_OPS.add_product_] = flop_registry[torch.ops.aten.addmm]
 
 
 def _attention_flops(q: Any, k: Any, v: Any) -> int:
@@ -86,11 +73,6 @@ def _forward_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
 def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
     """Two products for each of the forward pass; that the kernel forms Q K^T once more is its own affair."""
     return 2 * _attention_flops(q, k, v)
-
-
-@register_flop_formula(_OPS.add_product_)
-def _product_flops(acc: Any, a: Any, b: Any, **kwargs: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]
 
 
 @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
@@ -172,23 +154,31 @@ def implementation(setting: Setting) -> str:
 @contextlib.contextmanager
 def installed(setting: Setting) -> Iterator[None]:
     """Puts the stand-ins in place while a model is traced."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(torch.nn.functional, grouped_mm=lambda a, b, **kwargs: _Grouped.apply(a, b)))
-        if setting.method.get("use_dora"):
-            dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
-            stack.enter_context(_replaced(dora, dequantize_module_weight=dequantized))
-        if setting.layout == "padded" and not setting.masked:
-            stack.enter_context(_replaced(masking_utils, find_packed_sequence_indices=_one_document))
-        if setting.objective == "seq2seq":
-            stack.enter_context(_replaced(masking_utils, _ignore_causal_mask_sdpa=_without_padding))
-        if setting.device == "cuda":
+    functional = torch.nn.functional
+    replaced: list[tuple[Any, dict[str, Any]]] = [
+        (functional, {"grouped_mm": lambda a, b, **kwargs: _Grouped.apply(a, b)})
+    ]
+    if setting.method.get("use_dora"):
+        dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
+        replaced.append((dora, {"dequantize_module_weight": dequantized}))
+    if setting.layout == "padded" and not setting.masked:
+        replaced.append((masking_utils, {"find_packed_sequence_indices": _one_document}))
+    if setting.objective == "seq2seq":
+        replaced.append((masking_utils, {"_ignore_causal_mask_sdpa": _without_padding}))
+    if setting.device == "cuda":
+        replaced += [
             # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
-            tile = {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}
-            stack.enter_context(_replaced(chunked_logprob, **tile))
-            stack.enter_context(_replaced(modeling_utils, save_on_cpu=_SaveOnHost))
-            functions = {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}
-            stack.enter_context(_replaced(torch.nn.functional, **functions))
-            stack.enter_context(_cuda_autocast())
+            (chunked_logprob, {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}),
+            (modeling_utils, {"save_on_cpu": _SaveOnHost}),
+            (functional, {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}),
+        ]
+        # Autocast as CUDA does it. A mode of torch would not be active where the backward pass computes a layer a
+        # second time.
+        for owner in (torch, torch.Tensor, functional):
+            replaced.append((owner, {name: _in_fp32(getattr(owner, name)) for name in _FP32 if hasattr(owner, name)}))
+    with contextlib.ExitStack() as stack:
+        for owner, functions in replaced:
+            stack.enter_context(patch.multiple(owner, **functions))
         yield
 
 
@@ -230,19 +220,6 @@ def _tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     _OPS.in_place_(tile)
 
 
-@contextlib.contextmanager
-def _replaced(module: Any, **functions: Any) -> Iterator[None]:
-    """Gives names of a module another meaning for a while."""
-    kept = {name: getattr(module, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(module, name, function)
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(module, name, function)
-
-
 class _SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
     """`save_on_cpu`, where everything is on a CPU: what is kept on the host takes no room on the device."""
 
@@ -265,17 +242,6 @@ _FP32_INSIDE = ("sum", "prod", "cumsum")
 Softmax, which is there too, makes one of bf16."""
 
 
-@contextlib.contextmanager
-def _cuda_autocast() -> Iterator[None]:
-    """Autocast as CUDA does it. The functions themselves are replaced: a mode of torch would not be active where the
-    backward pass computes a layer a second time."""
-    with contextlib.ExitStack() as stack:
-        for owner in (torch, torch.Tensor, torch.nn.functional):
-            names = {name: _in_fp32(getattr(owner, name)) for name in _FP32 if hasattr(owner, name)}
-            stack.enter_context(_replaced(owner, **names))
-        yield
-
-
 def _in_fp32(function: Any) -> Any:
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -283,8 +249,7 @@ def _in_fp32(function: Any) -> Any:
             low = isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
             return function(*args, **({"dtype": torch.float32} | kwargs if low else kwargs))
         if torch.is_autocast_enabled("cpu"):
-            args = tuple(_fp32(each) for each in args)
-            kwargs = {key: _fp32(value) for key, value in kwargs.items()}
+            args, kwargs = tree_map(_fp32, (args, kwargs))
         return function(*args, **kwargs)
 
     return cast

@@ -23,7 +23,6 @@ from toolkit.planner.trace.types import CHUNK, Amount, Moment, Pass, Setting, Sh
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
 _CHUNKS, _GRADIENTS = CATEGORIES.index("chunks"), CATEGORIES.index("gradients")
-_KINDS = ("matmul", "attention", "moved", "launches")
 # Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
 _SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
 
@@ -43,11 +42,11 @@ def trace(setting: Setting) -> Trace:
         layers = depth_of(config)
         once, period = pattern(inventory.layers, setting.every_n_layers)
         small, large = depths(layers, once, period)
-        runs = {}
+        runs = []
         for depth in (small, large):
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             shallow = build(setting, depth, fake)
-            runs[depth] = [run(shallow, setting, fake, *shape, period, deadline) for shape in shapes]
+            runs.append([run(shallow, setting, fake, *shape, period, deadline) for shape in shapes])
     fit = _Fit(shapes, small, large)
     tensors, layer_elements, buffers = _inventory(inventory, setting)
     return Trace(
@@ -55,7 +54,7 @@ def trace(setting: Setting) -> Trace:
         tensors=tensors,
         moments=tuple(_moments(runs, fit, layers)),
         passes=_passes(runs, fit, setting.objective == "seq2seq"),
-        boundary=fit.amount([[[float(micro.boundary)] for micro in runs[depth]] for depth in (small, large)])[0],
+        boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         layer_elements=layer_elements,
     )
@@ -104,12 +103,12 @@ def _as_amount(fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
     return Amount(clean(fixed), clean(per_layer))
 
 
-def _moments(runs: dict[int, list[Micro]], fit: _Fit, layers: int) -> Iterable[Moment]:
+def _moments(runs: list[list[Micro]], fit: _Fit, layers: int) -> Iterable[Moment]:
     """For every pass and place the operations at which some shape has its peak."""
     moments: dict[Any, Moment] = {}
-    for name in next(iter(runs.values()))[0].timelines:
+    for name in runs[0][0].timelines:
         phase = name.removesuffix("+")
-        timelines = [[micro.timelines[name] for micro in runs[depth]] for depth in runs]
+        timelines = [[micro.timelines[name] for micro in row] for row in runs]
         for place in ("embeddings", "first_layer", "last_layer", "head"):
             parts = _same_depth([[_at(timeline, place) for timeline in row] for row in timelines])
             if any(len(part) == 0 for row in parts for part in row):
@@ -198,28 +197,18 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
             yield moment
 
 
-def _passes(runs: dict[int, list[Micro]], fit: _Fit, encoder_decoder: bool) -> dict[str, Pass]:
-    passes = {}
-    for name, timeline_name, field in (
-        ("forward", "forward", "work"),
-        ("backward", "backward", "work"),
-        ("recompute", "backward", "recomputed"),
-        ("evaluation", "evaluation", "work"),
-    ):
-        values = [
-            [[getattr(micro.timelines[timeline_name], field)[kind] for kind in _KINDS] for micro in runs[depth]]
-            for depth in runs
-        ]
-        passes[name] = Pass(*fit.amount(values))
-    return passes if encoder_decoder else _with_logits_again(passes)
+def _passes(runs: list[list[Micro]], fit: _Fit, encoder_decoder: bool) -> dict[str, Pass]:
+    def fitted(name: str, kind: str = "work") -> Pass:
+        return Pass(*fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs]))
 
-
-def _with_logits_again(passes: dict[str, Pass]) -> dict[str, Pass]:
-    """The fused loss keeps no logits: its backward pass forms them once more, which is all that is outside the layers.
-    No layer is entered for it, so it is not seen as recomputation."""
-    again = passes["recompute"]
-    matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)
-    return passes | {"recompute": dataclasses.replace(again, matmul=matmul)}
+    passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
+    again = fitted("backward", "recomputed")
+    if not encoder_decoder:
+        # The fused loss keeps no logits: its backward pass forms them once more, which is all that is outside the
+        # layers. No layer is entered for it, so it is not seen as recomputation.
+        matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)
+        again = dataclasses.replace(again, matmul=matmul)
+    return passes | {"recompute": again}
 
 
 def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tuple[int, ...], int]:

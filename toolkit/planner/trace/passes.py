@@ -59,7 +59,7 @@ def run(
         chunked = batch * length > CHUNK
         tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
         timelines: dict[str, Timeline] = {}
-        with _watched(shallow, tracker, period) as boundary, tracker:
+        with _watched(shallow, tracker, period), tracker:
             for suffix in ("", "+"):
                 timelines[f"forward{suffix}"] = tracker.begin()
                 tracker.place = "embeddings"
@@ -74,11 +74,11 @@ def run(
             timelines["evaluation"] = tracker.begin()
             tracker.place = "embeddings"
             with torch.no_grad():
-                _evaluate(shallow, setting, inputs)
+                _nll(shallow, setting, inputs)
             model.train()
         for parameter in model.parameters():
             parameter.grad = None
-    return Micro(timelines, boundary[0])
+    return Micro(timelines, tracker.boundary)
 
 
 def _prepare(shallow: Shallow, setting: Setting) -> None:
@@ -128,44 +128,36 @@ def _inputs(setting: Setting, batch: int, length: int) -> dict[str, Any]:
 
 def _loss(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> torch.Tensor:
     """The loss as the toolkit's trainers form it."""
+    total, count, auxiliary = _nll(shallow, setting, inputs)
     if setting.objective == "seq2seq":
-        total, count = _nll(shallow, inputs)
         return total / count
-    outputs = shallow.model(**{**inputs, "use_cache": False}, fused_lm_head=True)
-    loss = (-outputs.log_probs).sum() / torch.as_tensor(outputs.label_mask.sum()).clamp(min=1)
-    if getattr(outputs, "aux_loss", None) is not None:
-        loss = loss + 0.001 * outputs.aux_loss
-    return loss
+    loss = total / count.clamp(min=1)
+    return loss if auxiliary is None else loss + 0.001 * auxiliary
 
 
-def _evaluate(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> None:
+def _nll(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Sum over the tokens, their number, and a mixture of experts' own loss."""
     if setting.objective == "seq2seq":
-        _nll(shallow, inputs)
-    else:
-        outputs = shallow.model(**{**inputs, "use_cache": False}, fused_lm_head=True)
-        (-outputs.log_probs).sum(), outputs.label_mask.sum()
-
-
-def _nll(shallow: Shallow, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    labels = inputs["labels"]
-    logits = shallow.model(**inputs, use_cache=False).logits
-    total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    return total, labels.ne(-100).sum()
+        labels = inputs["labels"]
+        logits = shallow.model(**inputs, use_cache=False).logits
+        total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, labels.ne(-100).sum(), None
+    outputs = shallow.model(**inputs, use_cache=False, fused_lm_head=True)
+    return (-outputs.log_probs).sum(), outputs.label_mask.sum(), getattr(outputs, "aux_loss", None)
 
 
 @contextlib.contextmanager
-def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[list[int]]:
+def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[None]:
     """Tells the tracker where the pass is, and which gradients are done."""
     handles: list[Any] = []
     last = len(shallow.layers) - 1
-    boundary = [0]
 
     def enter(index: int) -> str:
         return "first_layer" if index < period else "last_layer" if index > last - period else "layer"
 
     def before(index: int, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        boundary[0] = hidden.numel() * hidden.element_size()
+        tracker.boundary = hidden.nbytes
         tracker.place = enter(index)
         if hidden.requires_grad and index == 0:
             hidden.register_hook(lambda grad: setattr(tracker, "place", "embeddings"))
@@ -189,7 +181,7 @@ def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[list[i
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(made))
     try:
-        yield boundary
+        yield
     finally:
         for handle in handles:
             handle.remove()

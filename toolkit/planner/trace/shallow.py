@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
@@ -169,8 +170,6 @@ def _shorten(config: Any, depth: int) -> None:
 
 
 def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
-    from transformers.quantizers import AutoHfQuantizer
-
     wanted = quantization_config(recipe, types)
     if wanted is None:
         return
@@ -188,11 +187,10 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     inside = model if model.config.is_encoder_decoder else model.get_decoder()
     marked: list[Any] = [each for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
     repeated = [each for each in marked if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
-    # In an encoder-decoder the decoder comes last.
-    if model.config.is_encoder_decoder:
-        return list((repeated or marked)[-1])
     lists = repeated or marked
-    return list(lists[max(range(len(lists)), key=lambda index: len(lists[index]))])
+    # In an encoder-decoder the decoder comes last.
+    layers: Any = lists[-1] if model.config.is_encoder_decoder else max(lists, key=len)
+    return list(layers)
 
 
 def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) -> None:

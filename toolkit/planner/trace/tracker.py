@@ -90,6 +90,7 @@ class Tracker(TorchDispatchMode):
         self._sizes: dict[int, tuple[int, int]] = {storage._cdata: (0, 0) for storage in self._known}
         self._live = [0] * len(CATEGORIES)
         self.place = "embeddings"
+        self.boundary = 0
         self.timeline = Timeline()
 
     @classmethod
@@ -113,11 +114,10 @@ class Tracker(TorchDispatchMode):
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Counts a tensor no longer: from now on it lives all the time."""
-        self.move(tensor, "activations")
         key = _key(tensor)
         if key in self._sizes:
-            size, _ = self._sizes[key]
-            self._live[0] -= size
+            size, category = self._sizes[key]
+            self._live[category] -= size
             self._sizes[key] = (0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +143,7 @@ class Tracker(TorchDispatchMode):
             # For more rows than a few its CUDA kernel is a dequantization, whose result is gone afterwards.
             inside = args[2][0] * args[2][1] * args[0].element_size()
             live[CATEGORIES.index("casts")] += inside
-            self.timeline.work["moved"] += inside + _bytes(args[1])
+            self.timeline.work["moved"] += inside + args[1].nbytes
         self.timeline.live.append(tuple(live))
         return out
 
@@ -179,7 +179,7 @@ class Tracker(TorchDispatchMode):
         if not made and not changes:
             return  # A view: no kernel runs.
         amounts = {"launches": 1.0}
-        packet, traffic = func._overloadpacket, sum(_bytes(tensor) for tensor in tensors)
+        packet, traffic = func._overloadpacket, sum(tensor.nbytes for tensor in tensors)
         if packet in flop_registry:
             kind = "attention" if "attention" in func.name() or "attn" in func.name() else "matmul"
             amounts[kind] = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
@@ -215,7 +215,3 @@ def _embedding_sums(grad: torch.Tensor, indices: torch.Tensor, num_weights: int)
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
