@@ -183,6 +183,10 @@ def test_mistakes_in_a_users_file_are_all_named(tmp_path: Path) -> None:
     like: h100
     tflops: {bf16: 148}
     efficiency: {matmul: [0.5, 0.8, 0.9]}
+  nine: h100
+  ten: {like: nine}
+  eleven: {like: [h100]}
+  12: {like: h100}
 """,
     )
     with pytest.raises(RecipeError) as error:
@@ -195,6 +199,8 @@ def test_mistakes_in_a_users_file_are_all_named(tmp_path: Path) -> None:
     assert found["devices.three.tflops"].what == "is required"
     assert found["devices.four.like"].what == "leads back to itself"
     assert "devices.Six" in found
+    assert {"devices.nine", "devices.12"} <= set(found)
+    assert {found[f"devices.{name}.like"].what for name in ("ten", "eleven")} == {"there is no such device"}
     assert {"devices.seven.tflops.bf16", "devices.seven.efficiency.matmul"} <= set(found)
     # Without it there is no peak for a recipe in fp32.
     assert "fp32" in found["devices.eight.tflops"].allowed

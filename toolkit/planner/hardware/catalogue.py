@@ -128,17 +128,17 @@ def _extended(name: str, raw: Mapping[str, Any], around: tuple[str, ...], place:
     if parent is None:
         # What almost nobody knows about a new device.
         return _joined({"efficiency": document()["estimates"]["generic"], "node": document()["node"]}, own)
-    devices = document()["devices"]
-    if parent in raw and parent not in (*around, name):
+    parent, devices = str(parent), document()["devices"]
+    if isinstance(raw.get(parent), dict) and parent not in (*around, name):
         base = _extended(parent, raw, (*around, name), place)
     elif parent in devices and raw is not devices and parent not in around:
         base = _extended(parent, devices, (), place)
     else:
-        candidates = list(dict.fromkeys([*(other for other in raw if other != name), *devices]))
-        close = did_you_mean(str(parent), candidates)
-        what = "leads back to itself" if parent in raw else "there is no such device"
+        candidates = list(dict.fromkeys([*(str(other) for other in raw if other != name), *devices]))
+        close = did_you_mean(parent, candidates)
+        what = "leads back to itself" if isinstance(raw.get(parent), dict) else "there is no such device"
         hint = f"did you mean `{close}`?" if close and parent not in raw else ""
-        raise RecipeError("", [place.problem("like", what, str(parent), ", ".join(candidates), hint)])
+        raise RecipeError("", [place.problem("like", what, parent, ", ".join(candidates), hint)])
     # What was measured on another device, or names it to its driver, says nothing about this one.
     dropped = () if parent == name else ("reported", "measured")
     return _joined({key: value for key, value in base.items() if key not in dropped}, own)
