@@ -34,20 +34,16 @@ _SIZE_KEYS = (
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model whose config is bundled.
-
-    Args:
-        model: Hub id.
-        license: License tag as on the hub.
-        gated: Whether the hub asks for an account and an accepted license.
-        parameters: Number of parameters, tied ones counted once.
-        config_json: Content of `config.json`.
-    """
+    """A model whose config is bundled."""
 
     model: str
+    """Hub id."""
     license: str
+    """License tag as on the hub."""
     gated: bool
+    """Whether the hub asks for an account and an accepted license."""
     parameters: int
+    """Number of parameters, tied ones counted once."""
     config_json: str
 
     @property
@@ -86,9 +82,6 @@ def nearest(model_id: str) -> list[str]:
 
 def config_of(model: Model) -> dict[str, Any] | None:
     """The `config.json` of a recipe's model: from a local folder, the hub's cache on disk, or the bundle.
-
-    Args:
-        model: The recipe's model section.
 
     Returns:
         The config, or None when it is not known without a download (or lies inside a GGUF file).
