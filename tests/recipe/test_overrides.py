@@ -45,6 +45,8 @@ pytestmark = pytest.mark.usefixtures("mine")
         (["~optimizer.learning_rate"], "optimizer.learning_rate", 2e-5),
         (["seed=7", "~seed"], "seed", 42),
         (["~seed", "seed=7"], "seed", 7),
+        (["~batch", "batch.seq_len=7"], "batch.seq_len", 7),
+        (["~data.eval_split", "data={eval_split: 0.5}"], "data.eval_split", 0.5),
         (["method=qlora", "~method"], "method.name", "full"),
         (["~method", "method=qlora"], "method.name", "lora"),
         (["++seed=6"], "seed", 6),
@@ -90,6 +92,7 @@ def test_command_line_replaces_what_says_the_same_in_the_file(mine: Path) -> Non
         encoding="utf-8",
     )
     recipe = load("long", ["max_steps=5", "warmup_steps=2", "data=b.jsonl"]).recipe
+    assert recipe == load("long", ["schedule={max_steps: 5, warmup_steps: 2}", "data=b.jsonl"]).recipe
     assert (recipe.schedule.max_steps, recipe.schedule.num_epochs) == (5, None)
     assert (recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio) == (2, None)
     assert (recipe.data.sources[0].path, recipe.data.format, recipe.data.columns) == ("b.jsonl", "auto", {})

@@ -26,6 +26,13 @@ def test_shown_recipe_is_yaml_with_the_same_values_and_an_origin_on_every_line()
     assert line.endswith("# command line")
 
 
+def test_value_inside_a_mapping_of_the_command_line_has_its_origin() -> None:
+    text = with_origins(load("mine", ["data={packing: true}", "optimizer.args={nesterov: true}"]))
+    origins = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in text.splitlines()}
+    assert origins["packing"] == origins["nesterov"] == "command line"
+    assert origins["shuffle"] == "default"
+
+
 def test_generated_files_are_current() -> None:
     stored = json.loads((ROOT / "recipes" / "schema.json").read_text(encoding="utf-8"))
     assert stored == json_schema(), "run: toolkit schema --output recipes/schema.json"

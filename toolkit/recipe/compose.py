@@ -76,6 +76,8 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
     result = Layer()
     for layer in layers:
         result = result.under(layer)
+    for key in changes.removed:
+        result.drop(key)
     config, problems = OmegaConf.create(result.values), list(changes.problems)
     for key, value in changes.values.items():
         forget(key, result.origins)
@@ -84,10 +86,7 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
             OmegaConf.update(config, key, value, force_add=True)
         except (OmegaConfBaseException, ValueError) as error:
             problems.append(Problem(key, first_lines(error), COMMAND_LINE))
-    result.values = _plain(config)
-    for key in changes.removed:
-        result.drop(key)
-    return Composed(name, file, result.values, result.origins, problems)
+    return Composed(name, file, _plain(config), result.origins, problems)
 
 
 @dataclass
@@ -153,6 +152,8 @@ class _Walk:
     """Group to what was chosen for it; to begin with by the command line."""
     problems: list[Problem] = field(default_factory=list)
     """All that is wrong with the files."""
+    own: Layer = field(default_factory=Layer)
+    """The layer of the recipe's own file."""
     _order: list[Layer | str] = field(default_factory=list)
     _files: dict[Path, Read] = field(default_factory=dict)
 

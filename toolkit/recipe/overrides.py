@@ -42,7 +42,7 @@ class Overrides:
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key to its value, in the order given; the last one wins."""
     removed: list[str] = field(default_factory=list)
-    """Dotted keys that go back to their defaults."""
+    """Dotted keys that go back to their defaults before the values are set."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with the rest."""
 
@@ -172,8 +172,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def _set(key: str, value: Any, result: Overrides) -> None:
-    result.removed = [removed for removed in result.removed if removed != key]
-    # Set again, it moves to the end: a later `data={…}` must not be undone by an earlier `data.packing=…`.
+    # Set again, it moves to the end: a later `args={…}` must not be undone by an earlier `args.nesterov=…`.
     result.values.pop(key, None)
     result.values[key] = value
 
@@ -203,7 +202,9 @@ def _set_section(section: str, text: str, search: list[Path], result: Overrides)
     if isinstance(value, dict):
         if "option" in value:
             _choose(section, str(value.pop("option")), result)
-        return _set(section, value, result)
+        for key, part in value.items():
+            _set(f"{section}.{key}", part, result)
+        return
     word = section_word(section, text, value, COMMAND_LINE, search)
     if isinstance(word, str):
         return _choose(section, word, result)

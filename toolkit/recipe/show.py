@@ -38,7 +38,9 @@ def description(file: Path) -> str:
 
 def with_origins(loaded: Loaded) -> str:
     """The resolved recipe as YAML, each value followed by where it comes from. The result loads as YAML."""
-    lines = list(_lines(yaml.safe_load(loaded.to_yaml()), "", 0, loaded.origins))
+    # A section's own line says nothing about a key that the section leaves out.
+    origins = {key: place for key, place in loaded.origins.items() if key not in sections()}
+    lines = list(_lines(yaml.safe_load(loaded.to_yaml()), "", 0, origins))
     width = min(60, max(len(text) for text, _ in lines))
     return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
 
@@ -57,15 +59,7 @@ def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, s
                 stated = {name: part for name, part in item.items() if part is not None}
                 yield f"{indent}- {inline(stated)}", place
         else:
-            yield f"{indent}{key}: {inline(value)}", _origin(path, origins)
-
-
-def _origin(path: str, origins: dict[str, str]) -> str:
-    """Where a value was written. A section's own line says nothing about a key that the section leaves out."""
-    if path in origins:
-        return origins[path]
-    inside = [place for key, place in origins.items() if key.startswith(f"{path}.")]
-    return inside[0] if inside else DEFAULT
+            yield f"{indent}{key}: {inline(value)}", origin_of(path, origins) or DEFAULT
 
 
 def json_schema() -> dict[str, Any]:
