@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from example_run import AUDIT, MANIFEST, SAMPLES, example_run
@@ -33,3 +34,9 @@ def test_after_a_resume_the_abandoned_steps_are_forgotten(tmp_path: Path) -> Non
     record = read_run(tmp_path / "run")
     assert [(row["step"], row["loss"]) for row in record.training] == [(1, 3.99), (2, 3.98), (3, 0.5)]
     assert [row["step"] for row in record.evaluations] == [0, 2]
+
+
+def test_what_cannot_be_read_is_named_in_the_same_order_every_time(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(dict.fromkeys(("plan", "hashes", "batch", "git", "versions"), 7)))
+    _, (problem,) = read_manifest(tmp_path)
+    assert problem.endswith("left out: versions, git, hashes, batch, plan")

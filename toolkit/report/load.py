@@ -178,11 +178,11 @@ def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:
     try:
         return Manifest.model_validate(content), problems
     except ValidationError as error:
-        unreadable = {each["loc"][0] for each in error.errors()}
+        unreadable = dict.fromkeys(each["loc"][0] for each in error.errors())
     problems.append(
         f"manifest.json holds what this version cannot read, and it is left out: {', '.join(map(str, unreadable))}"
     )
-    return Manifest.model_validate({key: content[key] for key in content.keys() - unreadable}), problems
+    return Manifest.model_validate({key: content[key] for key in content.keys() - unreadable.keys()}), problems
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
