@@ -200,7 +200,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
                 step = number(row.get("step"))
                 if step is None or not math.isfinite(step):
                     continue
-                step = int(step)
+                row["step"] = step = int(step)
                 if "eval_loss" in row:
                     evaluations[step] = row
                 elif "loss" in row:
