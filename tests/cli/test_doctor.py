@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from harness import environment
 
 from toolkit.cli import doctor
 
@@ -72,3 +75,11 @@ def test_no_secret_and_no_home_folder_leaks(monkeypatch, tmp_path):
     assert "secret" not in text
     assert str(tmp_path) not in text
     assert f"~{Path('/deep/cache')}" in text
+
+
+def test_the_hugging_face_cache_is_where_its_library_keeps_it(tmp_path):
+    variables = {key: value for key, value in environment().items() if not key.startswith("HF_")}
+    program = "from toolkit.cli import doctor; print(doctor._places()['hugging face cache'])"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stdout.startswith(f"{tmp_path}/huggingface/hub, "), done.stderr

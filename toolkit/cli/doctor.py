@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
 
 from toolkit.common import cache_dir, in_a_line, table
@@ -156,9 +157,7 @@ def _nccl() -> str:
 
 
 def _places() -> dict[str, str]:
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    hub = os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
-    folders = {"working folder": Path.cwd(), "toolkit cache": cache_dir(), "hugging face cache": Path(hub)}
+    folders = {"working folder": Path.cwd(), "toolkit cache": cache_dir(), "hugging face cache": Path(HF_HUB_CACHE)}
     places = {name: f"{_short(folder)}, {_free(folder)} free" for name, folder in folders.items()}
     return places | {name: _short(os.environ[name]) for name in ENVIRONMENT if name in os.environ}
 
