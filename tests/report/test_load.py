@@ -37,12 +37,14 @@ def test_after_a_resume_the_abandoned_steps_are_forgotten(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_read_is_named_in_the_same_order_every_time(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps(dict.fromkeys(("plan", "hashes", "batch", "git", "versions"), 7)))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps(dict.fromkeys(("plan", "hashes", "batch", "git", "versions"), 7))
+    )
     _, (problem,) = read_manifest(tmp_path)
     assert problem.endswith("left out: versions, git, hashes, batch, plan")
 
 
 def test_a_step_that_is_no_whole_number_is_read_as_one(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "run", step_line(1, step="1"), eval_line(2, 3.0) | {"step": 2.0})
+    write_metrics(tmp_path / "run", step_line(1) | {"step": "1"}, eval_line(2, 3.0) | {"step": 2.0})
     record = read_run(tmp_path / "run")
     assert [row["step"] for row in record.training + record.evaluations] == [1, 2]
