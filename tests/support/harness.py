@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -40,6 +41,5 @@ def untraced(setting: Any) -> Any:
 
 def compile_no_inference() -> None:
     """Keeps DeepSpeed from compiling, for a minute, an operation for inference on CPUs that no training calls."""
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # Of `deepspeed.comm`, the attribute `torch` is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
