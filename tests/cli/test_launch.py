@@ -154,9 +154,9 @@ def test_what_is_printed_is_what_is_started(
     (words,) = printed(capsys, *asked)
     assert main(["launch", "recipe=small", *asked]) == 0
     ((line, env),) = started
-    assert words[2:] == line and words[:2] == [
-        f"{key}={env[key]}" for key in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "CUDA_VISIBLE_DEVICES")
-    ]
+    assert words[:2] == [f"{key}={env[key]}" for key in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "CUDA_VISIBLE_DEVICES")]
+    assert words[3] == "launch" and words[4:] == line[3:]
+    assert line[:3] == [sys.executable, "-m", "toolkit.cli.start"]
     assert env["PATH"] == os.environ["PATH"]
 
 

@@ -158,8 +158,10 @@ def _import() -> None:
 
     import toolkit.train.train  # noqa: F401
     from toolkit.planner.trace import fit
+    from toolkit.train import process
 
     fit.trace = untraced
+    process.TELL_SECONDS = 0
     compile_no_inference()
 
     # Trainers collect garbage several times, each time half a second over the objects of all these modules.

@@ -153,7 +153,8 @@ def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
     # Without any GPU the processes train on the CPU.
     if 0 < (visible := len(gpu_names())) < cluster.gpus:
         raise UserError(f"--gpus {cluster.gpus}: {visible} can be seen here", f"set --gpus {visible}, or leave it out")
-    line = command(cluster, rank or 0, arguments)
+    # The same as what is printed, whose own report of a failure would bury the reason.
+    line = [sys.executable, "-m", "toolkit.cli.start", *command(cluster, rank or 0, arguments)[2:]]
     sys.stdout.flush()
     os.execvpe(line[0], line, {**os.environ, **variables(cluster)})
 

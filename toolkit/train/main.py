@@ -20,7 +20,7 @@ from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.recipe import split_arguments
 from toolkit.recipe.rules import load_checked
-from toolkit.train.process import ahead_of_launcher, leave_process_group
+from toolkit.train.process import ahead_of_launcher, leave_process_group, tell
 
 _log = logging.getLogger("toolkit.train")
 
@@ -59,20 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ahead_of_launcher():
             train(loaded, options.force)
     except UserError as error:
-        if world.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            print(f"error on process {world.rank}: {error.what}", file=sys.stderr)
+        tell(error, world)
         return error.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         where = f" while writing {error.filename}" if error.filename else ""
-        print(
-            f"error: the disk is full{where}\n  set output.dir to a larger disk, lower checkpoint.save_total_limit, "
-            "or free space; the same command goes on from the newest complete checkpoint",
-            file=sys.stderr,
+        change = (
+            "set output.dir to a larger disk, lower checkpoint.save_total_limit, or free space; the same command goes "
+            "on from the newest complete checkpoint"
         )
+        tell(UserError(f"the disk is full{where}", change), world)
         return 1
     except KeyboardInterrupt:
         print("stopped at once; the same command goes on from the newest checkpoint, if one was saved", file=sys.stderr)

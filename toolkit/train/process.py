@@ -10,10 +10,14 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+
+from toolkit.common import UserError, write_json
+from toolkit.distributed.layout import World
 
 # malloc.h: from which size on blocks are mapped one by one, and how much free memory is kept.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
@@ -84,7 +88,28 @@ def _launched_by_accelerate() -> bool:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(part.endswith(b"/accelerate") or b"accelerate.commands" in part for part in command)
+    modules = (b"accelerate.commands", b"toolkit.cli.start")
+    return any(part.endswith(b"/accelerate") or part.startswith(modules) for part in command)
+
+
+TELL_SECONDS = 2.0
+"""How long a process waits for the first one of its machine, which starts at about the same time, to say the same."""
+
+
+def tell(error: UserError, world: World) -> None:
+    """Prints why this process ends: in full on the first, in a line on others.
+
+    What all processes find wrong is said once: launchers end the others of a machine as soon as its first has ended.
+    torch's elastic agent repeats it at the end of its report of the failure.
+    """
+    if world.local_rank:
+        time.sleep(TELL_SECONDS)
+    text = f"error on process {world.rank}: {error.what}" if world.rank else f"error: {error}"
+    print(text, file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        moment = str(int(time.time()))
+        with contextlib.suppress(OSError):
+            write_json(Path(file), {"message": {"extraInfo": {"py_callstack": text, "timestamp": moment}}})
 
 
 def peak_host_bytes() -> int:

@@ -1,0 +1,54 @@
+"""`accelerate launch` without its report: `python -m toolkit.cli.start`, with the same arguments.
+
+A training process that fails says why. Accelerate then ends in a stack trace of its own, and torch's elastic agent in a
+page about each process, so the reason scrolls away. Both are cut: a process that was ended by a signal, and so could
+say nothing, gets a line. The exit code is that of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+_KILLED = "the kernel does that when the host's memory is full, and a batch system at its limits: look at their logs"
+_CRASHED = "look at what it printed last; `toolkit doctor` tests devices and kernels"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Launches as `accelerate launch` does, and returns the exit code of the process that failed first."""
+    # Elastic's modules are imported by now, and each has set a level of its own.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        launch_command(launch_command_parser().parse_args(arguments))
+    except subprocess.CalledProcessError as error:
+        return _ended("the training", error.returncode)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _ended(f"rank {rank} (pid {failure.pid})", failure.exitcode)
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _ended(who: str, status: int) -> int:
+    """The exit code, as shells count it, of a process that ended with this status."""
+    if status >= 0:
+        return status
+    name = signal.Signals(-status).name
+    change = _KILLED if name in ("SIGKILL", "SIGTERM") else _CRASHED
+    print(f"error: {who} was ended by {name}\n  {change}", file=sys.stderr)
+    return 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
