@@ -105,6 +105,16 @@ def test_own_keys_win_over_what_a_recipe_extends_with_and_without_self(recwarn: 
     assert not recwarn
 
 
+def test_own_keys_that_a_group_overrules_are_warned_of() -> None:
+    write("first", "defaults: [_self_, smollm2_135m_full, {method: lora}]\nmethod: {r: 4, name: full}\nseed: 3\n")
+    (warning,) = map(str, load("first").warnings)
+    for part in ("method.name", "first.yaml:2", "shipped:method/lora.yaml:1", "given    full", "first.yaml:1"):
+        assert part in warning
+    assert not load("first", ["method.name=full"]).warnings
+    write("last", "defaults: [smollm2_135m_full, {method: lora}, _self_]\nmethod: {r: 4, name: full}\nseed: 3\n")
+    assert not load("last").warnings
+
+
 def test_origin_of_what_a_word_sets() -> None:
     write("origins", "model: ./folder\ndata:\n- a\n- {path: b}\nmethod:\n  option: qlora\n  r: 4\nbatch: 8\n")
     origins = load("origins").origins

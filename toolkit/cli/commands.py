@@ -229,7 +229,7 @@ def calibrate(options: argparse.Namespace) -> None:
 )
 def launch(options: argparse.Namespace) -> None:
     """Train a recipe on the GPUs of one machine or many."""
-    loaded = _load(options)
+    loaded = _load(options, warns=options.print or options.slurm)  # Otherwise the run says them.
     from toolkit.cli import launch
 
     recipe, arguments = loaded.recipe, list(options.arguments)
@@ -329,11 +329,15 @@ def merge(options: argparse.Namespace) -> None:
     print(merge(run, Path(options.output) if options.output else run / "merged"))
 
 
-def _load(options: argparse.Namespace) -> Any:
+def _load(options: argparse.Namespace, warns: bool = True) -> Any:
     from toolkit.recipe import split_arguments
+    from toolkit.recipe.errors import warn
     from toolkit.recipe.rules import load_checked
 
-    return load_checked(*split_arguments(options.arguments), options.recipes)
+    loaded = load_checked(*split_arguments(options.arguments), options.recipes)
+    if warns:
+        warn(loaded.warnings)
+    return loaded
 
 
 def _run_folder(text: str) -> Path:

@@ -13,6 +13,7 @@ from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.plan import Plan, Refused
 from toolkit.recipe import Recipe, load, split_arguments
+from toolkit.recipe.errors import warn
 from toolkit.recipe.rules import check, load_checked
 
 
@@ -58,6 +59,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None) ->
     """
     name, overrides, hardware = _parts(arguments, folder)
     loaded = load_checked(name, overrides, folder)
+    warn(loaded.warnings)
     _check_launch(loaded.recipe, hardware)
     return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price)
 

@@ -57,6 +57,8 @@ class Composed:
     origins: Origins
     problems: list[Problem]
     """What is wrong with the command line."""
+    warnings: list[Problem]
+    """Keys of the file itself that do not count."""
 
 
 def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Composed:
@@ -76,6 +78,7 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
     result = Layer()
     for layer in layers:
         result = result.under(layer)
+    warnings = walk.overruled(file, result)
     for key in changes.removed:
         result.drop(key)
     config, problems = OmegaConf.create(result.values), list(changes.problems)
@@ -86,7 +89,8 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
             OmegaConf.update(config, key, value, force_add=True)
         except (OmegaConfBaseException, ValueError) as error:
             problems.append(Problem(key, first_lines(error), COMMAND_LINE))
-    return Composed(name, file, _plain(config), result.origins, problems)
+    warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
+    return Composed(name, file, _plain(config), result.origins, problems, warnings)
 
 
 @dataclass
@@ -167,6 +171,18 @@ class _Walk:
             elif (choice := self.choices.get(item)) and choice.option is not None:
                 result += self._option(item, choice.option, choice.place, [])
         return result
+
+    def overruled(self, file: Path, result: Layer) -> list[Problem]:
+        """The keys of the recipe's own file that come out otherwise, because `_self_` does not stand last in it."""
+        place = next((place for entry, place in self._files[file].defaults if entry == "_self_"), "")
+        problems = []
+        for key, where in self.own.origins.items() if place else ():
+            given, counts = (value_at(layer.values, key.split(".")) for layer in (self.own, result))
+            if given != counts and not isinstance(given, dict):
+                what = f"does not count: `_self_` stands before what sets it in {result.origins.get(key)}"
+                hint = f"move `_self_` to the end of `defaults` ({place}), or remove {key}"
+                problems.append(Problem(key, what, where, as_text(given), hint=hint))
+        return problems
 
     def _extend(self, file: Path, around: list[Path]) -> Layer:
         """Puts a recipe file's layers in order, and returns that of its own keys."""

@@ -8,6 +8,7 @@ finding for each alternative of a union.
 from __future__ import annotations
 
 import difflib
+import logging
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Origins = dict[str, str]
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+_log = logging.getLogger("toolkit.recipe")
 _WIDTH = 100
 
 
@@ -51,6 +53,12 @@ class Problem:
             lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
         parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
         return "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
+
+
+def warn(problems: Iterable[Problem]) -> None:
+    """Says what is trained all the same."""
+    for problem in problems:
+        _log.warning("%s", problem)
 
 
 def _wrapped(text: str, first: str, indent: str) -> str:
@@ -93,7 +101,10 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination that is refused. The texts may name figures in braces, see `toolkit.recipe.rules.check`."""
+    """One combination that is refused, or warned of.
+
+    The texts may name figures in braces, see `toolkit.recipe.rules.check`.
+    """
 
     path: str
     """The key the message points at."""
@@ -103,6 +114,8 @@ class Rule:
     """What would happen."""
     change: str
     """The nearest allowed change."""
+    warns: bool = False
+    """Whether the recipe is trained all the same: it may be meant."""
     reference: str = ""
     """Where to read about a failure that a test cannot show without the hardware."""
 

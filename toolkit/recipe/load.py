@@ -41,6 +41,8 @@ class Loaded:
     """Keys that the recipe left to the plan, with value and reason."""
     taken_over: Mapping[str, Any] = field(default_factory=dict)
     """Settings of DeepSpeed that the launcher's file states and no key of a recipe does, by dotted key."""
+    warnings: tuple[Problem, ...] = ()
+    """What can be trained and is probably not meant."""
 
     def decided(self, recipe: Recipe, chosen: Mapping[str, str]) -> Loaded:
         """This recipe with what it left to the plan decided; the run folder keeps the values, not `auto`."""
@@ -74,7 +76,9 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
     """
     composed = compose_recipe(name, overrides, folder)
     recipe = _checked(composed.name, composed.values, composed.origins, composed.problems)
-    return Loaded(recipe, composed.name, composed.file, composed.origins, composed.values)
+    return Loaded(
+        recipe, composed.name, composed.file, composed.origins, composed.values, warnings=tuple(composed.warnings)
+    )
 
 
 def load_resolved(file: Path) -> Recipe:

@@ -15,6 +15,21 @@ Family = Literal[
     "schedule_free",
 ]  # fmt: skip
 
+_USUAL_RATES: dict[str, tuple[float, float]] = {
+    "lion": (1e-8, 1e-3),  # 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5).
+    "sgd": (1e-6, 1.0),
+    "rmsprop": (1e-7, 1e-2),
+    "adagrad": (1e-6, 1e-1),
+    "adafactor": (1e-6, 1e-1),  # 1e-2 relative to the weights in the paper (Shazeer & Stern 2018).
+    "muon": (1e-6, 1e-1),  # 2e-2 in its author's runs (Jordan 2024).
+    "lomo": (1e-6, 1.0),  # 3e-2 in the paper (Lv et al. 2023).
+    "galore": (1e-6, 5e-2),
+    "apollo": (1e-6, 5e-2),
+    "schedule_free": (1e-6, 10.0),  # Its SGD takes 10 to 50 times the rate of others (Defazio et al. 2024).
+}
+"""Learning rates per family, an order of magnitude around those of the papers and of Transformers' examples; Adam's are
+the default of `Traits.usual_rates`."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -72,6 +87,20 @@ class Traits:
     all parameters laid end to end: what updates each element by itself trains on them as on whole parameters."""
     fsdp_alternative: str = ""
     """The same for FSDP, which needs operations that torch knows for sharded tensors and computes as for whole ones."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The keys of the section that reach it, among those that not every optimizer has."""
+        keys = {"momentum"} if self.momentum is not None else set()
+        adam = self.family in ("adam", "ademamix", "muon", "galore", "apollo", "schedule_free")
+        if self.family == "lion" or (adam and not self.factored and not self.name.endswith("_sgd")):
+            keys |= {"beta1", "beta2"} | ({"eps"} if adam else set())
+        return frozenset(keys)
+
+    @property
+    def usual_rates(self) -> tuple[float, float]:
+        """Lowest and highest learning rate that it is used with, over full fine-tuning and adapters."""
+        return _USUAL_RATES.get(self.family, (1e-7, 1e-2))
 
     @property
     def in_backward(self) -> bool:

@@ -187,6 +187,9 @@ def _remove(key: str, result: Overrides) -> None:
     result.groups.pop(key, None)
     kept = [one for one in result.values if one != key and not one.startswith(f"{key}.")]
     result.values = {one: result.values[one] for one in kept}
+    for around, value in result.values.items():
+        if key.startswith(f"{around}.") and isinstance(value, dict):
+            value.pop(key.removeprefix(f"{around}."), None)
     result.removed.append(key)
 
 

@@ -31,6 +31,7 @@ SCHEDULES = {
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Scalar = bool | int | float | str
 # Names of a Python function's arguments; never `_target_`, which other tools take for code to run.
 Arguments = dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Scalar]
@@ -162,13 +163,13 @@ class Optimizer(Section):
     """Peak learning rate, reached after warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; norm weights and biases are never decayed."""
-    beta1: Fraction = 0.9
+    beta1: DecayRate = 0.9
     """Decay rate of the first moment, for optimizers of the Adam and Lion families."""
-    beta2: Fraction = 0.999
+    beta2: DecayRate = 0.999
     """Decay rate of the second moment, for optimizers of the Adam and Lion families."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator of the update, for optimizers of the Adam family."""
-    momentum: Fraction | None = None
+    momentum: DecayRate | None = None
     """Momentum of SGD and schedule-free SGD (0.9 by default) and of Muon (0.95 by default)."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 switches clipping off."""

@@ -19,6 +19,7 @@ from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.recipe import split_arguments
+from toolkit.recipe.errors import warn
 from toolkit.recipe.rules import load_checked
 from toolkit.train.process import ahead_of_launcher, leave_process_group, tell
 
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = parser.parse_known_args(arguments)
         start_logging(options, first=world.rank == 0)
         loaded = load_checked(*split_arguments(rest), options.recipes)
+        if world.rank == 0:
+            warn(loaded.warnings)
         if loaded.recipe.undecided:
             from toolkit.planner.build import decide_for_launch
 

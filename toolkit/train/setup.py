@@ -79,6 +79,13 @@ def set_up(
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
+    if first and length.warmup_steps >= length.total_steps and not recipe.schedule.max_steps:
+        _log.warning(
+            "schedule.warmup_steps: a warm-up of %d steps is no shorter than the run of %d; set it lower, or "
+            "schedule.num_epochs higher",
+            length.warmup_steps,
+            length.total_steps,
+        )
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
     preflight.all_reduce(rendezvous, arguments.device)
     optimizer.check_arguments(recipe, arguments, length)

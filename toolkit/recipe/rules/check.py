@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,26 +13,31 @@ from typing import Any
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
+from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys
 from toolkit.recipe.rules.training import TRAINING_RULES, adapter_keys, evaluation_keys, micro_batch
+from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import SCHEDULES, STRATEGIES, Section
 
-RULES: dict[str, Rule] = INPUT_RULES | TRAINING_RULES | STRATEGY_RULES
+RULES: dict[str, Rule] = INPUT_RULES | TRAINING_RULES | STRATEGY_RULES | IGNORED_RULES | UNUSUAL_RULES
 """Every rule by its stable name, in the order in which problems are reported."""
 
 
-def check(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
+def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bool = False) -> list[Problem]:
     """Every rule the recipe breaks, as problems that name the place to change.
 
     What the recipe leaves to the plan is wrong only if no choice would be right; the problems are then those of the
     choice that has the fewest.
+
+    Args:
+        warns: Whether the rules are those that warn, instead of those that refuse.
     """
     config = model_configs.config_of(recipe.model) or {}
 
     def broken(decided: Recipe) -> list[Rule]:
-        return [rule for rule in RULES.values() if rule.broken(decided, config)]
+        return [rule for rule in RULES.values() if rule.warns == warns and rule.broken(decided, config)]
 
     nearest, rules = min(((decided, broken(decided)) for decided in _decided(recipe)), key=lambda pair: len(pair[1]))
     figures = _figures(nearest, config)
@@ -76,12 +82,14 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
         raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
     if broken := check(loaded.recipe, loaded.origins):
         raise RecipeError(loaded.name, broken)
-    return loaded
+    warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, warns=True)]
+    return dataclasses.replace(loaded, warnings=tuple(warnings))
 
 
 def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the texts of the rules may name in braces."""
     batch, foreign = recipe.batch, foreign_keys(recipe)
+    low, high = recipe.optimizer.traits.usual_rates
     owners = [name for name in STRATEGIES if foreign and all(name in KEYS[key] for key in foreign)]
     return {
         "r": recipe,
@@ -94,6 +102,8 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
         "foreign_keys": ", ".join(f"strategy.{key}" for key in foreign),
         "owners": f", or set strategy.name={' or '.join(owners)}" if owners else "",
+        "usual_rates": f"{low:g} to {high:g}",
+        "likely_rate": f"{math.sqrt(low * high):.0e}".replace("e-0", "e-"),
         "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
     }
 
@@ -101,4 +111,8 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
 def _value(recipe: Recipe, path: str) -> str:
     """The value at a key; nothing for a whole section."""
     value = attrgetter(path)(recipe)
-    return "" if isinstance(value, Section) else as_text(value)
+    if isinstance(value, Section):
+        return ""
+    entries = value if isinstance(value, list) else []
+    sources = [each.model_dump(exclude_unset=True) for each in entries if isinstance(each, Section)]
+    return as_text(sources or value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit.recipe import model_configs
@@ -13,6 +14,11 @@ from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
 def _is_local(recipe: Recipe) -> bool:
     path = recipe.model.path
     return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).expanduser().is_dir()
+
+
+def _twice(columns: Mapping[str, str] | None) -> bool:
+    """Whether two columns are read from the same one."""
+    return len(set((columns or {}).values())) < len(columns or {})
 
 
 def _is_number(text: object) -> bool:
@@ -91,6 +97,18 @@ INPUT_RULES = {
         lambda r, _: r.data.streaming and (r.data.deduplicate or r.data.max_samples is not None),
         "deduplicate and max_samples of the mixture need all rows at hand",
         "set data.streaming=false, or max_samples per source",
+    ),
+    "columns-twice": Rule(
+        "data.columns",
+        lambda r, _: _twice(r.data.columns),
+        "one column of the data would be read as two",
+        "name another column for one of them",
+    ),
+    "source-columns-twice": Rule(
+        "data.sources",
+        lambda r, _: any(_twice(each.columns) for each in [*r.data.sources, *r.data.eval_sources]),
+        "the columns of a source read one column of its data as two",
+        "name another column for one of them in its columns",
     ),
     "eval-split-number": Rule(
         "data.eval_split",

@@ -1,0 +1,74 @@
+"""What can be trained and is probably not meant: warned of, because somebody may want just that."""
+
+from __future__ import annotations
+
+from toolkit.recipe.errors import Rule
+from toolkit.recipe.schema import Recipe
+
+
+def _all_warmup(recipe: Recipe) -> bool:
+    schedule = recipe.schedule
+    return schedule.warmup_ratio == 1 or (schedule.warmup_steps or 0) >= (schedule.max_steps or float("inf"))
+
+
+def _decays_before_the_start(recipe: Recipe) -> bool:
+    schedule = recipe.schedule
+    decay = schedule.args.get("num_decay_steps")
+    return (
+        schedule.name == "warmup_stable_decay"
+        and isinstance(decay, int)
+        and (schedule.warmup_steps or 0) < (schedule.max_steps or 0) < decay + (schedule.warmup_steps or 0)
+    )
+
+
+UNUSUAL_RULES = {
+    "learning-rate-high": Rule(
+        "optimizer.learning_rate",
+        lambda r, _: r.optimizer.learning_rate > r.optimizer.traits.usual_rates[1],
+        "is far above what {r.optimizer.name} is used with, {usual_rates}; the loss will likely diverge",
+        "set optimizer.learning_rate in that range, e.g. {likely_rate}",
+        warns=True,
+    ),
+    "learning-rate-low": Rule(
+        "optimizer.learning_rate",
+        lambda r, _: r.optimizer.learning_rate < r.optimizer.traits.usual_rates[0],
+        "is far below what {r.optimizer.name} is used with, {usual_rates}; the model will hardly change",
+        "set optimizer.learning_rate in that range, e.g. {likely_rate}",
+        warns=True,
+    ),
+    "epsilon-high": Rule(
+        "optimizer.eps",
+        lambda r, _: "eps" in r.optimizer.traits.reads and r.optimizer.eps > 1e-3,
+        "is larger than the gradients of most models, whose updates then shrink with them",
+        "set optimizer.eps=1e-8, or one below 1e-3",
+        warns=True,
+    ),
+    "weight-decay-high": Rule(
+        "optimizer.weight_decay",
+        lambda r, _: r.optimizer.learning_rate * r.optimizer.weight_decay > 0.01,
+        "takes more than 1% off every weight at every step, together with the learning rate",
+        "set optimizer.weight_decay=0.1 or less",
+        warns=True,
+    ),
+    "warmup-too-long": Rule(
+        "schedule.warmup_steps",
+        lambda r, _: _all_warmup(r) and r.schedule.warmup_ratio != 1,
+        "the warm-up is as long as the run or longer, so the learning rate never reaches {r.optimizer.learning_rate:g}",
+        "set schedule.warmup_steps below schedule.max_steps={r.schedule.max_steps}",
+        warns=True,
+    ),
+    "warmup-all": Rule(
+        "schedule.warmup_ratio",
+        lambda r, _: _all_warmup(r) and r.schedule.warmup_ratio == 1,
+        "the whole run is warm-up, so the learning rate reaches {r.optimizer.learning_rate:g} at its end",
+        "set schedule.warmup_ratio=0.03",
+        warns=True,
+    ),
+    "decay-too-long": Rule(
+        "schedule.args",
+        lambda r, _: _decays_before_the_start(r),
+        "warm-up and decay together are longer than schedule.max_steps={r.schedule.max_steps}",
+        "set schedule.args.num_decay_steps lower",
+        warns=True,
+    ),
+}
