@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 from collections import Counter
@@ -15,12 +16,15 @@ import torch
 from harness import losses
 from small import INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, populate, set_up
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainingArguments
 
 from toolkit.common import UserError
+from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.sections import SCHEDULES
 from toolkit.train.evaluate import held_out_loss
 from toolkit.train.main import main
+from toolkit.train.optimizer import optimizer_class
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -299,6 +303,24 @@ def test_arguments_reach_the_optimizer_with_their_types(
 ) -> None:
     defaults = set_up(f"optimizer.name={name}", *overrides).trainer.create_optimizer().defaults
     assert {key: defaults[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", [name for name, traits in OPTIMIZERS.items() if traits.keywords is not None])
+def test_the_table_knows_what_the_class_takes(name: str) -> None:
+    given = {"beta1": 0.5, "beta2": 0.6, "eps": 0.25}
+    settings = {"name": name, **{key: given[key] for key in given if key in OPTIMIZERS[name].reads}}
+    recipe = Recipe.model_validate({"model": {"path": "a"}, "data": {"sources": ["b"]}, "optimizer": settings})
+    adam = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.25}
+    optim = OPTIMIZERS[name].transformers_name or name
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, optim=optim, **adam)
+    kind, kwargs = optimizer_class(recipe, arguments, torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    traits, taken = OPTIMIZERS[name], inspect.signature(kind.__init__).parameters
+    betas = kwargs.get("betas", ())
+    assert (0.5 in betas, 0.6 in betas, kwargs.get("eps") == 0.25, "momentum" in kwargs) == tuple(
+        key in traits.reads for key in ("beta1", "beta2", "eps", "momentum")
+    )
+    ours = {"self", "params", "model", "matrices", "args", "kwargs"}
+    assert traits.keywords == {*traits.args, *(key for key in taken if key not in ours and not traits.key_of(key))}
 
 
 @pytest.mark.parametrize(

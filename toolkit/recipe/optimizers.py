@@ -30,6 +30,31 @@ _USUAL_RATES: dict[str, tuple[float, float]] = {
 """Learning rates per family, an order of magnitude around those of the papers and of Transformers' examples; Adam's are
 the default of `Traits.usual_rates`."""
 
+_TORCH = ("differentiable", "foreach", "fused", "maximize")
+_BLOCKS = ("is_paged", "min_8bit_size", "optim_bits")
+_KEYWORDS: dict[tuple[str, Family], tuple[str, ...]] = {
+    ("torch", "adam"): (*_TORCH, "amsgrad", "capturable"),
+    ("torch", "sgd"): (*_TORCH, "dampening", "nesterov"),
+    ("torch", "adagrad"): (*_TORCH, "eps", "initial_accumulator_value", "lr_decay"),
+    ("torch", "rmsprop"): (*_TORCH[:2], "maximize", "alpha", "capturable", "centered", "eps", "momentum"),
+    ("torch", "muon"): ("adjust_lr_fn", "fused", "nesterov", "ns_steps"),
+    ("transformers", "adafactor"): (
+        *("beta1", "clip_threshold", "decay_rate", "eps", "relative_step", "scale_parameter", "warmup_init"),
+    ),
+    ("bitsandbytes", "adam"): (*_BLOCKS, "amsgrad"),
+    ("bitsandbytes", "lion"): _BLOCKS,
+    ("bitsandbytes", "ademamix"): (*_BLOCKS, "alpha", "t_alpha", "t_beta3"),
+    ("bitsandbytes", "rmsprop"): (*_BLOCKS[1:], "alpha", "centered", "eps", "momentum"),
+}
+"""Module and family to the keywords that `optimizer.args` may set: those of the classes, less what has a key."""
+
+OWN_KEYS = {
+    "lr": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "betas": "optimizer.beta1 and optimizer.beta2",
+}
+"""Keywords of optimizers to the keys of a recipe that set them, beside those that have the key's own name."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -96,6 +121,17 @@ class Traits:
         if self.family == "lion" or (adam and not self.factored and not self.name.endswith("_sgd")):
             keys |= {"beta1", "beta2"} | ({"eps"} if adam else set())
         return frozenset(keys)
+
+    @property
+    def keywords(self) -> frozenset[str] | None:
+        """What `optimizer.args` may hold; None where its class says."""
+        known = _KEYWORDS.get((self.module, self.family))
+        return None if known is None else frozenset({*known, *self.args})
+
+    def key_of(self, keyword: str) -> str:
+        """The recipe's own key for a keyword of the class; empty where it belongs to `optimizer.args`."""
+        own = OWN_KEYS | {key: f"optimizer.{key}" for key in self.reads}
+        return own.get(keyword, "") if keyword not in self.args else ""
 
     @property
     def usual_rates(self) -> tuple[float, float]:

@@ -18,16 +18,6 @@ from toolkit.distributed.layout import Length
 from toolkit.recipe import Recipe
 from toolkit.train.muon import Muon, hidden_matrices
 
-_OWN_KEYS = {
-    "lr": "optimizer.learning_rate",
-    "weight_decay": "optimizer.weight_decay",
-    "betas": "optimizer.beta1 and optimizer.beta2",
-    "beta1": "optimizer.beta1",
-    "beta2": "optimizer.beta2",
-    "eps": "optimizer.eps",
-    "momentum": "optimizer.momentum",
-}
-
 
 def check_available(recipe: Recipe) -> None:
     """Whether the optimizer's package is installed and this machine can run it; before anything is loaded.
@@ -99,10 +89,11 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     if traits.family == "muon":
         kind, kwargs = Muon, {**kwargs, "matrices": hidden_matrices(model)}
     known = {} if "optimizer_dict" in kwargs else inspect.signature(kind.__init__).parameters
-    allowed = sorted({*traits.args, *known} - {"self", "params", "model", "matrices", "args", "kwargs", *_OWN_KEYS})
+    ours = {"self", "params", "model", "matrices", "args", "kwargs"}
+    allowed = sorted(key for key in {*traits.args, *known} - ours if not traits.key_of(key))
     for key, value in settings.args.items():
-        if key in _OWN_KEYS and key not in traits.args:
-            raise UserError(f"optimizer.args.{key} has a key of its own", f"set {_OWN_KEYS[key]}")
+        if own := traits.key_of(key):
+            raise UserError(f"optimizer.args.{key} has a key of its own", f"set {own}")
         if key not in allowed:
             raise UserError(
                 f"optimizer.args.{key}: optimizer {settings.name} has no such argument",

@@ -16,7 +16,14 @@ from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys
-from toolkit.recipe.rules.training import TRAINING_RULES, adapter_keys, evaluation_keys, micro_batch
+from toolkit.recipe.rules.training import (
+    TRAINING_RULES,
+    adapter_keys,
+    evaluation_keys,
+    micro_batch,
+    own_keys,
+    unknown_arguments,
+)
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import SCHEDULES, STRATEGIES, Section
@@ -102,6 +109,10 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
         "foreign_keys": ", ".join(f"strategy.{key}" for key in foreign),
         "owners": f", or set strategy.name={' or '.join(owners)}" if owners else "",
+        "own_arguments": ", ".join(f"optimizer.args.{argument}" for argument in own_keys(recipe)),
+        "own_keys": " and ".join(own_keys(recipe).values()),
+        "unknown_arguments": ", ".join(unknown_arguments(recipe)),
+        "optimizer_arguments": ", ".join(sorted(recipe.optimizer.traits.keywords or ())),
         "usual_rates": f"{low:g} to {high:g}",
         "likely_rate": f"{math.sqrt(low * high):.0e}".replace("e-0", "e-"),
         "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",

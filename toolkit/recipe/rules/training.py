@@ -20,6 +20,19 @@ def evaluation_keys(recipe: Recipe) -> list[str]:
     return [f"evaluation.{key}" for key in recipe.evaluation.changed() if key in keys]
 
 
+def own_keys(recipe: Recipe) -> dict[str, str]:
+    """Entries of `optimizer.args` to the keys that stand for them."""
+    keys = {argument: recipe.optimizer.traits.key_of(argument) for argument in recipe.optimizer.args}
+    return {argument: key for argument, key in keys.items() if key}
+
+
+def unknown_arguments(recipe: Recipe) -> list[str]:
+    """Entries of `optimizer.args` that the optimizer does not take, as far as the table of optimizers knows."""
+    known = recipe.optimizer.traits.keywords
+    given = [argument for argument in recipe.optimizer.args if argument not in own_keys(recipe)]
+    return [f"optimizer.args.{argument}" for argument in given if known is not None and argument not in known]
+
+
 def micro_batch(recipe: Recipe) -> int:
     """The micro-batch as far as the recipe states one."""
     size = recipe.batch.micro_batch_size
@@ -111,6 +124,18 @@ TRAINING_RULES = {
         lambda r, _: r.method.name == "lora" and {r.precision, r.model.dtype} == {"bf16", "fp16"},
         "a base in one 16-bit type, computed with in the other, is rounded twice",
         "remove model.dtype, or set precision={r.model.dtype}",
+    ),
+    "optimizer-own-keys": Rule(
+        "optimizer.args",
+        lambda r, _: own_keys(r),
+        "these have keys of their own: {own_arguments}",
+        "set {own_keys} instead",
+    ),
+    "optimizer-args": Rule(
+        "optimizer.args",
+        lambda r, _: unknown_arguments(r),
+        "optimizer {r.optimizer.name} has no such argument: {unknown_arguments}",
+        "remove it, or use one of: {optimizer_arguments}",
     ),
     "optimizer-no-decay": Rule(
         "optimizer.weight_decay",
