@@ -209,6 +209,20 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quiet", action="store_true", help="tell no more than results, warnings and errors")
 
 
+def add_help(parser: argparse.ArgumentParser, more: Callable[[], str]) -> None:
+    """Adds a `--help` that ends with a further text, to a parser that has none."""
+    parser.add_argument("-h", "--help", action=_Help, const=more, help="show this, with all keys of a recipe")
+
+
+class _Help(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(f"{parser.format_help()}\n{self.const()}", end="")
+        parser.exit()
+
+
 def start_logging(options: argparse.Namespace, first: bool = True) -> None:
     """Shows on standard error what the rooms log, each under its own name: `toolkit.train`, `toolkit.planner`, …
 

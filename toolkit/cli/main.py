@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from toolkit import __version__
 from toolkit.cli.commands import COMMANDS
-from toolkit.common import UserError, add_verbosity, quiet_libraries, start_logging
+from toolkit.common import UserError, add_help, add_verbosity, quiet_libraries, start_logging
 
 _EPILOG = """\
 examples:
@@ -27,10 +27,11 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for a failure, 2 for a wrong recipe or usage."""
     parser = _parser()
-    options, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options, rest = parser.parse_known_args(arguments)
     # argparse takes positional arguments in one block; here they may stand on both sides of an option.
     if any(argument.startswith("-") for argument in rest) or (rest and "arguments" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(_unknown(rest, arguments))
     if rest:
         options.arguments += rest
     quiet_libraries()
@@ -54,6 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _unknown(rest: Sequence[str], arguments: Sequence[str]) -> str:
+    """What is said of options that no command has: what Hydra's do, and those that are keys of a recipe."""
+    from toolkit.recipe.hydra_habits import refuse_flags
+    from toolkit.recipe.schema import Recipe, leaf_paths
+
+    try:
+        refuse_flags(arguments)
+    except UserError as error:
+        return str(error)
+    keys = [text.lstrip("-").replace("-", "_").partition("=")[0] for text in rest if text.startswith("--")]
+    known = [key for key in keys if key.split(".")[0] in (*leaf_paths(), *Recipe.model_fields)]
+    hint = f"; keys of a recipe are written without dashes: {' '.join(f'{key}=VALUE' for key in known)}" * bool(known)
+    return f"unrecognized arguments: {' '.join(rest)}{hint}"
+
+
+def _keys() -> str:
+    from toolkit.recipe.show import keys_text
+
+    return keys_text()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="toolkit",
@@ -67,7 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     for command, settings in COMMANDS.items():
         description = command.__doc__ or ""
         help = description[:1].lower() + description[1:].removesuffix(".")
-        sub = subparsers.add_parser(command.__name__, help=help, description=description, allow_abbrev=False)
+        lists_keys = command.__name__ == "show"
+        sub = subparsers.add_parser(
+            command.__name__, help=help, description=description, allow_abbrev=False, add_help=not lists_keys
+        )
+        if lists_keys:
+            add_help(sub, _keys)
         sub.set_defaults(command=command)
         add_verbosity(sub)
         for name, setting in settings:

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from toolkit.recipe import hydra_habits
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
 from toolkit.recipe.files import NAME, locate, options
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
@@ -70,7 +71,10 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
     for argument in arguments:
         match = _FORM.fullmatch(argument)
         if not match or bool(match["equals"]) == (match["sign"] == "~"):
-            result.problems.append(Problem(argument, "is not an override", COMMAND_LINE, allowed="key=value, or ~key"))
+            form = "key=value, or ~key"
+            result.problems.append(
+                Problem(argument, "is not an override", COMMAND_LINE, allowed=form, hint=hydra_habits.hint(argument))
+            )
             continue
         try:
             key = _full_key(match["key"])
@@ -144,7 +148,8 @@ def _full_key(key: str) -> str:
         hint = f"write all of it: {whole}=[…]"
         raise RecipeError("", [Problem(key, "one entry of a list cannot be set", COMMAND_LINE, hint=hint)])
     if head == "hydra":
-        raise RecipeError("", [Problem(key, "unknown key: Hydra's own settings are no part of a recipe", COMMAND_LINE)])
+        what = "unknown key: Hydra's own settings are no part of a recipe"
+        raise RecipeError("", [Problem(key, what, COMMAND_LINE, hint=hydra_habits.hint(key))])
     if head in Recipe.model_fields:
         return key
     places = leaf_paths().get(head, [])
@@ -166,7 +171,9 @@ def _value(key: str, text: str) -> Any:
             raise RecipeError("", [Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)]) from None
         return text
     if parsed.is_sweep_override():
-        hint = f"for a list: {key}=[{text}], for text: {key}='\"{text}\"'"
+        hint = (
+            f"for a list: {key}=[{text}], for text: {key}='\"{text}\"', for each: toolkit plan … --sweep {key}={text}"
+        )
         raise RecipeError("", [Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint)])
     return parsed.value()
 

@@ -7,6 +7,8 @@ kept, so that it cannot say something else than what was asked for.
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,24 @@ def markdown() -> str:
         if name == "data":
             source = schema["$defs"]["Source"]
             lines += ["", "### A source", "", _plain(source["description"]), "", *_table(source["properties"])]
+    return "\n".join(lines) + "\n"
+
+
+def keys_text() -> str:
+    """Every key with its values, its default and the first sentence of what it means, for `--help`."""
+    schema = Recipe.model_json_schema()
+    lines = ["keys of a recipe, as KEY: VALUES (DEFAULT)"]
+
+    def add(fields: Mapping[str, dict[str, Any]], prefix: str) -> None:
+        for key, field in fields.items():
+            default = as_text(field["default"]) if "default" in field else "required"
+            first = re.split(r"(?<=[.]) ", _plain(field["description"]))[0]
+            for text, indent in ((f"{prefix}{key}: {_values(field)} ({default})", 2), (first, 6)):
+                lines.append(textwrap.indent(textwrap.fill(text.replace("`", ""), 78 - indent), " " * indent))
+
+    add({key: field for key, field in schema["properties"].items() if key not in sections()}, "")
+    for name, section in sections().items():
+        add(schema["$defs"][section.__name__]["properties"], f"{name}.")
     return "\n".join(lines) + "\n"
 
 

@@ -14,13 +14,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.common import UserError, add_verbosity, quiet_libraries, start_logging
+from toolkit.common import UserError, add_help, add_verbosity, quiet_libraries, start_logging
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.recipe import split_arguments
 from toolkit.recipe.errors import warn
+from toolkit.recipe.hydra_habits import refuse_flags
 from toolkit.recipe.rules import load_checked
+from toolkit.recipe.show import keys_text
 from toolkit.train.process import ahead_of_launcher, leave_process_group, tell
 
 _log = logging.getLogger("toolkit.train")
@@ -32,11 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = World.from_environment()
         parser = argparse.ArgumentParser(
-            prog="run.py", usage="run.py recipe=NAME key=value … [--recipes DIR] [--force] [--verbose | --quiet]"
+            prog="run.py",
+            usage="run.py recipe=NAME key=value … [--recipes DIR] [--force] [--verbose | --quiet]",
+            add_help=False,
+            allow_abbrev=False,
         )
+        add_help(parser, keys_text)
         parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
         parser.add_argument("--force", action="store_true", help="also run what would not fit by the plan")
         add_verbosity(parser)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        refuse_flags(arguments)
         options, rest = parser.parse_known_args(arguments)
         start_logging(options, first=world.rank == 0)
         loaded = load_checked(*split_arguments(rest), options.recipes)

@@ -1,0 +1,99 @@
+"""What Hydra's users type is answered with what does it here."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.main import main as toolkit_main
+from toolkit.recipe import RecipeError, load
+from toolkit.recipe.hydra_habits import Usage, refuse_flags
+from toolkit.recipe.schema import leaf_paths
+from toolkit.recipe.show import keys_text
+from toolkit.train.main import main as run_main
+
+DEMO = "recipe=smollm2_135m_lora_demo"
+
+
+def flags_of_hydra() -> list[str]:
+    from hydra._internal.utils import get_args_parser
+
+    options = [option for action in get_args_parser()._actions for option in action.option_strings]
+    return [option for option in options if option not in ("-h", "--help", "--version")]
+
+
+@pytest.mark.parametrize("flag", flags_of_hydra())
+def test_every_flag_of_hydra_has_an_answer(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Usage) as caught:
+        refuse_flags([DEMO, flag])
+    assert caught.value.change and "\n" not in caught.value.change
+    assert run_main([DEMO, flag]) == 2
+    assert caught.value.change in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        toolkit_main(["show", DEMO, flag])
+    assert ended.value.code == 2
+    assert caught.value.change in capsys.readouterr().err
+
+
+def test_the_answer_to_a_multirun_trains_every_combination(tmp_path: Path) -> None:
+    with pytest.raises(Usage) as caught:
+        refuse_flags(["recipe=mine", "--multirun", "seq_len=128,256", "optimizer.learning_rate=1e-3,2e-3", "seed=1"])
+    line = caught.value.change.partition("train each: `")[2].rstrip("`")
+    (tmp_path / "toolkit").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "toolkit").chmod(0o755)
+    done = subprocess.run(["bash", "-c", f"PATH={tmp_path}:$PATH; {line}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"launch recipe=mine seed=1 seq_len={length} optimizer.learning_rate={rate} output.name={length}-{rate}"
+        for length in (128, 256)
+        for rate in ("1e-3", "2e-3")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("hydra.run.dir=x", "output.dir"),
+        ("hydra.sweep.dir=x", "output.dir"),
+        ("hydra.job.name=x", "output.name"),
+        ("hydra.verbose=true", "--verbose"),
+        ("hydra/launcher=submitit_slurm", "--slurm"),
+        ("+hydra/sweeper=optuna", "--sweep"),
+        ("hydra.searchpath=[x]", "--recipes"),
+        ("hydra.other=1", "leave it out"),
+        ("method@model=lora", "method=lora"),
+        ("/method=lora", "method=lora"),
+        ("~method=lora", "~method"),
+        ("seq_len=128,256", "--sweep batch.seq_len=128,256"),
+        ("seq_len=choice(128,256)", "--sweep"),
+        ("seq_len=range(128,256)", "--sweep"),
+    ],
+)
+def test_overrides_of_a_hydra_application(override: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [override])
+    (problem,) = caught.value.problems
+    assert hint in problem.hint and caught.value.exit_code == 2
+
+
+def test_options_that_are_keys_are_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        toolkit_main(["show", DEMO, "--seq-len=5"])
+    assert "without dashes: seq_len=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["show", "run"])
+def test_help_lists_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_main(["--help"]) if command == "run" else toolkit_main(["show", "--help"])
+    assert ended.value.code == 0
+    assert keys_text() in capsys.readouterr().out
+
+
+def test_each_key_has_its_values_default_and_meaning() -> None:
+    lines = keys_text().splitlines()
+    for places in leaf_paths().values():
+        for place in places:
+            (at,) = [at for at, line in enumerate(lines) if line.startswith(f"  {place}: ")]
+            assert len(lines[at + 1].strip()) > 10
