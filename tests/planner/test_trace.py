@@ -22,6 +22,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
 from toolkit.models.load import ModelSource
+from toolkit.models.output_head import HeadChoice
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
 from toolkit.planner.trace.__main__ import _resolves as resolves
@@ -128,7 +129,7 @@ def test_a_trace_is_what_real_tensors_take(
     trained = add_method(base, recipe, dtypes(recipe))
     trained.train()
 
-    real = passes.run(Shallow(trained, _layers(base)), cpu, contextlib.nullcontext(), BATCH, LENGTH)
+    real = passes.run(Shallow(trained, _layers(base)), cpu, HeadChoice(), contextlib.nullcontext(), BATCH, LENGTH)
     planned = trace(cpu)
 
     shape = Shape(planned.layers, BATCH, LENGTH)

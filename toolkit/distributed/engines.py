@@ -276,6 +276,8 @@ class EngineState(Partial):
     """Name of its class."""
     attention: str | None = None
     """Transformers' name of the implementation."""
+    output_head: Literal["fused", "own"] | None = None
+    """Whether TRL's fused head scores labels, or the model's own forward; encoder-decoders have their own."""
     activation_checkpointing: str | None = None
     """Who recomputes: the `model`, the `engine`, `engine+model` or `none`."""
     parameters: Spread | None = None

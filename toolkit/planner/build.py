@@ -274,6 +274,8 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:
         # Libraries name all that they know instead: hundreds of models.
         why = textwrap.shorten(trace.note, 200, placeholder=" …")
         notes.append(f"activations are estimated from the config; the model's code could not be traced: {why}")
+    if not trace.fused_head:
+        notes.append("the fused output head is not what this model computes: its own forward holds all logits")
     if not hardware.device.efficiency.matmul.measured:
         notes.append(
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"

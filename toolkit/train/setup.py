@@ -6,6 +6,7 @@ the process group, and those exist before the model is loaded, because ZeRO-3 an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
 from toolkit.models.load import ModelSource
+from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
@@ -95,7 +97,9 @@ def set_up(
     model = add_method(source.load(types, backend), recipe, types)
 
     # Trainer
-    kind = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
+    kind: Any = EncoderDecoderTrainer
+    if recipe.objective != "seq2seq":
+        kind = functools.partial(CausalTrainer, choice=_head(source, first))
     trainer: Any = kind(
         model=model,
         args=arguments,
@@ -175,6 +179,21 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard
+
+
+def _head(source: ModelSource, first: bool) -> HeadChoice:
+    """How labels are scored, as far as the architecture tells; the weights are asked before the first step."""
+    choice = choose(source.config, source.recipe.model.trust_remote_code)
+    if first and not choice.fused:
+        _log.warning(
+            "the model's own forward scores the labels, from all logits: the fused output head is not what a %s "
+            "computes (%s)",
+            source.config.model_type,
+            choice.reason,
+        )
+    if first and not choice.balances:
+        _log.warning("this model computes no loss for the balance of its routers, and none is added")
+    return choice
 
 
 def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:

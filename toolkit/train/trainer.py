@@ -22,6 +22,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
 from toolkit.models.attention_kernels import keep_attention
+from toolkit.models.output_head import HeadChoice, OutputHead
 
 
 class FixedOrder(Sampler[int]):
@@ -137,12 +138,23 @@ class _ExactMixin:
 
 
 class CausalTrainer(_ExactMixin, SFTTrainer):
-    """Decoder-only models: TRL's trainer, whose output head never builds all logits at once."""
+    """Decoder-only models: TRL's trainer, whose output head never builds all logits at once where the model allows it.
+
+    Args:
+        choice: How the model's labels are scored, as far as its architecture tells.
+    """
 
     model: Any
 
-    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, args: Any, choice: HeadChoice, **kwargs: Any) -> None:
         super().__init__(model, args, **kwargs)
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if not choice.balances:
+            # TRL would add one because the config has a coefficient; the model's own forward knows no such loss.
+            self.aux_loss_enabled = base.config.get_text_config().output_router_logits = False
+        self.output_head = OutputHead(base, choice.fused)
+        if not choice.fused:
+            return
         if is_deepspeed_zero3_enabled():
             _gather_head_with_model(self.model)
         elif self.is_fsdp_enabled and hasattr(self.model, "peft_config"):

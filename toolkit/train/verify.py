@@ -8,10 +8,13 @@ costs milliseconds; a difference ends the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,9 +23,15 @@ from transformers import TrainerCallback
 
 from toolkit.common import UserError
 from toolkit.data.collate import isolates
+from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
-from toolkit.models import attention
+from toolkit.models import attention, output_head
 from toolkit.train.session import Session
+from toolkit.train.trainer import CausalTrainer
+
+_log = logging.getLogger("toolkit.train")
+_SCORED = 128
+"""Tokens of each row that both output heads score before the first step."""
 
 
 class Verify(TrainerCallback):
@@ -32,6 +41,8 @@ class Verify(TrainerCallback):
         self._session, self._has_stepped = session, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session.recipe.objective != "seq2seq":
+            check_output_head(self._session)
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)
@@ -96,6 +107,30 @@ def check_isolation(session: Session) -> None:
         )
 
 
+def check_output_head(session: Session) -> None:
+    """Asks the model itself, on its first rows, its device and in its precision, whether the fused output head scores
+    labels as its own forward does. If not, on any process, all go on with its own forward."""
+    trainer = session.trainer
+    head = trainer.output_head
+    if not head.fused:
+        return
+    prepared = session.prepared
+    rows = prepared.eval if session.recipe.data.streaming and prepared.eval is not None else prepared.train
+    tokens = [row["input_ids"][:_SCORED] for row in itertools.islice(iter(rows), 2)]
+    batch = trainer.data_collator([{"input_ids": ids, "labels": [IGNORE, *ids[1:]]} for ids in tokens])
+    batch = send_to_device(batch, trainer.args.device)
+    compute = getattr(torch, session.dtypes.compute)
+    difference, reason = output_head.compare(trainer.model_wrapped, batch, head, compute)
+    largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
+    head.fused = largest <= 1
+    if session.leads and not head.fused:
+        _log.warning(
+            "the model's own forward scores the labels, from all logits: the fused output head is not what this model "
+            "computes (%s). The plan does not count it, as the architecture does not show it",
+            reason or "as another process found",
+        )
+
+
 def read(trainer: Any) -> EngineState:
     """The effective state of a trainer whose engine is built. Reads attributes only; nothing is communicated."""
     engine = trainer.model_wrapped
@@ -118,6 +153,8 @@ def read(trainer: Any) -> EngineState:
         "micro_batch_size": trainer.callback_handler.train_dataloader.batch_sampler.batch_size,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }
+    if isinstance(trainer, CausalTrainer):
+        state["output_head"] = "fused" if trainer.output_head.fused else "own"
     if frozen:
         state["frozen_dtype"] = _dtypes(frozen)
     if moments := _moments(optimizer):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import Micro, run
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
@@ -35,6 +36,8 @@ def trace(setting: Setting) -> Trace:
     """
     deadline = time.process_time() + _LIMIT
     config = load_config(setting)
+    encoder_decoder = setting.objective == "seq2seq"
+    choice = HeadChoice() if encoder_decoder else choose(config, setting.trust_remote_code)
     shapes = _shapes(setting)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake_kernels.installed(setting):
         warnings.simplefilter("ignore")
@@ -46,17 +49,18 @@ def trace(setting: Setting) -> Trace:
         for depth in (small, large):
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             shallow = build(setting, depth, fake)
-            runs.append([run(shallow, setting, fake, *shape, period, deadline) for shape in shapes])
+            runs.append([run(shallow, setting, choice, fake, *shape, period, deadline) for shape in shapes])
     fit = _Fit(shapes, small, large)
     tensors, layer_elements, buffers = _inventory(inventory, setting)
     return Trace(
         layers=layers,
         tensors=tensors,
         moments=tuple(_moments(runs, fit, layers)),
-        passes=_passes(runs, fit, setting.objective == "seq2seq"),
+        passes=_passes(runs, fit, choice.fused and not encoder_decoder),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         layer_elements=layer_elements,
+        fused_head=choice.fused,
     )
 
 
@@ -197,13 +201,13 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
             yield moment
 
 
-def _passes(runs: list[list[Micro]], fit: _Fit, encoder_decoder: bool) -> dict[str, Pass]:
+def _passes(runs: list[list[Micro]], fit: _Fit, fused_head: bool) -> dict[str, Pass]:
     def fitted(name: str, kind: str = "work") -> Pass:
         return Pass(*fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs]))
 
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
     again = fitted("backward", "recomputed")
-    if not encoder_decoder:
+    if fused_head:
         # The fused loss keeps no logits: its backward pass forms them once more, which is all that is outside the
         # layers. No layer is entered for it, so it is not seen as recomputation.
         matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)

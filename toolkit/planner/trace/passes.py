@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.attention_kernels import keep_attention
+from toolkit.models.output_head import HeadChoice, add_output_head, asks_routers
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
 from toolkit.planner.trace.types import CHUNK, Setting
@@ -38,6 +38,7 @@ class Micro:
 def run(
     shallow: Shallow,
     setting: Setting,
+    choice: HeadChoice,
     fake: Any,
     batch: int,
     length: int,
@@ -47,12 +48,13 @@ def run(
     """Takes a micro-batch of `batch` sequences of `length` tokens through the model.
 
     Args:
+        choice: How labels are scored; of no account for an encoder-decoder.
         fake: The mode in which tensors are made.
         period: So many layers at either end stand for those between them.
         deadline: See `Tracker`.
     """
     model = shallow.model
-    _prepare(shallow, setting)
+    _prepare(shallow, setting, choice)
     with fake:
         inputs = _inputs(setting, batch, length)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
@@ -81,7 +83,7 @@ def run(
     return Micro(timelines, tracker.boundary)
 
 
-def _prepare(shallow: Shallow, setting: Setting) -> None:
+def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:
     """What the trainers do to a model before they train it."""
     model, base = shallow.model, shallow.base
     if getattr(base, "_toolkit_prepared", False):
@@ -100,10 +102,9 @@ def _prepare(shallow: Shallow, setting: Setting) -> None:
         kwargs.pop("selective", None)
         base.activation_checkpointing_enable(kwargs, every_n_layers=every, offload=offload)
     if setting.objective != "seq2seq":
-        text = base.config.get_text_config()
-        if getattr(text, "router_aux_loss_coef", 0.0) and hasattr(text, "output_router_logits"):
-            text.output_router_logits = True
-        add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+        if asks_routers(base.config):
+            base.config.get_text_config().output_router_logits = choice.balances
+        add_output_head(base, choice.fused)
     if setting.autocast:
         # As accelerate's `prepare_model` does.
         forward = torch.autocast("cpu", getattr(torch, setting.autocast))(model.forward)

@@ -154,6 +154,8 @@ class Trace:
         layer_elements: Elements of each layer, in order; the unit that sharded engines gather.
         origin: `traced`, or `formulas` where the model's code could not be traced.
         note: Why it could not be traced.
+        fused_head: Whether TRL's fused output head is what a decoder computes, or labels are scored by the model's own
+            forward, from all logits.
     """
 
     layers: int
@@ -165,6 +167,7 @@ class Trace:
     layer_elements: tuple[int, ...]
     origin: Literal["traced", "formulas"] = "traced"
     note: str = ""
+    fused_head: bool = True
 
     def elements(self, *, trained: bool | None = None, kind: str | None = None, place: str | None = None) -> int:
         """Number of parameters of some kind."""
