@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -43,6 +44,7 @@ CASES = [
     ("architecture-causal", ["objective=seq2seq"], ["objective=sft"]),
     ("architecture-causal", ["objective=seq2seq"], ["objective=language_modelling"]),
     ("architecture-seq2seq", ["model=blenderbot_400m", "batch.seq_len=128"], ["objective=seq2seq"]),
+    ("architecture-encoder", ["model.path=encoder"], ["model.path=decoder"]),
     ("positions", ["batch.seq_len=9000"], ["batch.seq_len=8192"]),
     ("streaming-length", ["data.streaming=true", "data.eval_split=null"], ["schedule.max_steps=10"]),
     ("streaming-epochs", [*STREAM, "checkpoint.save_epochs=1"], ["~checkpoint.save_epochs", "save_steps=5"]),
@@ -259,6 +261,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipes").mkdir()
     Path("existing").mkdir()
+    for name in ("encoder", "decoder"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({"model_type": "roberta", "is_decoder": name == "decoder"}))
     Path("recipes/mine.yaml").write_text(BASE)
 
 

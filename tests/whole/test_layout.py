@@ -24,6 +24,7 @@ ELSEWHERE = {
     "distributed/launcher_flags": "distributed/test_launcher",
     "distributed/layout": "distributed/test_engines",
     "models/attention_kernels": "models/test_attention",
+    "models/tiny": "models/test_output_head",
     "planner/plan": "planner/test_build",
     "planner/search": "planner/test_advice",
     "planner/workload": "planner/test_memory",

@@ -26,6 +26,15 @@ _BUNDLE = Path(__file__).resolve().parent / "bundled"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ENCODERS = {
+    **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), "is_decoder"),
+    **dict.fromkeys(("ernie", "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm"), "is_decoder"),
+    **dict.fromkeys(("roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"), "is_decoder"),
+    "xlm": "causal",
+    "cpmant": "",
+    "xlnet": "",
+}
+"""Architectures whose tokens see those after them, and the key of their config that makes them causal."""
 _SIZE_KEYS = (
     *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
     *("decoder_layers", "encoder_layers", "num_decoder_layers"),
@@ -103,6 +112,16 @@ def config_of(model: Model) -> dict[str, Any] | None:
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
     """Whether the model has an encoder whose output a decoder attends to."""
     return bool(config.get("is_encoder_decoder", False))
+
+
+def causal_key(config: Mapping[str, Any]) -> str | None:
+    """What would have to be true in the config of an encoder for it to predict the next token.
+
+    Returns:
+        The name of a key, empty if there is none; None for what is causal as it is.
+    """
+    key = _ENCODERS.get(config.get("model_type", ""))
+    return None if key is None or (key and config.get(key)) else key
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

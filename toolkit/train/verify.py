@@ -121,6 +121,9 @@ def check_output_head(session: Session) -> None:
     batch = send_to_device(batch, trainer.args.device)
     compute = getattr(torch, session.dtypes.compute)
     difference, reason = output_head.compare(trainer.model_wrapped, batch, head, compute)
+    for module in trainer.model_wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # FSDP keeps the outermost unit gathered after a forward pass.
     largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
     head.fused = largest <= 1
     if session.leads and not head.fused:

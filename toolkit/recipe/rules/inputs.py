@@ -68,6 +68,12 @@ INPUT_RULES = {
         "this model is an encoder-decoder",
         "set objective=seq2seq",
     ),
+    "architecture-encoder": Rule(
+        "model.path",
+        lambda r, c: r.objective != "seq2seq" and model_configs.causal_key(c) is not None,
+        "this model is an encoder: its tokens see those that come after them, which training is to predict",
+        "name a decoder{causal_change}",
+    ),
     "positions": Rule(
         "batch.seq_len",
         lambda r, c: (model_configs.max_positions(c) or r.batch.seq_len) < r.batch.seq_len,

@@ -1,0 +1,106 @@
+"""Where TRL's fused output head is not what a model computes, its own forward scores the labels, on every engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from harness import losses
+from ranks import Ranks
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from toolkit.models.output_head import HeadChoice
+from toolkit.train import setup
+from toolkit.train.main import main
+
+UNAWARE = """
+import cpu_engines
+import toolkit.train.setup as setup
+from toolkit.models.output_head import HeadChoice
+
+def main(arguments):
+    setup.choose = lambda config, trust_remote_code: HeadChoice()
+    return cpu_engines.main(arguments)
+"""
+"""An entry that finds out only from the weights."""
+MODERNBERT = "model.path=modernbert"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a ModernBERT decoder, which has a dense layer and a norm before its logits, and a
+    RecurrentGemma, whose soft cap has a name of its own."""
+    small.populate(tmp_path, "llama")
+    sizes = {"num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    tiny_model({"model_type": "modernbert-decoder", **sizes}, tmp_path / "modernbert")
+    capped = {"head_dim": 32, "lru_width": 128, "attention_window_size": 64, "logits_soft_cap": 0.5}
+    tiny_model({"model_type": "recurrent_gemma", **sizes, **capped}, tmp_path / "recurrent")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def effective(place: Path, name: str = "small") -> dict[str, Any]:
+    return json.loads((place / "runs" / name / "manifest.json").read_text())["effective"]
+
+
+def test_loss_and_gradients_are_those_of_the_models_own_forward(place: Path) -> None:
+    training = small.set_up(MODERNBERT)
+    loss, gradients = small.loss_and_gradients(training)
+    batch = training.trainer.data_collator([training.prepared.train[row] for row in range(4)])
+    model = AutoModelForCausalLM.from_pretrained("modernbert", dtype=torch.float32)
+    labels = batch.pop("labels")[:, 1:].flatten()
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    expected.backward()
+
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_which_head_runs_is_planned_said_and_kept(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=small", MODERNBERT, "max_steps=1"]) == 0
+    assert "own forward scores the labels" in capsys.readouterr().err
+    assert effective(place)["output_head"] == "own"
+    assert main(["recipe=small", "max_steps=1", "output.name=llama"]) == 0
+    assert "own forward" not in capsys.readouterr().err
+    assert effective(place, "llama")["output_head"] == "fused"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_weights_are_asked_before_the_first_step(
+    place: Path, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup, "choose", lambda config, trust_remote_code: HeadChoice())
+    for model, head in (("modernbert", "own"), ("llama", "fused")):
+        overrides = [f"model.path={model}", "max_steps=1", f"precision={precision}", f"output.name={model}"]
+        assert main(["recipe=small", *overrides]) == 0
+        assert effective(place, model)["output_head"] == head
+        assert ("log-probabilities differ" in capsys.readouterr().err) == (head == "own")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        pytest.param("ddp", "recurrent", marks=pytest.mark.matrix),
+        pytest.param("zero2", "modernbert", marks=pytest.mark.matrix),
+        pytest.param("zero3", "modernbert", marks=pytest.mark.slow),
+        pytest.param("fsdp", "recurrent", marks=pytest.mark.slow),
+    ],
+)
+def test_all_processes_of_an_engine_find_the_same(place: Path, engine: str, model: str, ranks: Ranks) -> None:
+    overrides = ["recipe=small", f"model.path={model}", "max_steps=1"]
+    assert main([*overrides, "output.name=alone"]) == 0
+    (place / "unaware.py").write_text(UNAWARE, encoding="utf-8")
+    overrides += [f"strategy={engine}", "batch.micro_batch_size=1"]
+    done = ranks.run(place, *overrides, processes=2, entry="unaware")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert effective(place)["output_head"] == "own"
+    runs = place / "runs"
+    assert losses(runs / "small") == pytest.approx(losses(runs / "alone"), rel=1e-5)
