@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from toolkit.data.collate import Collator, isolates
-from toolkit.data.encode import IGNORE
+from toolkit.data.rows import IGNORE
 
 SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROPE = {**SIZE, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}

@@ -13,8 +13,8 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
-from toolkit.data.encode import IGNORE, Encoded, Encoder, load_chat_template
-from toolkit.data.rows import Chat, Completion, Pair, Row, Text
+from toolkit.data.encode import Encoded, Encoder, load_chat_template
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Text
 
 CHATML = load_chat_template("chatml")
 LLAMA_3 = """\

@@ -175,8 +175,8 @@ def test_single_messages_and_rated_answers_are_not_taken_for_something_else() ->
     assert convert(tree, format="text") == Text("hi")
     assert "single messages" in refused({"role": "user", "content": "hi"})
     rated = {"prompt": "p", "completion": "c", "label": True}
-    assert "rated answers" in refused(rated)
-    assert convert(rated, format="prompt_completion") == Completion("p", "c")
+    assert "whether the answer is good" in refused(rated) and "data.ignore=[label]" in refused(rated)
+    assert convert(rated, ignore=["label"]) == Completion("p", "c")
 
 
 def test_roles_in_dumps_of_other_assistants() -> None:
@@ -208,9 +208,9 @@ def test_format_must_suit_train_on_and_the_tokenizer() -> None:
         ({"messages": ["hello"]}, "`messages[0]` is not an object"),
         ({"messages": [user("a"), {"role": "narrator", "content": "x"}]}, "`messages[1]` has the role 'narrator'"),
         ({"messages": [{"content": "x"}]}, "has the role None"),
-        ({"messages": [user("a", weight=2)]}, "weight 2"),
+        ({"messages": [user("a", weight=2)]}, "`weight: 2`"),
         ({"messages": [user("a", train="yes")]}, "`train: 'yes'`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "another kind than text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "pictures, sound or film"),
         ({"messages": [assistant("", tool_calls=[{"arguments": {}}])]}, "tool call without a name"),
         ({"messages": [assistant("", tool_calls=[{"name": "f", "arguments": "x=1"}])]}, "no JSON object"),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "`system` column"),

@@ -9,8 +9,8 @@ import pytest
 from data_fixtures import plain_tokenizer
 from datasets import Dataset
 
-from toolkit.data.encode import IGNORE, Encoder
-from toolkit.data.rows import Text
+from toolkit.data.encode import Encoder
+from toolkit.data.rows import IGNORE, Text
 from toolkit.data.tokenization import Chunker, pack
 
 

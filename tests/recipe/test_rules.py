@@ -57,6 +57,11 @@ CASES = [
     ("eval-split-is-train", ["data.eval_split=train"], ["data.eval_split=0.05"]),
     ("split-needs-text", ["data.over_long=split"], ["data.over_long=drop"]),
     ("split-needs-text", ["data.over_long=split"], ["data.over_long=truncate"]),
+    (
+        "template-kwargs-reserved",
+        ["data.chat_template_kwargs={tokenize: true, enable_thinking: false}"],
+        ["~data.chat_template_kwargs.tokenize"],
+    ),
     ("lm-trains-all", ["objective=language_modelling", "data.train_on=assistant"], ["~data.train_on"]),
     ("lm-trains-all", ["objective=language_modelling", "data.train_on=assistant"], ["objective=sft"]),
     ("seq2seq-packing", [*SEQ2SEQ, "data.packing=true"], ["data.packing=false"]),

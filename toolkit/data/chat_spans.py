@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from toolkit.common import UserError
 
 Message = dict[str, Any]
 Tools = list[Any] | None
+Settings = Mapping[str, Any] | None
 Span = tuple[int, int]
 
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
@@ -37,6 +39,7 @@ class Conversation:
 
     Attributes:
         messages: what was rendered.
+        settings: what the template gets beside them (`enable_thinking`).
         assistants: indices of the messages of the assistant.
         text: exactly what `apply_chat_template` renders.
         turns: index of a message to the ranges it rendered, in order; empty where the markers would have changed the
@@ -47,19 +50,18 @@ class Conversation:
         jinja2.TemplateError: If the template refuses the conversation.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools) -> None:
-        self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, settings: Settings = None
+    ) -> None:
+        self.tokenizer, self.tools, self.settings = tokenizer, tools, settings or {}
         self.assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         self.turns: dict[int, list[Span]] = {}
         self.generation: list[tuple[int, Span]] | None = None
-        try:
-            self.text = render(tokenizer, messages, tools)
-        except TypeError:  # templates disagree whether the arguments of tool calls are objects or JSON text
-            self.messages = [_with_json_arguments(message) for message in messages]
-            self.text = render(tokenizer, self.messages, tools)
+        self.text, self.messages = render_accepted(tokenizer, messages, tools, settings)
         present = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         markers = _Markers(_alias_reasoning_fields(present))
         arguments = {**tokenizer.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": False}
+        arguments |= self.settings
         try:
             template = _marked_template(tokenizer.get_chat_template(tools=tools))
             marked = template.render(messages=markers.messages, **arguments, __markers__=markers)
@@ -107,8 +109,8 @@ class Conversation:
             if any(self.text[a:b].strip() for a, b in self.turns.get(i, [])) or not answer_of(self.messages[i]):
                 continue
             try:
-                before = render(self.tokenizer, self.messages[:i], self.tools) if i else ""
-                after = render(self.tokenizer, self.messages[: i + 1], self.tools)
+                before = render(self.tokenizer, self.messages[:i], self.tools, self.settings) if i else ""
+                after = render(self.tokenizer, self.messages[: i + 1], self.tools, self.settings)
             except (jinja2.TemplateError, TypeError):
                 before, after = "unknown", ""
             if not (after.startswith(before) and self.text.startswith(after)):
@@ -120,30 +122,80 @@ class Conversation:
                 )
             self.turns[i] = [(len(before), len(after))]
 
-    def refuse_lost_answers(self) -> None:
+    def locate_parts(self, i: int, parts: dict[str, list[list[int]]]) -> list[Span]:
+        """Where characters of a message stand in `text`, with the stop token where they reach its end.
+
+        Args:
+            i: Index of the message, whose turn is located.
+            parts: Field of the message to ranges of its characters.
+
+        Raises:
+            UserError: The template writes the field otherwise than it is.
+        """
+        turns = self.turns.get(i) or [span for message, span in self.generation or [] if message == i]
+        start, end = (turns[0][0], turns[-1][1]) if turns else (0, 0)
+        spans: list[Span] = []
+        for field, ranges in parts.items():
+            content = self.messages[i][field]
+            written = content.strip()
+            # What the model thought stands before what it says, and may hold the same.
+            at = self.text.find(written, start, end) if field != "content" else self.text.rfind(written, start, end)
+            if at < 0:
+                raise UserError(
+                    f"The chat template changes the {field} of message {i}, of which only a part is trained.",
+                    "Set `train` for the whole message, or model.chat_template to a template that writes it as it is.",
+                )
+            offset = at - (len(content) - len(content.lstrip()))
+            for left, right in ranges:
+                is_last = field == "content" and right >= len(content.rstrip())
+                spans.append((max(offset + left, at), end if is_last else offset + right))
+        return spans
+
+    def refuse_lost_content(self) -> None:
         """A template may pass over what it does not know (mostly tool calls): the model would learn to say nothing.
 
         Raises:
-            UserError: If not one word of what the assistant says is in the text.
+            UserError: If not one word of what the assistant or a tool says is in the text, or none of what the model
+                thought before the answer that ends the conversation (many templates leave earlier thoughts out).
         """
-        for i in self.assistants:
-            words = (self.messages[i].get("content") or "").split()
-            calls = [call["function"]["name"] for call in self.messages[i].get("tool_calls") or []]
-            for kind, parts in (("text", words), ("tool calls", calls)):
+        for i, message in enumerate(self.messages):
+            if message["role"] not in ("assistant", "tool"):
+                continue
+            calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+            is_last = message["role"] == "assistant" and i == len(self.messages) - 1
+            thoughts = message.get("reasoning_content", "") if is_last else ""
+            contents = (("text", message.get("content") or ""), ("reasoning", thoughts))
+            for kind, parts in (*((kind, content.split()) for kind, content in contents), ("tool calls", calls)):
                 if parts and not any(part in self.text for part in parts):
                     raise UserError(
                         f"The chat template leaves out the {kind} of message {i}.",
-                        "Set model.chat_template to a template that writes them, or take them out of the rows.",
+                        "Set model.chat_template to a template that writes them, or take them out of the rows"
+                        + (", or set 'data.ignore=[reasoning_content]'." if kind == "reasoning" else "."),
                     )
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, settings: Settings, prompt: bool = False
+) -> str:
     """The conversation as the tokenizer's chat template renders it, and what it writes before an answer if `prompt`.
 
     Raises:
         jinja2.TemplateError: If the template refuses the conversation.
     """
-    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
+    options = {**(settings or {}), "tokenize": False, "add_generation_prompt": prompt}
+    return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
+
+
+def render_accepted(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, settings: Settings, prompt: bool = False
+) -> tuple[str, list[Message]]:
+    """What `render` gives, and the messages it was given: templates disagree whether the arguments of tool calls are
+    objects or JSON text."""
+    try:
+        return render(tokenizer, messages, tools, settings, prompt), messages
+    except TypeError:
+        messages = [_with_json_arguments(message) for message in messages]
+        return render(tokenizer, messages, tools, settings, prompt), messages
 
 
 def answer_of(message: Message) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from toolkit.data.encode import IGNORE
+from toolkit.data.rows import IGNORE
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError
-from toolkit.data.chat_spans import Conversation, Message, Span, answer_of, render
-from toolkit.data.rows import Chat, Completion, Pair, Row, Text
-
-IGNORE = -100
-"""The label of a token that carries no loss."""
+from toolkit.data.chat_spans import Conversation, Message, Span, answer_of, render, render_accepted
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
 _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
 _SENTINEL = "(the answer)"
@@ -76,12 +73,19 @@ class Encoder:
         tokenizer: A fast tokenizer (with character offsets).
         train_on: `data.train_on` of the recipe; that it suits the rows is checked where their format is recognised.
         stop_token_ids: Every token that ends generation for this model.
+        template_kwargs: `data.chat_template_kwargs` of the recipe; those of a row come before them.
 
     Raises:
         UserError: If the tokenizer has no offsets.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train_on: str | Sequence[str],
+        stop_token_ids: frozenset[int],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"The tokenizer {type(tokenizer).__name__} has no character offsets, so labels cannot be placed.",
@@ -89,6 +93,7 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self.template_kwargs = dict(template_kwargs or {})
         self.stop_token_ids = stop_token_ids | ({tokenizer.eos_token_id} - {None})
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         stops = sorted(self.stop_token_ids)
@@ -104,6 +109,7 @@ class Encoder:
         """
         encoders: dict[type[Row], Callable[[Any], Encoded]]
         encoders = {Text: self._text, Completion: self._completion, Chat: self._chat, Pair: self._pair}
+        encoders |= {Segments: self._segments, Tokens: self._tokens}
         return encoders[type(row)](row)
 
     def prompt_text(self, row: Row) -> tuple[str, str]:
@@ -119,20 +125,32 @@ class Encoder:
                 return text[:cut], text[cut:]
             case Completion(prompt, answer) | Pair(prompt, answer):
                 return prompt, answer
+            case Segments(parts):
+                cut = max((i for i, (_, trained) in enumerate(parts) if trained), default=len(parts))
+                prompt, answer = ("".join(text for text, _ in some) for some in (parts[:cut], parts[cut:]))
+                return prompt, answer
+            case Tokens(ids, labels):
+                cut = _last_answer(labels)
+                return str(self.tokenizer.decode(ids[:cut])), str(self.tokenizer.decode(ids[cut:]))
             case Chat():
-                messages = _without_flags(row)
+                messages = self._messages(row)
                 last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
                 answer = "" if last == len(messages) else answer_of(messages[last])
                 try:
-                    return render(self.tokenizer, messages[:last], row.tools, prompt=True), answer
+                    prompt, _ = render_accepted(
+                        self.tokenizer, messages[:last], row.tools, self._settings(row), prompt=True
+                    )
+                    return prompt, answer
                 except _TEMPLATE_ERRORS as error:
                     raise _refused(error) from error
 
     def prompt_ids(self, row: Row) -> list[int]:
         """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
         decoder-only rows without the one a text ends with."""
+        if isinstance(row, Tokens):
+            return row.input_ids[: _last_answer(row.labels)]
         text = self.prompt_text(row)[0]
-        ids = self.tokenizer(text, add_special_tokens=not isinstance(row, Chat))["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=not isinstance(row, Chat | Segments))["input_ids"]
         return ids if isinstance(row, Pair) else self._without_eos(ids)
 
     def _text(self, row: Text) -> Encoded:
@@ -152,6 +170,25 @@ class Encoder:
         labels = self._without_eos(self.tokenizer(text_target=row.target)["input_ids"])
         return Encoded(self.tokenizer(row.source)["input_ids"], [*labels, self._eos()])
 
+    def _segments(self, row: Segments) -> Encoded:
+        ids: list[int] = []
+        labels: list[int] = []
+        for text, trained in row.parts:
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            labels += tokens if trained or self.train_on == "all" else [IGNORE] * len(tokens)
+        return Encoded(ids, [IGNORE, *labels[1:]] if ids else [])
+
+    def _tokens(self, row: Tokens) -> Encoded:
+        if row.input_ids and not 0 <= min(row.input_ids) <= max(row.input_ids) < len(self.tokenizer):
+            raise UserError(
+                f"The row has the token {max(row.input_ids)}, the tokenizer {len(self.tokenizer)} tokens.",
+                "Tokenise the rows with this model's tokenizer, or set model.tokenizer to the one they were made with.",
+            )
+        if self.train_on == "all":
+            return Encoded(row.input_ids, [IGNORE, *row.input_ids[1:]])
+        return Encoded(row.input_ids, row.labels)
+
     def _chat(self, row: Chat) -> Encoded:
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -159,59 +196,96 @@ class Encoder:
                 "Set model.chat_template to a built-in name (chatml) or a Jinja file, or use an instruction-tuned "
                 "model's tokenizer.",
             )
-        untrained = [i for i, message in enumerate(row.messages) if message.get("train") is False]
         try:
-            conversation = Conversation(self.tokenizer, _without_flags(row), row.tools)
-            spans = self._trained_spans(conversation, untrained)
-            conversation.refuse_lost_answers()
+            conversation = Conversation(self.tokenizer, self._messages(row), row.tools, self._settings(row))
+            spans, gaps = self._trained_spans(conversation, row.messages)
+            conversation.refuse_lost_content()
         except UserError:
             raise
         except _TEMPLATE_ERRORS as error:
             raise _refused(error) from error
         encoding = self.tokenizer(conversation.text, add_special_tokens=False, return_offsets_mapping=True)
         labels, merged = self._labels(encoding["input_ids"], encoding["offset_mapping"], spans)
+        for position, (left, right) in enumerate(encoding["offset_mapping"] if gaps else ()):
+            if any(left < end and right > start for start, end in gaps):
+                labels[position] = IGNORE  # also a token that is trained in part
         return Encoded(encoding["input_ids"], labels, merged)
 
-    def _trained_spans(self, conversation: Conversation, untrained: list[int]) -> list[Span]:
-        """The character ranges of the rendered conversation that are trained, in order."""
+    def _messages(self, row: Chat) -> list[Message]:
+        """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""
+        messages = [{key: m[key] for key in m if key not in ("train", "untrained")} for m in row.messages]
+        if "developer" in str(self.tokenizer.chat_template):
+            return messages
+        return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+
+    def _settings(self, row: Chat) -> dict[str, Any]:
+        return self.template_kwargs | (row.template_kwargs or {})
+
+    def _trained_spans(self, conversation: Conversation, messages: list[Message]) -> tuple[list[Span], list[Span]]:
+        """The character ranges of the rendered conversation that are trained, in order, and gaps in them.
+
+        Args:
+            conversation: The rendered row.
+            messages: Its messages with their flags.
+        """
         text, located = conversation.text, conversation.turns
+        flags = [message.get("train") for message in messages]
+        excluded = [i for i, flag in enumerate(flags) if flag is False]
+        partly = [i for i, message in enumerate(messages) if "untrained" in message]
         if self.train_on == "all":
-            conversation.ensure_turns(untrained)
-            gaps = sorted(span for i in untrained for span in located.get(i, []))
+            conversation.ensure_turns([*excluded, *partly])
+            gaps = sorted(span for i in excluded for span in located.get(i, []))
             edges = [0, *itertools.chain(*gaps), len(text)]
-            return list(zip(edges[::2], edges[1::2], strict=True))
-        last_only = self.train_on == "last_assistant"
-        turns = [i for i in conversation.assistants[-1 if last_only else 0 :] if i not in untrained]
-        if conversation.generation is not None:
-            return [span for message, span in conversation.generation if message in turns]
-        conversation.ensure_turns(turns)
-        headers: dict[str, str] = {}
-        spans: list[Span] = []
+            spans = list(zip(edges[::2], edges[1::2], strict=True))
+            return spans, [gap for i in partly for gap in conversation.locate_parts(i, messages[i]["untrained"])]
+        spans, gaps = [], []
+        turns = self._trained_turns(conversation, flags)
+        blocks = conversation.generation
+        by_turn = [i for i in turns if blocks is None or i not in conversation.assistants]
+        conversation.ensure_turns(by_turn)
+        headers: dict[tuple[str, str], str] = {}
         for i in turns:
-            before = conversation.messages[i - 1]["role"] if i else ""
-            if before not in headers:
-                headers[before] = self._header(conversation, i)
-            spans += self._trim(text, located.get(i, []), headers[before])
-        return spans
+            if i not in by_turn:
+                turn = [span for message, span in blocks or [] if message == i]
+            else:
+                speakers = (conversation.messages[i - 1]["role"] if i else "", conversation.messages[i]["role"])
+                if speakers not in headers:
+                    headers[speakers] = self._header(conversation, i)
+                turn = self._trim(text, located.get(i, []), headers[speakers])
+            if i in partly:
+                gaps += conversation.locate_parts(i, messages[i]["untrained"])
+            spans += turn
+        return spans, gaps
+
+    def _trained_turns(self, conversation: Conversation, flags: list[bool | None]) -> list[int]:
+        """The messages that are trained: `auto` heeds every flag, what the recipe names only loses those excluded."""
+        assistants = conversation.assistants
+        if self.train_on in ("auto", "completion"):
+            return [i for i, flag in enumerate(flags) if (i in assistants if flag is None else flag)]
+        if isinstance(self.train_on, list):
+            chosen = [i for i, message in enumerate(conversation.messages) if message["role"] in self.train_on]
+        else:
+            chosen = assistants[-1 if self.train_on == "last_assistant" else 0 :]
+        return [i for i in chosen if flags[i] is not False]
 
     def _header(self, conversation: Conversation, i: int) -> str:
-        """What the template writes before the model speaks in message `i`.
+        """What the template writes before the speaker's own text in message `i`.
 
-        That is the generation prompt; for a template that has none, the text between the message before and the
-        content of this one.
+        For the model that is the generation prompt; for others, and for a template that has none, the text between
+        the message before and the content of this one.
         """
-        history, tools = conversation.messages[:i], conversation.tools
+        history, tools, settings = conversation.messages[:i], conversation.tools, conversation.settings
+        role = conversation.messages[i]["role"]
         try:
-            if history:
-                plain = render(self.tokenizer, history, tools)
-                prompted = render(self.tokenizer, history, tools, prompt=True)
+            if history and role == "assistant":
+                plain = render(self.tokenizer, history, tools, settings)
+                prompted = render(self.tokenizer, history, tools, settings, prompt=True)
                 common = _common_length(plain, prompted)
                 if common < len(plain):  # The conversation itself ends with something (Phi-3: the end of the text).
                     common = self._last_header_end(prompted, common)
                 if prompt := prompted[common:].lstrip():
                     return prompt
-            probe = {"role": "assistant", "content": _SENTINEL}
-            probed = Conversation(self.tokenizer, [*history, probe], tools)
+            probed = Conversation(self.tokenizer, [*history, {"role": role, "content": _SENTINEL}], tools, settings)
         except _TEMPLATE_ERRORS:
             return ""
         start = probed.turns.get(i, [(0, 0)])[0][0]
@@ -271,8 +345,12 @@ class Encoder:
         return self.tokenizer.eos_token_id
 
 
-def _without_flags(row: Chat) -> list[Message]:
-    return [{key: value for key, value in message.items() if key != "train"} for message in row.messages]
+def _last_answer(labels: list[int]) -> int:
+    """Where the last run of trained tokens begins."""
+    last = max((i for i, label in enumerate(labels) if label != IGNORE), default=len(labels))
+    while last > 0 and last < len(labels) and labels[last - 1] != IGNORE:
+        last -= 1
+    return last
 
 
 def _common_length(first: str, second: str) -> int:

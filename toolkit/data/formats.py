@@ -8,44 +8,30 @@ which the audit counts.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, refuse_meaning, refuse_other_forms, value_at
+from toolkit.data.messages import read_messages, read_tools
+from toolkit.data.pretokenised import read_segments, read_tokens
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 from toolkit.recipe.schema import Source
 
+_OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+_PLAIN = ("text", "segments", "tokens")
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
-    "prompt_completion": (("prompt", "completion"), ("tools",)),
-    "alpaca": (("instruction", "output"), ("input", "system")),
-    "messages": (("messages",), ("tools", "system")),
-    "sharegpt": (("conversations",), ("tools", "system")),
+    "prompt_completion": (("prompt", "completion"), _OF_CHATS),
+    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning")),
+    "messages": (("messages",), ("system", *_OF_CHATS)),
+    "sharegpt": (("conversations",), ("system", *_OF_CHATS)),
     "source_target": (("source", "target"), ()),
+    "segments": (("segments",), ()),
+    "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
 }
 """Format to its required and its optional columns."""
-
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
-    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
-}
-"""Role in data to the role in chat templates."""
-
-OFTEN_CALLED = {
-    "text": ("content", "document", "body"),
-    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
-    "completion": ("answer", "response", "output", "solution", "assistant"),
-    "instruction": ("question", "query"),
-    "input": ("context",),
-    "output": ("response", "answer", "completion"),
-    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
-}
-"""Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
 
 # The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, README).
 ALPACA_WITH_INPUT = (
@@ -64,7 +50,7 @@ class Task:
     """What the rows are for: `objective` and `data.train_on` of the recipe, and whether the tokenizer renders chats."""
 
     objective: str
-    train_on: str
+    train_on: str | Sequence[str]
     has_chat_template: bool
 
     @property
@@ -80,47 +66,105 @@ class RowFormat:
     name: str
     """One of `FORMATS`."""
     columns: Mapping[str, str]
-    """Expected column to the column in the data."""
+    """Expected column to the column in the data, or to what lies inside one (`body.messages`)."""
     task: Task
+    ignored: frozenset[str] = frozenset()
+    """Columns, and fields of messages, that are left out on purpose."""
 
     def used_columns(self) -> set[str]:
         """The columns in the data that are read; all others have no influence on training."""
-        return {self.columns.get(name, name) for names in FORMATS[self.name] for name in names}
+        actual = {self.columns.get(name, name) for names in FORMATS[self.name] for name in names}
+        return actual | {name.partition(".")[0] for name in actual}
 
     def convert(self, raw: Mapping[str, Any], where: str) -> Row:
         """The normal form of one row.
 
         Raises:
-            UserError: A column is missing or holds something else than it must; the message names `where`.
+            UserError: A column is missing, holds something else than it must, or would be left unused though it
+                changes what should be learnt; the message names `where`.
         """
         required, optional = FORMATS[self.name]
         for name in required:
-            if (column := self.columns.get(name, name)) not in raw:
+            column = self.columns.get(name, name)
+            if column not in raw and value_at(raw, column) is None:
                 raise UserError(
                     f"{where} has no column `{column}`; it has {_listing(raw)}",
                     "correct the row, or set `data.format` and `data.columns`",
                 )
-        row = {name: raw.get(self.columns.get(name, name)) for name in (*required, *optional)}
+        unmapped = [name for name in optional if name not in self.columns]
+        refuse_meaning(raw, self.used_columns() | self.ignored, unmapped, self.name, where)
+        row = {
+            name: value_at(raw, self.columns.get(name, name))
+            for name in (*required, *optional)
+            if self.columns.get(name, name) not in self.ignored
+        }
         if self.name == "alpaca":
-            return self._alpaca(*(_string(row, name, where) for name in ("system", "instruction", "input", "output")))
+            return self._alpaca(row, where)
         if self.name in ("messages", "sharegpt"):
-            return _chat(row, required[0], where)
+            return self._chat(row, required[0], where)
+        if self.name == "segments":
+            return read_segments(row["segments"], where)
+        if self.name == "tokens":
+            return read_tokens(row, where)
         is_pair = self.task.objective == "seq2seq"
-        if not is_pair and any(isinstance(row[name], list) for name in required) and self.name == "prompt_completion":
-            return _conversational_completion(row, where, self.task.trains_prompts)
+        if not is_pair and self.name == "prompt_completion":
+            if any(_holds_messages(row[name]) for name in required):
+                return self._conversational_completion(row, where)
+            if given := next((name for name in _OF_CHATS if row.get(name)), None):
+                raise UserError(
+                    f"{where}: `{given}` is for chats, not for plain prompts and completions",
+                    "set 'data.columns={instruction: prompt, output: completion}', or write the conversation as "
+                    f"`messages`, or set 'data.ignore=[{given}]'",
+                )
         texts = [_string(row, name, where) for name in required]
         return Text(*texts) if self.name == "text" else Pair(*texts) if is_pair else Completion(*texts)
 
-    def _alpaca(self, system: str, instruction: str, context: str, output: str) -> Chat | Completion | Pair:
+    def _alpaca(self, row: Mapping[str, Any], where: str) -> Chat | Completion | Pair:
+        names = ("system", "instruction", "input", "output", "reasoning")
+        system, instruction, context, output, reasoning = (_string(row, name, where) for name in names)
+        history = _rounds(row.get("history"), where)
+        is_chat = self.task.objective != "seq2seq" and self.task.has_chat_template
+        if (history or reasoning) and not is_chat:
+            raise UserError(
+                f"{where} has {'earlier rounds (`history`)' if history else '`reasoning`'}, which only chats have",
+                "set `model.chat_template`, or 'data.ignore=[history, reasoning]' to train without them",
+            )
         if self.task.objective == "seq2seq":
             return Pair("\n\n".join(filter(None, (system, instruction, context))), output)
-        if not self.task.has_chat_template:
+        if not is_chat:
             template = ALPACA_WITH_INPUT if context else ALPACA
             prompt = template.format(instruction=instruction, input=context)
             return Completion(f"{system}\n\n{prompt}" if system else prompt, output)
         messages = [{"role": "system", "content": system}] if system else []
+        for asked, answered in history:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         user = f"{instruction}\n\n{context}" if context else instruction
-        return Chat([*messages, {"role": "user", "content": user}, {"role": "assistant", "content": output}])
+        answer = {"role": "assistant", "content": output} | ({"reasoning_content": reasoning} if reasoning else {})
+        return Chat([*messages, {"role": "user", "content": user}, answer])
+
+    def _chat(self, row: Mapping[str, Any], column: str, where: str) -> Chat:
+        messages = read_messages(row[column], column, where, self.ignored)
+        if system := _string(row, "system", where):
+            if messages and messages[0]["role"] == "system":
+                raise UserError(
+                    f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
+                )
+            messages.insert(0, {"role": "system", "content": system})
+        return self._with_tools(messages, row, where)
+
+    def _conversational_completion(self, row: Mapping[str, Any], where: str) -> Chat:
+        messages = []
+        for column, role, trained in (("prompt", "user", self.task.trains_prompts), ("completion", "assistant", True)):
+            value = row[column] if _holds_messages(row[column]) else {"role": role, "content": row[column]}
+            turns = read_messages(value, column, where, self.ignored)
+            messages += turns if trained else [turn | {"train": False} for turn in turns]
+        return self._with_tools(messages, row, where)
+
+    def _with_tools(self, messages: list[dict[str, Any]], row: Mapping[str, Any], where: str) -> Chat:
+        settings = parsed(row.get("chat_template_kwargs")) or None
+        if not isinstance(settings, dict | None):
+            raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
+        return Chat(messages, read_tools(row.get("tools") or row.get("functions"), where), settings)
 
 
 def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat:
@@ -131,8 +175,9 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     Raises:
         UserError: No format fits, several do, or it does not suit the task.
     """
+    rows = list(rows)
     present = dict.fromkeys(name for row in rows for name in row)
-    columns = source.columns or {}
+    columns, ignored = source.columns or {}, frozenset(source.ignore or ())
     known = sorted({column for required, optional in FORMATS.values() for column in required + optional})
     for expected, actual in columns.items():
         if expected not in known:
@@ -140,12 +185,14 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
                 f"`data.columns` renames to `{expected}`, which no format has",
                 f"write {{expected: column in the data}}, where expected is one of {', '.join(known)}",
             )
-        if actual not in present:
+        if actual not in present and all(value_at(row, actual) is None for row in rows):
             raise UserError(
                 f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
                 f"its columns are {_listing(present)}",
             )
-    names = (set(present) - set(columns.values())) | set(columns)
+    rest = set(present) - set(columns.values()) - ignored
+    refuse_other_forms(rows[0], rest - {"role"} if source.format == "text" else rest, columns.values(), source.path)
+    names = rest | set(columns)
     name = source.format
     if name is None or name == "auto":
         name = _detect(names, set(columns), source, present, task.has_chat_template)
@@ -161,15 +208,13 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
             "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
         )
     _check_task(name, source, task)
-    return RowFormat(name, columns, task)
+    return RowFormat(name, columns, task, ignored)
 
 
 def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str], has_chat_template: bool) -> str:
     fits = [name for name, (required, _) in FORMATS.items() if names.issuperset(required)]
     if mapped:
         fits = [name for name in fits if mapped <= set(FORMATS[name][0] + FORMATS[name][1])]
-    else:
-        _refuse_look_alikes(names, source)
     if len(fits) == 1:
         return fits[0]
     if fits:
@@ -184,45 +229,30 @@ def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable
     )
 
 
-def _refuse_look_alikes(names: set[str], source: Source) -> None:
-    """Rows of other trainers, and single messages, would otherwise be trained as something they are not."""
-    holds = f"data source `{source.path}` holds"
-    if {"chosen", "rejected"} <= names:
-        raise UserError(
-            f"{holds} preference pairs (chosen, rejected), which have no trainer yet",
-            "to imitate the chosen answers set `data.columns: {completion: chosen}`, or `{messages: chosen}` if each "
-            "is a whole conversation",
-        )
-    if {"prompt", "completion", "label"} <= names:
-        raise UserError(
-            f"{holds} rated answers (prompt, completion, label), which have no trainer yet",
-            "to imitate every answer, good or bad, set `data.format: prompt_completion`",
-        )
-    if "role" in names and names & {"content", "text"}:
-        raise UserError(
-            f"{holds} single messages (it has a column `role`), not conversations",
-            'put the messages of each conversation into one row, {"messages": [{"role": …, "content": …}, …]}; '
-            "to train on single texts set `data.format: text`",
-        )
-
-
 def _proposal(names: set[str], has_chat_template: bool) -> str:
     """The setting that maps the present columns to the format that uses most of them."""
     best: dict[str, str] = {}
+    spelt = {name.lower(): name for name in names}
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
     for name in sorted(FORMATS, key=lambda name: name != "alpaca") if has_chat_template else FORMATS:
         required, optional = FORMATS[name]
-        mapping = {
-            column: actual
-            for column in required + optional
-            if (actual := next((name for name in (column, *OFTEN_CALLED.get(column, ())) if name in names), None))
-        }
+        mapping: dict[str, str] = {}
+        for column in required + optional:
+            left = [
+                alias for alias in (column, *OFTEN_CALLED.get(column, ())) if alias in spelt.keys() - mapping.values()
+            ]
+            if left:
+                mapping[column] = spelt[left[0]]
         if mapping.keys() >= set(required) and len(mapping) > len(best):
             best = mapping
-    renamed = [f"{name}: {actual}" for name, actual in best.items() if name != actual]
-    if not renamed:
-        return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
-    return f"set 'data.columns={{{', '.join(renamed)}}}' if that is what they are"
+    renamed = {name: actual for name, actual in best.items() if name != actual}
+    if renamed:
+        return f"set {mapping_text(renamed)} if that is what they are"
+    if "prompt" in names:
+        return (
+            "add the answers, as `completion`: prompts alone are for reinforcement learning, which has no trainer yet"
+        )
+    return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
 
 
 def _check_task(name: str, source: Source, task: Task) -> None:
@@ -236,121 +266,40 @@ def _check_task(name: str, source: Source, task: Task) -> None:
             f"{where} is for encoder-decoders, not for `objective: {task.objective}`",
             "set `objective: seq2seq`, or `data.columns: {prompt: source, completion: target}`",
         )
-    chat, completion = ("auto", "assistant", "last_assistant", "all"), ("auto", "completion", "all")
-    is_chat = task.has_chat_template if name == "alpaca" else name not in pairs
-    allowed = ("auto", "all") if name == "text" else chat if is_chat else completion
-    if task.objective == "sft" and task.train_on not in allowed:
+    is_chat = task.has_chat_template if name == "alpaca" else name in ("messages", "sharegpt")
+    allowed: tuple[str, ...] = ("auto", "completion", "all")
+    if is_chat:
+        allowed = ("auto", "assistant", "last_assistant", "all")
+    elif name in _PLAIN:
+        allowed = ("auto",) if name == "tokens" else ("auto", "all")
+    if task.objective == "sft" and not (is_chat if isinstance(task.train_on, list) else task.train_on in allowed):
         raise UserError(
             f"{where} has nothing that `data.train_on: {task.train_on}` could mean",
             f"set `data.train_on` to one of {', '.join(allowed)}",
         )
 
 
-def _chat(row: dict[str, Any], column: str, where: str) -> Chat:
-    messages = _messages(row[column], column, where)
-    if system := _string(row, "system", where):
-        if messages and messages[0]["role"] == "system":
-            raise UserError(
-                f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
-            )
-        messages.insert(0, {"role": "system", "content": system})
-    return Chat(messages, _tools(row.get("tools"), where))
+def _holds_messages(value: Any) -> bool:
+    """Whether a prompt or completion is a message or a list of messages, and no text."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
-def _conversational_completion(row: dict[str, Any], where: str, trains_prompts: bool) -> Chat:
-    messages = []
-    for column, role, trained in (("prompt", "user", trains_prompts), ("completion", "assistant", True)):
-        turns = row[column] if isinstance(row[column], list) else [{"role": role, "content": row[column]}]
-        messages += [m if trained else m | {"train": False} for m in _messages(turns, column, where)]
-    return Chat(messages, _tools(row.get("tools"), where))
-
-
-def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
-    value = _parsed(value)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
-    return [_message(message, f"{where}: `{column}[{n}]`") for n, message in enumerate(value)]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
-    message = {key: value for key, value in message.items() if value is not None}
-    role = message.pop("role", None) or message.pop("from", None)
-    role = role.lower() if isinstance(role, str) else None
-    if role not in ROLES:
-        raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
-    content = message.pop("content", message.pop("value", ""))
-    result: dict[str, Any] = {"role": ROLES[role], "content": _content(content, where)}
-    calls = message.pop("tool_calls", None)
-    if role in ("function_call", "tool_call"):
-        calls, result["content"] = content, ""
-    if (legacy := message.pop("function_call", None)) is not None:
-        calls = [legacy]
-    if calls := _parsed(calls):
-        calls = calls if isinstance(calls, list) else [calls]
-        result["tool_calls"] = [_tool_call(call, where) for call in calls]
-    if (weight := message.pop("weight", None)) is not None:
-        if weight not in (0, 1):
-            raise UserError(f"{where} has the weight {weight!r}", "a message's `weight` is 0 or 1")
-        message.setdefault("train", bool(weight))
-    if not isinstance(message.get("train", True), bool):
-        raise UserError(f"{where} has `train: {message['train']!r}`", "a message's `train` is true or false")
-    return result | message
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(part.get("text") or "" for part in content)
-    if not isinstance(content, str):
-        raise UserError(
-            f"{where} has content of another kind than text",
-            "change or remove the row; content is a string, or a list of text parts",
-        )
-    return content
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI's form with arguments as an object, which is what chat templates print."""
-    call = _parsed(call)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where} has a tool call without a name", 'write {"name": …, "arguments": {…}}')
-    arguments = _parsed(function.get("arguments", {})) or {}
-    if not isinstance(arguments, dict):
-        raise UserError(
-            f"{where} calls `{function['name']}` with arguments that are no JSON object", 'write {"argument": value}'
-        )
-    outer = {key: value for key, value in call.items() if key == "id"}
-    return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    value = _parsed(value)
-    if not value:
-        return None
-    tools = [_parsed(tool) for tool in value] if isinstance(value, list) else [value]
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: `tools` is not a list of tool definitions", "write JSON schema objects")
-    return tools
-
-
-def _parsed(value: Any) -> Any:
-    """Decodes JSON inside a string, which data sets use to get nested objects through Arrow."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value or None
+def _rounds(history: Any, where: str) -> list[tuple[str, str]]:
+    """Earlier rounds as LLaMA-Factory writes them: [[question, answer], …]."""
+    rounds = parsed(history) or []
+    if isinstance(rounds, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in rounds
+    ):
+        return [(asked, answered) for asked, answered in rounds]
+    raise UserError(f"{where}: `history` is no list of pairs", 'write [["question", "answer"], …]')
 
 
 def _string(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if value is None:
         return ""
+    if isinstance(value, list) and value and all(isinstance(step, str) for step in value):
+        return "\n".join(value)  # the steps of one answer
     if not isinstance(value, str):
         kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
         raise UserError(

@@ -36,7 +36,7 @@ from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Source
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 
@@ -90,7 +90,8 @@ def prepare(
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, train + held_out)
     task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template))
-    encoder = Encoder(tokenizer, "all" if task.objective == "language_modelling" else data.train_on, stop_token_ids)
+    train_on = "all" if task.objective == "language_modelling" else data.train_on
+    encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs)
     chunker = Chunker(encoder, recipe.batch.seq_len, data.over_long)
     audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 

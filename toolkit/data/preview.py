@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.common import table
 from toolkit.data.audit import Audit, Side
-from toolkit.data.encode import IGNORE
 from toolkit.data.prepare import Prepared
+from toolkit.data.rows import IGNORE
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421, 0x9B: 0x241B}

@@ -1,4 +1,4 @@
-"""The four normal forms that rows of all formats become before they are tokenised."""
+"""The normal forms that rows of all formats become before they are tokenised."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import Partial
+
+IGNORE = -100
+"""The label of a token that carries no loss."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,15 @@ class Chat:
     Attributes:
         messages: dicts with ``role`` (system, user, assistant, tool ...), ``content`` and, where there are any,
             ``tool_calls`` (arguments are objects, not JSON strings). A message may carry ``train``: false to keep
-            it out of the loss.
+            it out of the loss (true to have it in), and ``untrained``: field to [start, end) of the characters that
+            carry none.
         tools: tool definitions (JSON schema objects) offered to the model, or None.
+        template_kwargs: what the row itself passes to its template, or None.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,22 @@ class Pair:
     target: str
 
 
-Row = Text | Completion | Chat | Pair
+@dataclass(frozen=True)
+class Segments:
+    """Parts of a text, tokenised one by one as they stand: [text, whether it is trained]."""
+
+    parts: list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A row that was tokenised elsewhere, trained as it is."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+Row = Text | Completion | Chat | Pair | Segments | Tokens
 
 
 class Sample(Partial):
@@ -76,5 +97,5 @@ def to_json(row: Row) -> str:
 def from_json(text: str) -> Row:
     """The row that `to_json` wrote."""
     kind, *fields = json.loads(text)
-    kinds: dict[str, Any] = {"Text": Text, "Completion": Completion, "Chat": Chat, "Pair": Pair}
+    kinds: dict[str, type[Row]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
     return kinds[kind](*fields)

@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
-from toolkit.data.encode import IGNORE, Encoder
+from toolkit.data.encode import Encoder
 from toolkit.data.formats import RowFormat, Task, recognise
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import Completion, Pair, Row, Text, from_json, to_json
+from toolkit.data.rows import IGNORE, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
 from toolkit.data.sources import Reader
 
 FIRST_ROWS = 100
@@ -111,12 +111,17 @@ def is_empty(row: Row, task: Task) -> bool:
             return not content.strip()
         case Pair(source, target):
             return not (source.strip() and target.strip())
+        case Segments(parts):
+            return not any(text and trained for text, trained in parts)
+        case Tokens(_, labels):
+            return all(label == IGNORE for label in labels)
     if task.trains_prompts:
         return not row.messages
+    roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
     return not any(
-        message["role"] == "assistant" and (message["content"] or message.get("tool_calls"))
+        message["content"] or message.get("tool_calls")
         for message in row.messages
-        if message.get("train", True)
+        if message.get("train", message["role"] in roles)
     )
 
 

@@ -30,7 +30,20 @@ from toolkit.recipe.sections import (
 VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Backends that take documents by their boundaries instead of a mask."""
 ATTENTION_BACKENDS = ("auto", "eager", "sdpa", "flex", *VARLEN_ATTENTION)
-ROW_FORMATS = ("auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt", "source_target")
+ROW_FORMATS = (
+    "auto",
+    "text",
+    "prompt_completion",
+    "alpaca",
+    "messages",
+    "sharegpt",
+    "source_target",
+    "segments",
+    "tokens",
+)
+
+
+Roles = Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)]
 
 
 class Model(Section):
@@ -80,6 +93,8 @@ class Source(Section):
     """How the rows of this source are laid out, if it differs from `data.format`."""
     columns: dict[str, str] | None = None
     """Column names of this source, if they differ from `data.columns`."""
+    ignore: list[str] | None = None
+    """Columns and fields of messages of this source to leave out, if they differ from `data.ignore`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +113,9 @@ class Data(Section):
     """How rows are laid out: which columns they have and what these mean. `auto` recognises it from the columns."""
     columns: dict[str, str] = {}
     """Column names that differ from the expected ones, as `expected: actual`, e.g. `{prompt: question, completion:
-    answer}`."""
+    answer}`. What lies inside a column is named with a dot: `{messages: body.messages}`."""
+    ignore: list[str] = []
+    """Columns, and fields of messages, to leave out though they change what should be learnt, e.g. `[images]`."""
     eval_split: Annotated[float, Field(gt=0, lt=1)] | str | None = None
     """Rows held out for evaluation: a fraction of the training rows, e.g. 0.05, or the name of a split of the same
     sources, e.g. `validation`."""
@@ -108,9 +125,13 @@ class Data(Section):
     """Evaluate on at most this many held-out rows."""
     max_samples: PositiveInt | None = None
     """Train on at most this many rows of the whole mixture, chosen by the seed."""
-    train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] = "auto"
+    train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] | Roles = "auto"
     """Which tokens carry loss. `auto`: every assistant turn of chats (`assistant`), the completion of prompt and
-    completion (`completion`), all tokens of text (`all`). `last_assistant`: only the last assistant turn."""
+    completion (`completion`), all tokens of text (`all`). `last_assistant`: only the last assistant turn. A list names
+    the roles whose turns do, e.g. `[assistant, tool]`."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the chat template gets beside the messages, in training, in samples and in `generate`, e.g.
+    `{enable_thinking: false}`."""
     over_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What happens to rows longer than `batch.seq_len` tokens: `error` stops, `drop` leaves them out, `truncate` keeps
     their beginning, `split` cuts text into several rows."""
@@ -127,7 +148,7 @@ class Data(Section):
     """Number of processes that tokenise; by default one per CPU core for large data."""
 
     def training_sources(self) -> list[Source]:
-        """The sources with `data.format` and `data.columns` filled in."""
+        """The sources with `data.format`, `data.columns` and `data.ignore` filled in."""
         return [self._complete(source) for source in self.sources]
 
     def evaluation_sources(self) -> list[Source]:
@@ -139,7 +160,7 @@ class Data(Section):
         return sources
 
     def _complete(self, source: Source) -> Source:
-        defaults = {"format": self.format, "columns": self.columns}
+        defaults = {"format": self.format, "columns": self.columns, "ignore": self.ignore}
         return source.model_copy(update={k: v for k, v in defaults.items() if getattr(source, k) is None})
 
 

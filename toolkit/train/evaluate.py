@@ -86,11 +86,14 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def as_prompt(tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset[int]) -> list[int]:
+def as_prompt(
+    tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset[int], template_kwargs: dict[str, Any]
+) -> list[int]:
     """Token ids of a user's prompt, rendered the way the training rows were.
 
     Args:
         audit: The run's audit, which says whether the rows were conversations.
+        template_kwargs: `data.chat_template_kwargs` of the recipe.
     """
     row: Row
     if audit.objective == "seq2seq":
@@ -99,7 +102,7 @@ def as_prompt(tokenizer: Any, text: str, audit: Audit, stop_token_ids: frozenset
         row = Chat([{"role": "user", "content": text}])
     else:
         row = Completion(text, "")
-    return Encoder(tokenizer, "auto", stop_token_ids).prompt_ids(row)
+    return Encoder(tokenizer, "auto", stop_token_ids, template_kwargs).prompt_ids(row)
 
 
 def answer(

@@ -69,7 +69,7 @@ def chat(
     torch.manual_seed(seed)
 
     for prompt in prompts or _typed(run.name):
-        ids = as_prompt(tokenizer, prompt, audit, stops)
+        ids = as_prompt(tokenizer, prompt, audit, stops, recipe.data.chat_template_kwargs)
         print(answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)[0], flush=True)
 
 

@@ -63,7 +63,8 @@ def _prompts(session: Session) -> list[Sample]:
     if not given:
         return session.prepared.samples
     audit, stops = session.prepared.audit, session.stop_token_ids
+    settings = session.recipe.data.chat_template_kwargs
     return [
-        Sample(prompt=text, input_ids=as_prompt(session.tokenizer, text, audit, stops), reference=None)
+        Sample(prompt=text, input_ids=as_prompt(session.tokenizer, text, audit, stops, settings), reference=None)
         for text in given
     ]

@@ -25,6 +25,9 @@ def _is_number(text: object) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(r"[\d.]+(e-?\d+)?%?", text))
 
 
+_RESERVED = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
+"""Arguments of `apply_chat_template` that follow from the rows and from what they are used for."""
+
 INPUT_RULES = {
     "gguf-twice": Rule(
         "model.gguf_file",
@@ -141,6 +144,12 @@ INPUT_RULES = {
         lambda r, _: r.objective == "language_modelling" and r.data.train_on not in ("auto", "all"),
         "language modelling trains every token",
         "remove data.train_on, or set objective=sft",
+    ),
+    "template-kwargs-reserved": Rule(
+        "data.chat_template_kwargs",
+        lambda r, _: bool(_RESERVED & r.data.chat_template_kwargs.keys()),
+        "names what the toolkit itself gives the template",
+        f"leave out {', '.join(sorted(_RESERVED))}",
     ),
     "seq2seq-packing": Rule(
         "data.packing",

@@ -1,0 +1,283 @@
+"""What columns mean in the formats of other trainers: read under another name, or refused with what to do.
+
+A column that changes what should be learnt must not fall under "unused columns": a judged answer would be imitated, a
+picture lost. So this table names those that public data sets have (LLaMA-Factory, Axolotl, TRL, OpenAI), and whoever
+wants one left out says so in `data.ignore`. Columns that no format gives a meaning stay the audit's unused columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.common import UserError
+
+OFTEN_CALLED = {
+    "text": ("content", "document", "body"),
+    "prompt": ("question", "query", "instruction", "input", "problem", "user", "message_1", "article"),
+    "completion": (
+        *("answer", "response", "output", "solution", "assistant", "generation", "corrected", "revision"),
+        *("message_2", "summary"),
+    ),
+    "instruction": ("prompt", "question", "query", "problem", "message_1", "input"),
+    "input": ("context", "article", "query"),
+    "output": ("response", "answer", "completion", "solution", "generation", "corrected", "revision", "message_2"),
+    "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
+    "system": ("system_prompt", "system_message"),
+    "reasoning": ("reasoning_content", "thinking"),
+}
+"""Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "pixel_values", "input_features")
+"""Columns, and fields of messages, that hold what a text model does not see."""
+MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "audio_url", "file")
+"""Types of the parts of a message that do so."""
+JUDGED = ("label", "kto_tag")
+"""Columns that say whether the answer of a row is good."""
+_CHATS = ("messages", "sharegpt")
+_PROMPTS = ("prompt_completion", "alpaca", "source_target")
+_ANSWERS = (*_CHATS, *_PROMPTS)
+_BOOLEANS = (0, 1, "true", "false", "True", "False", "0", "1")
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a column holds that changes what should be learnt, and what to do where a format cannot honour it."""
+
+    what: str
+    change: str
+    formats: tuple[str, ...]
+    values: tuple[Any, ...] | None = None
+    """The only values that mean it; None for all."""
+
+
+def _each(names: Iterable[str], meaning: Meaning) -> dict[str, Meaning]:
+    return dict.fromkeys(names, meaning)
+
+
+REFUSED: tuple[dict[str, Meaning], ...] = (
+    _each(
+        MEDIA,
+        Meaning(
+            "pictures, sound or film, which this toolkit does not train on",
+            "remove these rows",
+            (*_ANSWERS, "text", "segments", "tokens"),
+        ),
+    ),
+    _each(JUDGED, Meaning("whether the answer is good", "keep the rows that are", _ANSWERS, _BOOLEANS)),
+    _each(
+        ("weight", "loss_weight", "sample_weight"),
+        Meaning("the weight of a row in the loss", "set `weight` of a source, with a file for each weight", _ANSWERS),
+    ),
+    _each(("choices", "options"), Meaning("the choices of a question", "write them into the question", _PROMPTS)),
+    _each(("documents",), Meaning("documents to answer from", "write them into the prompt", _ANSWERS)),
+    _each(("mask",), Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS)),
+    _each(
+        ("reflection", "corrected"),
+        Meaning("a second answer", "set 'data.columns={output: corrected}' to train on the corrected one", _PROMPTS),
+    ),
+    _each(
+        ("history",),
+        Meaning("earlier rounds", "write all rounds as `messages`", (*_CHATS, "prompt_completion", "source_target")),
+    ),
+    _each(
+        ("system", "input", "reasoning", *OFTEN_CALLED["system"], *OFTEN_CALLED["reasoning"]),
+        Meaning(
+            "what plain prompts and completions do not have",
+            "set 'data.columns={instruction: prompt, output: completion}'",
+            ("prompt_completion",),
+        ),
+    ),
+    _each(
+        ("reasoning", *OFTEN_CALLED["reasoning"]),
+        Meaning("reasoning beside the messages", "write it into them as `reasoning_content`", _CHATS),
+    ),
+    _each(
+        ("seq_lengths", "position_ids"),
+        Meaning("the documents of a packed row", "write a row for each document, and set `data.packing`", ("tokens",)),
+    ),
+)
+"""Columns that are refused where their format leaves them unused."""
+
+
+def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterable[str], name: str, where: str) -> None:
+    """Refuses a row that has a column which would be left unused, though it changes what should be learnt.
+
+    Args:
+        raw: The row.
+        used: Columns that are read, or left out on purpose.
+        optional: Columns that the format takes and this source has not mapped.
+        name: The format.
+        where: Where the row stands.
+
+    Raises:
+        UserError: With the mapping that would honour the column, where there is one.
+    """
+    left = [column for column in raw if column not in used and raw[column] not in (None, "", [], {})]
+    for column in left:
+        ignore = f"set 'data.ignore=[{column}]' to train without it"
+        for expected in optional:
+            if column in OFTEN_CALLED.get(expected, ()) and expected not in raw:
+                raise UserError(
+                    f"{where}: `{column}` would be left unused, but looks like `{expected}`",
+                    f"set 'data.columns={{{expected}: {column}}}', or {ignore}",
+                )
+        for meaning in (group[column] for group in REFUSED if column in group):
+            if name in meaning.formats and (meaning.values is None or raw[column] in meaning.values):
+                raise UserError(f"{where}: `{column}` is {meaning.what}", f"{meaning.change}, or {ignore}")
+
+
+@dataclass(frozen=True)
+class OtherForm:
+    """Rows for another trainer, known by `columns`, unless one of the columns `known_by_mapping` is mapped."""
+
+    columns: tuple[str, ...]
+    known_by_mapping: tuple[str, ...]
+    what: str
+    change: Callable[[Mapping[str, Any]], str]
+
+
+def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable[str], source: str) -> None:
+    """Refuses what would otherwise be trained as something it is not.
+
+    Args:
+        row: The first row of the source.
+        names: Columns that are neither mapped nor ignored.
+        mapped: Columns in the data that are mapped.
+        source: Path of the source.
+    """
+    roots = {column.partition(".")[0] for column in mapped}
+    for form in OTHER_FORMS:
+        if names.issuperset(form.columns) and not roots.intersection(form.known_by_mapping):
+            raise UserError(f"data source `{source}` holds {form.what}", form.change(row))
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """A column, or what lies inside one: `body.messages`. None where there is nothing."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def mapping_text(mapping: Mapping[str, str]) -> str:
+    """The setting that maps columns, ready for the command line."""
+    return f"'data.columns={{{', '.join(f'{name}: {actual}' for name, actual in mapping.items())}}}'"
+
+
+def _imitating(chosen: str) -> Callable[[Mapping[str, Any]], str]:
+    def change(row: Mapping[str, Any]) -> str:
+        answer = row.get(chosen)
+        is_conversation = chosen == "chosen_messages" or (isinstance(answer, list) and len(answer) > 1)
+        asked = next(
+            (
+                name
+                for name in (
+                    "conversations",
+                    "messages",
+                    "input.messages",
+                    "prompt",
+                    "instruction",
+                    "question",
+                    "input",
+                )
+                if value_at(row, name) is not None
+            ),
+            None,
+        )
+        if is_conversation:
+            mapping = {"messages": chosen}
+        elif asked is None:
+            mapping = {"text": chosen}
+        elif asked in ("instruction", "question", "input"):
+            mapping = {"instruction": asked, "output": chosen}
+        else:
+            mapping = {"prompt": asked, "completion": chosen}
+        if asked == "input.messages" and value_at(row, "input.tools"):
+            mapping["tools"] = "input.tools"
+        return f"to imitate the chosen answers set {mapping_text(_renamed(mapping))}"
+
+    return change
+
+
+def _renamed(mapping: Mapping[str, str]) -> dict[str, str]:
+    return {name: actual for name, actual in mapping.items() if name != actual}
+
+
+def _batch_mapping(row: Mapping[str, Any]) -> str:
+    mapping = {"messages": "body.messages"}
+    if value_at(row, "body.tools"):
+        mapping["tools"] = "body.tools"
+    return f"if its conversations end with the answer to learn, set {mapping_text(mapping)}; else add the answers"
+
+
+def _says(change: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: change
+
+
+_SINGLE = (
+    'put the messages of each conversation into one row, {{"messages": [{{"role": …, "content": …}}, …]}}; '
+    "to train on single texts set {}"
+)
+_PAIRS = "preference pairs ({}, {}), which have no trainer yet"
+OTHER_FORMS = (
+    *(
+        OtherForm((rejected,), (chosen,), _PAIRS.format(chosen, rejected), _imitating(chosen))
+        for chosen, rejected in (
+            ("chosen", "rejected"),
+            ("chosen_response", "rejected_response"),
+            ("chosen_messages", "rejected_messages"),
+            ("preferred_output", "non_preferred_output"),
+        )
+    ),
+    OtherForm(
+        ("completions", "labels"),
+        ("completions",),
+        "steps that are judged one by one (completions, labels), which have no trainer yet",
+        _says("to imitate all steps, right or wrong, set 'data.columns={completion: completions}'"),
+    ),
+    OtherForm(
+        ("custom_id", "body"), ("body",), "requests to a model (custom_id, body), without answers", _batch_mapping
+    ),
+    OtherForm(
+        ("custom_id", "response"),
+        ("response",),
+        "answers to requests (custom_id, response), without the requests",
+        _says('join the two files by `custom_id` into rows of {"messages": […]}'),
+    ),
+    OtherForm(
+        ("prompt", "answers"),
+        ("answers",),
+        "several answers to each prompt",
+        _says('write the one to learn into `completion`: {"prompt": …, "completion": …}'),
+    ),
+    OtherForm(
+        ("role", "content"),
+        ("content",),
+        "single messages (it has a column `role`), not conversations",
+        _says(_SINGLE.format("'data.columns={text: content}'")),
+    ),
+    OtherForm(
+        ("role", "text"),
+        ("text",),
+        "single messages (it has a column `role`), not conversations",
+        _says(_SINGLE.format("'data.columns={text: text}'")),
+    ),
+)
+
+
+def parsed(value: Any) -> Any:
+    """Decodes JSON inside a string (data sets use it to get nested objects through Arrow), however often encoded."""
+    while isinstance(value, str):
+        try:
+            decoded = json.loads(value)
+        except json.JSONDecodeError:
+            return value or None
+        if decoded == value:
+            return value
+        value = decoded
+    return value

@@ -1,0 +1,246 @@
+"""Messages of conversations as OpenAI, ShareGPT, LLaMA-Factory, Axolotl and TRL write them, in one form.
+
+Each message becomes what chat templates expect (role, content, tool calls as objects, `reasoning_content`), and beside
+it `train` and `untrained`: which messages carry loss, and which characters of them do not. A field without a meaning in
+those formats reaches the template as it is; one that has a meaning which cannot be honoured is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.data.columns import MEDIA, MEDIA_PARTS, parsed
+
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+}
+"""Role in data to the role in chat templates."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of what the model thinks before it answers."""
+FLAGS = ("train", "training", "trainable", "loss", "loss_weight", "weight", "masked")
+"""Names of what says whether a message, or a part of it, is trained."""
+
+Message = dict[str, Any]
+Ranges = list[list[int]]
+"""[start, end) of characters."""
+
+
+def read_messages(value: Any, column: str, where: str, ignored: Collection[str] = ()) -> list[Message]:
+    """A conversation, or one message of it; a JSON string of either, too.
+
+    Args:
+        value: What the column holds.
+        column: Its name.
+        where: Where its row stands.
+        ignored: Fields of messages that are left out on purpose.
+
+    Raises:
+        UserError: Something is no message, or would be lost; it names the message.
+    """
+    value = parsed(value)
+    if value is None:
+        return []
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
+    return [_message(message, f"{where}: `{column}[{n}]`", ignored) for n, message in enumerate(messages)]
+
+
+def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Tool definitions in OpenAI's form, or None if there are none; a bare function is put into it.
+
+    Raises:
+        UserError: They are something else.
+    """
+    value = parsed(value)
+    if not value:
+        return None
+    tools = [parsed(tool) for tool in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: `tools` is not a list of tool definitions", "write JSON schema objects")
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(tool.get("name"), str) and "function" not in tool:
+        tool = {"type": "function", "function": {key: inner for key, inner in tool.items() if key != "type"}}
+    function = tool.get("function")
+    if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+        tool = tool | {"function": function | {"parameters": parsed(function["parameters"])}}
+    return tool
+
+
+def _message(message: Any, where: str, ignored: Collection[str]) -> Message:
+    if not isinstance(message, dict):
+        raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
+    message = {key: value for key, value in message.items() if value is not None and key not in ignored}
+    role = message.pop("role", None) or message.pop("from", None)
+    role = role.lower() if isinstance(role, str) else None
+    if role not in ROLES:
+        raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
+    if media := next((name for name in MEDIA if message.get(name)), None):
+        raise _media(where, media)
+    flag = _flag(message, where)
+    given = [message.pop(name) for name in ("content", "value", "text", "refusal") if message.get(name)]
+    if len(given) > 1:
+        raise UserError(f"{where} has its text twice (content, value, text or refusal)", "keep one of them")
+    content = _Content(role, flag, where)
+    content.add(given[0] if given else message.pop("content", ""))
+    calls = message.pop("tool_calls", None)
+    if role in ("function_call", "tool_call"):
+        calls, content.text = content.text, ""
+    if (legacy := message.pop("function_call", None)) is not None:
+        calls = [legacy]
+    calls = parsed(calls) or []
+    calls = [*content.calls, *(calls if isinstance(calls, list) else [calls])]
+    result: Message = {"role": ROLES[role], "content": content.text}
+    if calls:
+        result["tool_calls"] = [_tool_call(call, where) for call in calls]
+    untrained = {"content": content.untrained()} if content.flags else {}
+    thoughts = [message.pop(name) for name in REASONING if message.get(name)]
+    reasoning = _Content(role, flag, where)
+    reasoning.add(content.reasoning or (thoughts[0] if thoughts else ""))
+    if reasoning.text:
+        result["reasoning_content"] = reasoning.text
+        if reasoning.flags:
+            untrained["reasoning_content"] = reasoning.untrained()
+    if (details := message.pop("train_detail", None)) is not None:
+        untrained["content"] = _outside(details, len(content.text), where)
+    parts = [part for _, _, part in (*content.flags, *reasoning.flags)]
+    if True in parts or (details and flag is None):
+        flag = True
+    elif parts and all(part is False for part in parts) and len(parts) == content.parts + reasoning.parts:
+        flag = False
+    if flag is not None:
+        result["train"] = flag
+    if any(untrained.values()) and flag is not False:
+        result["untrained"] = {field: ranges for field, ranges in untrained.items() if ranges}
+    return result | message
+
+
+class _Content:
+    """The text of a message, collected from a string or from typed parts.
+
+    Attributes:
+        text: All text parts, joined.
+        parts: Number of text parts.
+        flags: (start, end, whether trained) of parts that say so.
+        calls: Tool calls among the parts.
+        reasoning: Parts that hold reasoning.
+    """
+
+    def __init__(self, role: str, flag: bool | None, where: str) -> None:
+        self.where = where
+        self.default = flag if flag is not None else ROLES[role] == "assistant"
+        self.text, self.parts = "", 0
+        self.flags: list[tuple[int, int, bool]] = []
+        self.calls: list[Any] = []
+        self.reasoning: list[dict[str, Any]] = []
+
+    def add(self, content: Any) -> None:
+        """Takes what the field of a message holds."""
+        if isinstance(content, str):
+            self.text += content
+            self.parts += bool(content)
+            return
+        for part in content if isinstance(content, list) else [content]:
+            self._add_part(part)
+
+    def untrained(self) -> Ranges:
+        """The characters that are not trained, if the message is."""
+        trained = [[start, end] for start, end, flag in self.flags if flag]
+        if self.default:
+            return [[start, end] for start, end, flag in self.flags if not flag]
+        return _complement(trained, len(self.text))
+
+    def _add_part(self, part: Any) -> None:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in MEDIA_PARTS:
+            raise _media(self.where, str(kind))
+        names = ("text", "content", "value", "refusal", "thinking", "reasoning")
+        value = next((part[name] for name in names if part.get(name) is not None), "") if kind else None
+        if kind in ("text", "input_text", "output_text", "refusal") and isinstance(value, str):
+            start, self.parts = len(self.text), self.parts + 1
+            self.text += value
+            if (flag := _flag(dict(part), self.where)) is not None:
+                self.flags.append((start, len(self.text), flag))
+        elif kind in ("reasoning", "thinking") and isinstance(value, str):
+            self.reasoning.append({**part, "type": "text", "text": value})
+        elif kind in ("tool_call", "function_call"):
+            calls = parsed(part.get("value", part))
+            self.calls += calls if isinstance(calls, list) else [calls]
+        else:
+            raise UserError(
+                f"{self.where} has content of another kind than text",
+                "change or remove the row; content is a string, or a list of text parts",
+            )
+
+
+def _media(where: str, name: str) -> UserError:
+    return UserError(
+        f"{where} has `{name}`: pictures, sound or film, which this toolkit does not train on", "remove these rows"
+    )
+
+
+def _flag(holder: dict[str, Any], where: str) -> bool | None:
+    """Takes the fields that say whether a message or part is trained out of it; None if there is none."""
+    if "mask" in holder:
+        raise UserError(f"{where} has `mask`, which some trainers take for trained and some for not", "write `train`")
+    flags = set()
+    for name in FLAGS:
+        value = holder.pop(name, None)
+        if value is None:
+            continue
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise UserError(
+                f"{where} has `{name}: {value!r}`", f"a message is trained or not: `{name}` is true or false, or 1 or 0"
+            )
+        flags.add(bool(value) != (name == "masked"))
+    if len(flags) > 1:
+        raise UserError(
+            f"{where} says twice whether it is trained, and not the same", f"keep one of {', '.join(FLAGS)}"
+        )
+    return next(iter(flags), None)
+
+
+def _outside(details: Any, length: int, where: str) -> Ranges:
+    """What Axolotl's `train_detail` does not train: its offsets count characters, the last one included."""
+    try:
+        trained = [[int(d["begin_offset"]), int(d["end_offset"]) + 1] for d in details if d["train"]]
+    except (TypeError, KeyError, ValueError):
+        raise UserError(
+            f"{where} has a `train_detail` that is no list of ranges",
+            'write [{"begin_offset": 0, "end_offset": 8, "train": true}, …]',
+        ) from None
+    return _complement(sorted(trained), length)
+
+
+def _complement(ranges: Ranges, length: int) -> Ranges:
+    """The characters of a text that lie in none of some sorted ranges."""
+    gaps, position = [], 0
+    for start, end in ranges:
+        if start > position:
+            gaps.append([position, min(start, length)])
+        position = max(position, end)
+    return [*gaps, [position, length]] if position < length else gaps
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """OpenAI's form with arguments as an object, which is what chat templates print."""
+    call = parsed(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where} has a tool call without a name", 'write {"name": …, "arguments": {…}}')
+    arguments = parsed(function.get("arguments", {})) or {}
+    if not isinstance(arguments, dict):
+        raise UserError(
+            f"{where} calls `{function['name']}` with arguments that are no JSON object", 'write {"argument": value}'
+        )
+    outer = {key: value for key, value in call.items() if key == "id"}
+    return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

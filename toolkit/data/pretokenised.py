@@ -1,0 +1,69 @@
+"""Rows that say themselves what is trained: Axolotl's segments of text, and tokens with labels.
+
+Neither gets a template, nor a token more than it has: whoever writes such rows has decided both. What can be checked is
+checked, because nothing later would notice: labels that are shifted already, or tokens of another vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.data.columns import parsed
+from toolkit.data.rows import IGNORE, Segments, Tokens
+
+
+def read_segments(value: Any, where: str) -> Segments:
+    """Axolotl's `input_output`: parts of a text, each with a `label` that says whether it is trained.
+
+    Raises:
+        UserError: A segment is something else.
+    """
+    segments = parsed(value) or []
+    parts = []
+    for number, segment in enumerate(segments if isinstance(segments, list) else [segments]):
+        text, label = (segment.get("text"), segment.get("label")) if isinstance(segment, dict) else (None, None)
+        if not isinstance(text, str) or not isinstance(label, bool):
+            raise UserError(
+                f"{where}: `segments[{number}]` is no text with a label", 'write {"text": "…", "label": true or false}'
+            )
+        parts.append((text, label))
+    return Segments(parts)
+
+
+def read_tokens(row: Mapping[str, Any], where: str) -> Tokens:
+    """`input_ids` with `labels`, or with TRL's `completion_mask` or `assistant_masks`; without, all are trained.
+
+    What `attention_mask` hides is padding, and left out. The first token is never trained, because nothing predicts it.
+
+    Raises:
+        UserError: Lists differ in length, or a label is neither -100 nor its token.
+    """
+    lists = {name: _numbers(row, name, where) for name in row}
+    ids = lists["input_ids"] or []
+    for name, numbers in lists.items():
+        if numbers is not None and len(numbers) != len(ids):
+            raise UserError(
+                f"{where}: `{name}` has {len(numbers)} numbers, `input_ids` has {len(ids)}", "correct or remove the row"
+            )
+    labels = lists.get("labels") or ids
+    for name in ("completion_mask", "assistant_masks"):
+        if (mask := lists.get(name)) is not None:
+            labels = [label if keep else IGNORE for label, keep in zip(labels, mask, strict=True)]
+    for number, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (IGNORE, token):
+            raise UserError(
+                f"{where}: `labels[{number}]` is {label}, the token there is {token}",
+                f"a label is its token, not the next one (the model shifts them), or {IGNORE}",
+            )
+    visible = lists.get("attention_mask") or [1] * len(ids)
+    kept = [(token, label) for token, label, seen in zip(ids, labels, visible, strict=True) if seen]
+    return Tokens([token for token, _ in kept], [label if n else IGNORE for n, (_, label) in enumerate(kept)])
+
+
+def _numbers(row: Mapping[str, Any], name: str, where: str) -> list[int] | None:
+    value = parsed(row[name])
+    if value is not None and not (isinstance(value, list) and all(isinstance(number, int) for number in value)):
+        raise UserError(f"{where}: `{name}` is no list of whole numbers", "write the ids that the tokenizer gives")
+    return value
