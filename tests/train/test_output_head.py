@@ -10,7 +10,7 @@ import pytest
 import small
 import torch
 from harness import losses
-from ranks import Ranks
+from ranks import ON_CPU, Ranks
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +71,18 @@ def test_which_head_runs_is_planned_said_and_kept(place: Path, capsys: pytest.Ca
     assert main(["recipe=small", "max_steps=1", "output.name=llama"]) == 0
     assert "own forward" not in capsys.readouterr().err
     assert effective(place, "llama")["output_head"] == "fused"
+
+
+@pytest.mark.slow
+def test_engines_ask_a_tiny_copy_first(place: Path, ranks: Ranks) -> None:
+    overrides = ["recipe=small", MODERNBERT, "max_steps=1"]
+    assert main([*overrides, "output.name=alone"]) == 0
+    engine = ["strategy=zero3", "batch.micro_batch_size=1"]
+    done = ranks.run(place, *overrides, *engine, processes=2, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("is not what a modernbert-decoder computes") == 1
+    assert effective(place)["output_head"] == "own"
+    assert losses(place / "runs" / "small") == pytest.approx(losses(place / "runs" / "alone"), rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

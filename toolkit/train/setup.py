@@ -67,6 +67,11 @@ def set_up(
     first = world.rank == 0
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
+    # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
+    kind: Any = EncoderDecoderTrainer
+    if recipe.objective != "seq2seq":
+        kind = functools.partial(CausalTrainer, choice=_head(source, first))
+
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available()
     backend = attention.resolve(recipe.model.attention, source.config.to_dict(), types.compute, kinds)
@@ -97,9 +102,6 @@ def set_up(
     model = add_method(source.load(types, backend), recipe, types)
 
     # Trainer
-    kind: Any = EncoderDecoderTrainer
-    if recipe.objective != "seq2seq":
-        kind = functools.partial(CausalTrainer, choice=_head(source, first))
     trainer: Any = kind(
         model=model,
         args=arguments,
