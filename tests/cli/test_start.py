@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,17 @@ def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path) -> N
     first, change = text.splitlines()
     assert status == 128 + 9 and first.startswith("error: ") and first.endswith("was ended by SIGKILL")
     assert "memory" in change
+
+
+def test_deepspeeds_launcher_starts_the_runner(tmp_path: Path) -> None:
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--master_port=29781"]
+    # Refused once the launch is known: two processes cannot take it.
+    arguments = ["recipe=smollm2_135m_lora_demo", "strategy=single"]
+    done = subprocess.run(
+        [*command, str(RUN), *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert "error: the recipe says strategy.name=single, the launcher started 2 processes" in done.stderr
 
 
 @pytest.mark.matrix

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from toolkit.common import UserError
 from toolkit.distributed.engines import deepspeed_config, training_arguments
@@ -122,7 +123,7 @@ def test_the_recipes_own_settings_agree_however_they_are_written(launched: Any) 
         ({"zero_optimization": {"zero_quantized_gradients": True}}, ["zero_quantized_gradients=true"]),
         (
             {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
-            ["batch.global_batch_size=64 batch.micro_batch"],
+            ["set batch.global_batch_size=64, or"],
         ),
     ],
 )
@@ -196,6 +197,79 @@ def test_the_example_of_the_field_starts_a_recipe_of_the_same_strategy(launched:
     assert tuple(launch.taken_over) == (*scaling, "zero_optimization.sub_group_size")
     with pytest.raises(UserError, match=r"schedule.name=cosine, the launcher says scheduler.type=WarmupLR"):
         launched(recipe(offloads), EXAMPLE)
+
+
+CPU = {"device": "cpu", "pin_memory": True}
+SCALING = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 32, "hysteresis": 2, "min_loss_scale": 1}
+# In the forms that other projects ship: of each the recipe, the file, what is taken over, and what must be followed.
+PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], str]] = {
+    "everything offloaded, ZeRO's keys without their stage": (
+        {"strategy": {"name": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}},
+        {
+            "zero_optimization": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 0}
+            | {"max_live_parameters": 0, "max_reuse_distance": 0, "gather_16bit_weights_on_model_save": True},
+            "bf16": {"enabled": True},
+        },
+        [],
+        "",
+    ),
+    "loss scaling with a window of its own": (
+        {"strategy": {"name": "zero3"}, "precision": "fp16"},
+        {"zero_optimization": {"stage": 3}, "fp16": {"enabled": "auto", "auto_cast": False, **SCALING}},
+        ["fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis", "fp16.min_loss_scale"],
+        "",
+    ),
+    "DeepSpeed's own optimizer asked for where it is the default": (
+        {"strategy": {"name": "zero3", "offload_optimizer": "cpu"}},
+        {
+            "zero_optimization": {"stage": 3, "offload_optimizer": CPU, "sub_group_size": 1e9, "overlap_comm": False},
+            "zero_force_ds_cpu_optimizer": True,
+        },
+        ["zero_optimization.sub_group_size"],
+        "",
+    ),
+    "buckets, granularity and partitioned activations": (
+        {"strategy": {"name": "zero3"}},
+        {
+            "activation_checkpointing": {"partition_activations": True},
+            "zero_optimization": {"stage": 3, "allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8}
+            | {"stage3_module_granularity_threshold": 16},
+        },
+        ["zero_optimization.stage3_module_granularity_threshold"],
+        "",
+    ),
+    "optimizer and scheduler with figures": (
+        {"strategy": {"name": "zero3"}},
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 4,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "total_num_steps": 100}},
+        },
+        [],
+        "set batch.global_batch_size=64 optimizer.beta1=0.9 optimizer.beta2=0.95 optimizer.weight_decay=0.1 "
+        "schedule.name=linear schedule.warmup_steps=20 schedule.max_steps=100, or",
+    ),
+    "fp8": ({"strategy": {"name": "zero3"}}, {"fp8": {"enabled": True}}, [], "nothing of it"),
+    "a compiler": ({"strategy": {"name": "zero2"}}, {"compile": {"disable": False, "backend": "x"}}, [], "nothing of"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_forms_of_public_files(name: str, launched: Any) -> None:
+    settings, content, taken_over, refused = PUBLIC[name]
+    made = recipe(**settings)
+    if refused:
+        with pytest.raises(UserError) as caught:
+            launched(made, content)
+        assert refused in str(caught.value)
+        changes = [part.split("=", 1) for part in refused.split()[1:-1] if "." in part]
+        followed = made.with_values({key: yaml.safe_load(value.rstrip(",")) for key, value in changes})
+        assert not changes or launched(followed, content)
+    else:
+        assert list(launched(made, content).taken_over) == taken_over
 
 
 @pytest.mark.parametrize("content", ["not an object", [1]])

@@ -43,7 +43,7 @@ _TAKEN_OVER = (
 )
 # Sections and keys of which a recipe has nothing, and which would train something else.
 _OTHER = (
-    *("amp", "torch_autocast", "compile", "data_efficiency", "curriculum_learning", "progressive_layer_drop"),
+    *("amp", "fp8", "torch_autocast", "compile", "data_efficiency", "curriculum_learning", "progressive_layer_drop"),
     *("eigenvalue", "quantize_training", "compression_training", "weight_quantization", "sparse_attention"),
     *("elasticity", "autotuning", "hybrid_engine", "pipeline", "tensor_parallel", "optimizer", "scheduler"),
     *("fp16.fp16_master_weights_and_grads", "data_types.param_dtype", "zero_optimization.zero_quantized_*"),
@@ -157,12 +157,13 @@ def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dic
         "zero_optimization.stage": Row((strategy.zero_stage,), f"strategy.name={strategy.name}", STAGES),
         "zero_optimization.offload_optimizer.device": Row.of("strategy.offload_optimizer", strategy.offload_optimizer),
         "zero_optimization.offload_param.device": Row.of("strategy.offload_param", strategy.offload_param),
-        "zero_force_ds_cpu_optimizer": Row((False,), "zero_force_ds_cpu_optimizer=false"),
+        # Left out, it is true as well.
+        "zero_force_ds_cpu_optimizer": Row((False,)),
     }
     if "bf16" in recipe.precision:
         pure = _precision_row(recipe, "pure_bf16")
         rows |= {"bf16.bf16_master_weights_and_grads": pure, "bf16.bf16_optimizer_states": pure}
-    if same(stated.get("train_batch_size"), layout.global_batch_size):
+    if "train_batch_size" in stated:
         # Divided otherwise, the same batch trains the same.
         rows["train_micro_batch_size_per_gpu"] = Row((layout.micro_batch_size,))
         rows["gradient_accumulation_steps"] = Row((steps,))
@@ -174,11 +175,15 @@ def _optimizer_rows(recipe: Recipe, stated: Mapping[str, Any]) -> dict[str, Row]
     optimizer, schedule = recipe.optimizer, recipe.schedule
     betas = [optimizer.beta1, optimizer.beta2]
     learning_rate, from_zero = Row.of("optimizer.learning_rate", optimizer.learning_rate), Row((0,), "a warm-up from 0")
+    theirs = stated.get("optimizer.params.betas")
+    follow = "optimizer.beta1={} optimizer.beta2={}".format(*theirs) if isinstance(theirs, list) else ""
     share = f"{schedule.warmup_ratio} of all steps" if schedule.warmup_ratio else 0
     return {
         "optimizer.type": _type_row("optimizer.name", optimizer.name, _OPTIMIZERS),
         "optimizer.params.lr": learning_rate,
-        "optimizer.params.betas": Row((betas,), f"optimizer.beta1={betas[0]} and optimizer.beta2={betas[1]}"),
+        "optimizer.params.betas": Row(
+            (betas,), f"optimizer.beta1={betas[0]} and optimizer.beta2={betas[1]}", {text_of(theirs): follow}
+        ),
         "optimizer.params.eps": Row.of("optimizer.eps", optimizer.eps),
         "optimizer.params.weight_decay": Row.of("optimizer.weight_decay", optimizer.weight_decay),
         "optimizer.params.momentum": Row.of("optimizer.momentum", optimizer.stated_momentum),

@@ -191,4 +191,4 @@ def _plain(value: Any) -> Any:
 
 def text_of(value: Any) -> str:
     """A value as a recipe and a command line write it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -65,7 +65,9 @@ class World:
                 "accelerate launch, torchrun or srun",
             )
         numbers = {key: environment.get(key, "1" if key == "WORLD_SIZE" else "0") for key in keys}
-        numbers["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
+        # DeepSpeed's launcher calls it LOCAL_SIZE.
+        local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
+        numbers["LOCAL_WORLD_SIZE"] = local or numbers["WORLD_SIZE"]
         return cls._checked(numbers)
 
     @classmethod

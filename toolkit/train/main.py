@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_help(parser, keys_text)
         parser.add_argument("--recipes", metavar="DIR", help="the folder of your recipes (default: ./recipes)")
         parser.add_argument("--force", action="store_true", help="also run what would not fit by the plan")
+        # Of the `deepspeed` launcher, which says it in the environment too.
+        parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
         add_verbosity(parser)
         arguments = sys.argv[1:] if arguments is None else arguments
         refuse_flags(arguments)
