@@ -8,7 +8,7 @@ import pytest
 import yaml
 from arithmetic import Arithmetic, recipe
 
-from toolkit.planner.advice import MOST, advise
+from toolkit.planner.advice import MOST, _with_devices, advise
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Advice, Plan
@@ -50,6 +50,7 @@ CASES: list[tuple[float, str, dict[str, Any]]] = [
     (1, "cpux2", FULL),
     (3, "h200", {"strategy": {"name": "single"}}),
     (8, "h200", {"strategy": {"name": "zero3", "offload_param": "nvme", "nvme_path": "/scratch"}}),
+    (70, "rtx4090x4", LORA),
     (3, "t4", {"precision": "fp32", "method": {"name": "lora", "quantization": "int8"}}),
 ]
 
@@ -144,6 +145,34 @@ def test_eight_bits_are_those_the_engine_can_use() -> None:
     sharded = advice(8, "h200x8", strategy={"name": "fsdp"})
     assert {"optimizer.name": "adamw_torch_8bit"} in [each.changes for each in sharded]
     assert {"optimizer.name": "adamw_8bit"} in [each.changes for each in advice(8, "h200")]
+
+
+def test_hardware_that_is_advised_can_be_asked_for() -> None:
+    """A workstation holds four cards: eight are two of them."""
+    made, machine = recipe(**LORA, batch={"micro_batch_size": 1}), find("rtx4090")
+    named = [
+        each.changes["hardware"] for count in (2, 4, 8) for each in _with_devices(made, machine, Arithmetic(8), count)
+    ]
+    assert set(named) == {"rtx4090x2", "rtx4090x4", "rtx4090x4x2"}
+    for name in named:
+        assert find(name).name == name
+
+
+def test_a_card_without_bf16_is_offered_fp16() -> None:
+    """A T4 computes bf16 at the speed of fp32; what is not traced in fp16 is judged by its trace in bf16."""
+    loaded = load("llama_3_1_8b_qlora")
+    plan = estimate(loaded.recipe, loaded.name, find("t4"))
+    (half,) = [each for each in plan.advice if each.changes.get("precision") == "fp16"]
+    assert half.fits == "yes" and half.step_seconds < plan.work.step_seconds.value / 3
+
+
+def test_fsdp_that_sums_whole_gradients_is_told_to_reduce_each_time() -> None:
+    """Where nothing else on these devices fits without the host."""
+    made = load("llama_3_1_8b_full_8bit", ["strategy=fsdp", "optimizer.name=adamw_torch_8bit"]).recipe
+    made = made.with_values({"batch.micro_batch_size": 1, "batch.global_batch_size": 128})
+    plan = estimate(made, "", find("l40sx4"))
+    assert plan.fit.answer == "no"
+    assert any(each.changes.get("strategy.sync_each_batch") == "true" for each in plan.advice)
 
 
 def test_unknown_plans_are_not_guessed() -> None:

@@ -32,6 +32,7 @@ _CASES = {
     "zero2_small_buckets": ["strategy.name=zero2", "strategy.reduce_bucket_size=20000", *_BF16, *_ONE],
     "zero3_bf16": ["strategy.name=zero3", *_ZERO3, *_BF16, *_TWO],
     "fsdp": ["strategy.name=fsdp", *_FP32, *_ONE],
+    "fsdp_sync_each_batch": ["strategy.name=fsdp", "strategy.sync_each_batch=true", *_FP32, *_TWO],
     "fsdp_bf16": ["strategy.name=fsdp", *_BF16, *_ONE],
     "fsdp_grad_op": ["strategy.name=fsdp", "strategy.sharding=shard_grad_op", *_FP32, *_ONE],
 }

@@ -206,6 +206,10 @@ def test_accumulation_under_fsdp_keeps_whole_gradients():
     twice = _planned(strategy={"name": "fsdp"}, batch={"seq_len": 1024, "global_batch_size": 16, "micro_batch_size": 1})
     more = twice.memory[0].allocated - once.memory[0].allocated
     assert more == pytest.approx(4 * 4_500_000, rel=0.3)
+    batch = {"seq_len": 1024, "global_batch_size": 16, "micro_batch_size": 1}
+    each = _planned(strategy={"name": "fsdp", "sync_each_batch": True}, batch=batch)
+    # Each rank keeps its eighth of the sum, and adds to it an eighth of a layer.
+    assert 0 < each.memory[0].allocated - once.memory[0].allocated < 4 * 4_500_000 / 4
 
 
 def test_a_layerwise_optimizer_holds_one_gradient_at_a_time():

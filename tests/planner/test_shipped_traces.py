@@ -8,9 +8,12 @@ import json
 import pytest
 from ship_traces import settings
 
+from toolkit.planner.build import estimate
+from toolkit.planner.hardware import find
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.store import SHIPPED
 from toolkit.planner.trace.types import Trace
+from toolkit.recipe import load
 
 
 def test_every_setting_of_the_shipped_recipes_is_traced_and_nothing_else() -> None:
@@ -30,3 +33,16 @@ def test_a_shipped_trace_is_what_tracing_says(index: int) -> None:
 
 def test_shipped_traces_are_small() -> None:
     assert sum(file.stat().st_size for file in SHIPPED.glob("*.json.gz")) < 1_000_000
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b_lora", "llama_3_1_8b_lora", "llama_3_1_8b_qlora", "gemma_2_2b_lora"])
+def test_what_is_recomputed_is_no_flop_of_the_model(name: str) -> None:
+    """Experts, attention and quantized layers are counted once, however often they are computed."""
+    useful, done = [], []
+    for mode in ("none", "full"):
+        loaded = load(name, [f"activation_checkpointing.mode={mode}", "batch.micro_batch_size=1"])
+        work = estimate(loaded.recipe, loaded.name, find("h200"), advice=False).work
+        useful.append(work.model_flops_per_step)
+        done.append(work.hardware_flops_per_step)
+    assert useful[1] == pytest.approx(useful[0], rel=0.01)
+    assert done[1] > 1.2 * done[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from toolkit.distributed.layout import batch_layout
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Work
-from toolkit.planner.speed.communication import HOST, NETWORK, NVME, transfers
+from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, transfers
 from toolkit.planner.speed.step import Load, Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
@@ -178,11 +179,13 @@ def test_zero_volumes_are_those_of_the_paper() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "gathers", "reductions"),
-    [("ddp", 0, 2), ("zero1", 1, 2), ("zero2", 1, 2 * 8), ("zero3", 2 * 8, 8), ("fsdp", 2 * 8, 1)],
+    [("ddp", 0, 2), ("zero1", 1, 2), ("zero2", 1, 2 * 8), ("zero3", 2 * 8, 8), ("fsdp", 2 * 8, 1), ("each", 2 * 8, 8)],
 )
 def test_what_accumulation_repeats(strategy: str, gathers: int, reductions: int) -> None:
     """Eight micro-batches: gradients are summed in fp32, parameters gathered in bf16 (ZeRO and FSDP)."""
     exact: dict[str, Any] = {"param_persistence_threshold": 0, "max_reuse_distance": 0} if strategy == "zero3" else {}
+    if strategy == "each":
+        strategy, exact = "fsdp", {"sync_each_batch": True}
     parts = 7 / 8 * PARAMETERS
     kept = 7 / 8 * 2 * 128_256 * 4096 * 8 if strategy == "fsdp" else 0
     found = sent(recipe(strategy, exact), "h200x8")["NVLink"]
@@ -207,6 +210,37 @@ def test_hybrid_sharding_sends_little_between_nodes() -> None:
     )
     assert hybrid[NETWORK] == pytest.approx(2 * 3 / 4 * 4 * PARAMETERS / 8)
     assert full[NETWORK] > 3 * hybrid[NETWORK]
+
+
+def test_more_devices_are_faster_and_never_as_much_as_there_are_more() -> None:
+    """A ring is as long as it has ranks: what is gained by doubling them shrinks, and messages take their time."""
+    for strategy in ("ddp", "zero2", "zero3", "fsdp"):
+        each = [
+            plan(recipe(strategy, batch={"global_batch_size": 8192}), f"h100x8x{nodes}").tokens_per_second
+            for nodes in (1, 4, 16, 64, 256)
+        ]
+        gains = [later / before for before, later in itertools.pairwise(each)]
+        assert all(gain < 4 for gain in gains), strategy
+    ddp = [plan(recipe(batch={"global_batch_size": 8000}), f"h100x8x{nodes}").tokens_per_second for nodes in (1, 1000)]
+    assert ddp[1] < 0.9 * 1000 * ddp[0]
+
+
+def test_latency_is_that_of_nccls_model() -> None:
+    """8.4 us to begin with, and per step 3.4 us over NVLink and 14 us over the network."""
+    assert latency(find("h100")) == 0
+    assert latency(find("h100x8")) == pytest.approx(8.4e-6 + 7 * 3.4e-6)
+    assert latency(find("h100x8x4")) == pytest.approx(8.4e-6 + 28 * 3.4e-6 + 3 * 14e-6)
+    # Of many nodes an all-reduce takes a tree: chains of eight, and ten levels.
+    assert latency(find("h100x8x1024"), reduces=True) == pytest.approx(8.4e-6 + 2 * (7 * 4e-6 + 10 * 14e-6))
+
+
+def test_an_optimizer_of_many_kernels_takes_longer_than_a_fused_one() -> None:
+    one: dict[str, Any] = {"batch": {"global_batch_size": 1}}
+    fused, foreach = (
+        plan(recipe(optimizer={"name": name}, **one)).compute_seconds.value for name in ("adamw", "adamw_torch")
+    )
+    # 44 more bytes of each parameter at 80% of 4.8 TB/s.
+    assert foreach - fused == pytest.approx(44 * PARAMETERS / (0.8 * 4800e9), rel=0.01)
 
 
 def test_offloaded_state_crosses_the_bus() -> None:

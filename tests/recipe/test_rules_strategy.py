@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "reduce_dtype": "bf16",
     "sharding": "shard_grad_op",
     "reshard_after_forward": False,
+    "sync_each_batch": True,
     "wrap_classes": ["LlamaDecoderLayer"],
     "state_dict_type": "full",
 }

@@ -245,6 +245,8 @@ def training_arguments(
         arguments["deepspeed"] = deepspeed_config(recipe, further)
     elif strategy.name == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": fsdp_config(recipe)}
+        if strategy.sync_each_batch:
+            arguments["accelerator_config"] |= {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return arguments
 
 
@@ -305,6 +307,8 @@ class EngineState(Partial):
     sharded_over: int | None = None
     """Processes over which FSDP shards."""
     reshard_after_forward: bool | None = None
+    sync_each_batch: bool | None = None
+    """Whether FSDP reduces gradients after every micro-batch."""
     fsdp_units: int | None = None
 
 
@@ -348,6 +352,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     elif strategy.name == "fsdp":
         state |= {"engine": "fsdp2", "reduce_dtype": types.reduce, "compute_dtype": types.compute}
         state |= {"offload_param": strategy.offload_param, "reshard_after_forward": reshards_after_forward(recipe)}
+        state["sync_each_batch"] = strategy.sync_each_batch
     traits = recipe.optimizer.traits
     if traits.bits == 32 and traits.module in ("torch", "bitsandbytes"):
         state["moments_dtype"] = traits.state_dtype(types.master)

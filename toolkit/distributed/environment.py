@@ -32,13 +32,23 @@ _ENGINE = (
 )
 
 
+_GROWING = "expandable_segments:True"
+"""Grows segments in place: less fragmentation where sequence lengths vary."""
+
+
+def segments_grow(current: Mapping[str, str]) -> bool:
+    """Whether a run with these variables lets CUDA's allocator grow its segments: a user's own setting stays."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    stated = next((current[name] for name in names if name in current), _GROWING)
+    return _GROWING.lower() in stated.lower()
+
+
 def environment(recipe: Recipe, world: World, current: Mapping[str, str]) -> dict[str, str | None]:
     """What is to change in the environment before any library is imported; None removes a variable."""
     wanted = {
         # The tokenizer's own threads fight with the processes that tokenise and with data loader workers.
         "TOKENIZERS_PARALLELISM": "false",
-        # Grows segments in place: less fragmentation where sequence lengths vary.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": _GROWING,
         "HF_HUB_DISABLE_TELEMETRY": "1",
         # A peer that ends is reported by us; torch's C++ side adds pages of its own stack.
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -122,17 +122,24 @@ def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
 
 
 def _with_devices(recipe: Recipe, hardware: Hardware, estimate: Estimate, count: int) -> list[Candidate]:
-    """The settings on so many devices in one node."""
+    """The settings on so many devices: in one node, or in whole nodes where one does not hold them."""
     if hardware.device.kind == "cpu" or recipe.batch.sequences_per_step % count:
         return []
-    part = hardware.node.part(count / hardware.devices_per_node)
-    name = hardware.device.name + (f"x{count}" if count > 1 else "")
-    other = dataclasses.replace(hardware, name=name, node=part, devices_per_node=count, nodes=1)
+    # A machine may hold more than is usual.
+    inside = min(count, max(hardware.device.node.devices, hardware.devices_per_node))
+    nodes, rest = divmod(count, inside)
+    if rest:
+        return []
+    part = hardware.node.part(inside / hardware.devices_per_node)
+    sizes = f"x{inside}" * (count > 1) + f"x{nodes}" * (nodes > 1)
+    other = dataclasses.replace(
+        hardware, name=hardware.device.name + sizes, node=part, devices_per_node=inside, nodes=nodes
+    )
     try:
         explored = explore(recipe, other, estimate, _FREE)
     except UserError:
         return []  # So many cannot take the recipe: hybrid sharding needs several nodes.
-    return [dataclasses.replace(each, changes={"hardware": name, **each.changes}) for each in explored]
+    return [dataclasses.replace(each, changes={"hardware": other.name, **each.changes}) for each in explored]
 
 
 def _saves(each: Candidate, other: Candidate, share: float = 0.0) -> bool:

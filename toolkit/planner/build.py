@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.engines import dtypes
+from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
 from toolkit.models import attention
 from toolkit.planner.advice import advise
@@ -61,6 +62,7 @@ class _Question:
         longest = _longest(recipe, layout, self.statistics)
         setting = setting_of(recipe, self.config, hardware.device.kind, backend, longest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
+        trace = trace or store.find(setting.in_bf16())
         if trace is None:
             return None
         workload = Workload(recipe, layout, hardware, trace)
@@ -279,6 +281,10 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:
     if not hardware.device.efficiency.matmul.measured:
         notes.append(
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
+        )
+    if hardware.device.kind != "cpu" and not segments_grow(os.environ):
+        notes.append(
+            "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"
         )
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")

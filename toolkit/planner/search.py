@@ -38,6 +38,7 @@ _NOT_OFFLOADED: Changes = {
     "strategy.pin_memory": True,
 }
 _OFFLOADING = ("strategy.nvme_path", "strategy.name", "strategy.offload_optimizer", "strategy.offload_param")
+_REDUCED_EACH_TIME: Changes = {"strategy.name": "fsdp", "strategy.sync_each_batch": True}
 _OFFLOADED = (
     (None, "zero2", "cpu", "none"),
     (None, "fsdp", "none", "cpu"),
@@ -172,9 +173,12 @@ def _plain_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
 def _offloading_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
     if hardware.device.kind == "cpu":
         return []
+    each_time: list[Changes] = []
+    if hardware.devices > 1:
+        each_time = [_REDUCED_EACH_TIME | _NOT_OFFLOADED, _REDUCED_EACH_TIME | {"strategy.offload_param": "cpu"}]
     path = recipe.strategy.nvme_path
     drives = [(path, "zero3", "nvme", place) for place in ("none", "cpu", "nvme")] if path else []
-    return [dict(zip(_OFFLOADING, values, strict=True)) for values in (*_OFFLOADED, *drives)]
+    return [*each_time, *(dict(zip(_OFFLOADING, values, strict=True)) for values in (*_OFFLOADED, *drives))]
 
 
 def _recomputations(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:

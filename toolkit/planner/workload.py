@@ -74,6 +74,11 @@ class Workload:
         return self.layout.gradient_accumulation_steps > 1
 
     @property
+    def reductions(self) -> int:
+        """How often in a step FSDP reduces gradients; where not with every micro-batch, it sums them whole."""
+        return self.layout.gradient_accumulation_steps if self.strategy.sync_each_batch else 1
+
+    @property
     def on_cpu(self) -> bool:
         """Whether gloo reduces, tensors are freed at once, and all processes share the host's memory."""
         return self.hardware.device.kind == "cpu"

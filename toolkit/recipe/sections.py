@@ -129,6 +129,9 @@ class Strategy(Section):
     parameters are kept until the backward pass; `hybrid_shard` shards within a node and replicates across nodes."""
     reshard_after_forward: bool | None = None
     """Whether FSDP releases gathered parameters between forward and backward pass; by default as `sharding` says."""
+    sync_each_batch: bool = False
+    """Whether FSDP reduces gradients after every micro-batch and keeps its shard of their sum, as accelerate's
+    `sync_each_batch` does. By default it reduces once in a step, and holds all gradients whole until then."""
     wrap_classes: list[str] = []
     """Classes of layers that FSDP gathers as a unit, e.g. `[LlamaDecoderLayer]`; by default the model's own."""
     state_dict_type: Literal["sharded", "full"] = "sharded"

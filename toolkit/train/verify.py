@@ -176,7 +176,10 @@ def read(trainer: Any) -> EngineState:
         "master_dtype": _dtypes(_masters(optimizer)),
         "autocast": _autocast(trainer.accelerator, model),
     }
-    return EngineState(**state | (_fsdp(model) if isinstance(model, FSDPModule) else {}))
+    if isinstance(model, FSDPModule):
+        accumulation = trainer.accelerator.gradient_state.plugin_kwargs
+        state |= _fsdp(model) | {"sync_each_batch": accumulation.get("sync_each_batch", False)}
+    return EngineState(**state)
 
 
 def _engine(engine: Any, deepspeed: Any) -> str:

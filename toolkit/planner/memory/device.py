@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 
+from toolkit.distributed.environment import segments_grow
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
@@ -21,9 +23,10 @@ from toolkit.planner.workload import WIDTH, Workload
 
 Parts = dict[str, float]
 
-_FRAGMENTATION = (0.04, 0.01, 0.15)
-"""Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place
-(`distributed.environment`) holes inside them remain; without, 12 to 22% were measured in the median."""
+_FRAGMENTATION = {True: (0.04, 0.01, 0.15), False: (0.17, 0.08, 0.40)}
+"""Reserved beyond allocated memory, as a share: estimate, low, high. With segments that grow in place, as our runs have
+them (`distributed.environment`), holes inside them remain; where a user's `PYTORCH_CUDA_ALLOC_CONF` has none, 12 to 22%
+were measured in the median, 10 to 30% on one GPU and 26 to 43% on two are published (`benchmarks/published.yaml`)."""
 _KEPT = (1.0, 0.1, 1.6)
 """On a CPU, freed memory that glibc keeps, as a share of what comes and goes in a step: 0.1 to 0.7 of it were measured
 after 8 steps (1.8 where that was a third of a GiB), 1.4 after 72 with rows of many lengths. Of more than a GiB most is
@@ -92,7 +95,7 @@ class _RankMemory:
         sums = {phase: sum(parts.values()) for phase, parts in rounded.items()}
         peak = max(sums, key=lambda phase: sums[phase])
         allocated = sums[peak]
-        base, shares = allocated, _FRAGMENTATION
+        base, shares = allocated, _FRAGMENTATION[self.on_cpu or segments_grow(os.environ)]
         if self.on_cpu:
             # Between steps, as after resuming, only states are there.
             base, shares = min(allocated - sums.get("resume", 0), 2**30), _KEPT
@@ -153,7 +156,8 @@ class _RankMemory:
         """Without gradients, where FSDP keeps them on the host, or the optimizer frees each as soon as it is made."""
         strategy = self.recipe.strategy
         on_host = not self.on_cpu and strategy.name == "fsdp" and strategy.offload_param != "none"
-        away = self.recipe.optimizer.traits.in_backward or (on_host and not self.engine.accumulates)
+        whole = self.engine.accumulates and not strategy.sync_each_batch
+        away = self.recipe.optimizer.traits.in_backward or (on_host and not whole)
         return {"gradients": 0.0 if away else held.gradients, "engine": held.engine}
 
     def _temporaries(self) -> float:

@@ -46,12 +46,14 @@ class Fsdp(Engine):
         return Held()
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
-        # accelerate sums the gradients of all but the last micro-batch without dividing them.
-        earlier = self.trained * self.reduce if moment.accumulating else 0.0
+        # accelerate sums the gradients of all but the last micro-batch without dividing them, unless told otherwise.
+        sums_whole = moment.accumulating and not self.strategy.sync_each_batch
+        earlier = self.trained * self.reduce if sums_whole else 0.0
         if moment.phase == "backward":
             yield from self._backward(moment, earlier)
         else:
-            yield from ((left, Held(earlier, held.engine)) for left, held in self.evaluating(moment))
+            divided = self._divided() if moment.accumulating and not sums_whole else 0.0
+            yield from ((left, Held(earlier + divided, held.engine)) for left, held in self.evaluating(moment))
 
     def evaluating(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
         # As in every forward pass, the output of a unit's all-gather is kept until the next one's has been copied out
@@ -70,10 +72,12 @@ class Fsdp(Engine):
                 yield fewer(moment, 1), Held(engine=self.tied + before + 3 * self.unit)
 
     def stepping(self) -> Held:
+        return Held(self._divided())
+
+    def _divided(self) -> float:
+        """One rank's share of all gradients."""
         trained = [each for each in self.trace.tensors if each.trained]
-        return Held(
-            sum(each.count * shard(each, each.numel * self.local, self.over.gradients, True) for each in trained)
-        )
+        return sum(each.count * shard(each, each.numel * self.local, self.over.gradients, True) for each in trained)
 
     def loading(self) -> float:
         return self.largest(trained=False) * WIDTH[self.types.load] if self.divides else 0.0
@@ -87,12 +91,16 @@ class Fsdp(Engine):
         clone = layer * self.reduce if doubled else 0
         share = self.local / self.over.gradients
         shares = [(head + each * layer) * share for each in (done, done + 1)]
+        if moment.accumulating and not earlier:
+            # The sums of earlier micro-batches, and of a layer what is about to be added to them.
+            shares = [self._divided(), self._divided() + layer * share]
         whole = [max(0.0, earlier - (head + each * layer) * self.reduce) for each in (done, done + 1)]
         if moment.place == "head":
             # The last layer is on its way already.
             made = moment.gradients.at(self.shape)
             ahead = unit if self.divides else 0
-            yield moment, Held(earlier + made, tied + self.tail + layers * self.staying + ahead)
+            sums = shares[0] if moment.accumulating and not earlier else earlier
+            yield moment, Held(sums + made, tied + self.tail + layers * self.staying + ahead)
             return
         if moment.place == "embeddings":
             rest = self.trained - self.trace.elements(trained=True, place="layer") - head

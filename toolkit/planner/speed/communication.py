@@ -3,7 +3,7 @@
 Collectives are counted as their ring algorithms send them (Patarasuk & Yuan 2009): gathering a tensor of S bytes over N
 ranks sends (N-1)/N S from each, so does reducing and scattering it, and an all-reduce is both, 2(N-1)/N S. Over nodes
 of L ranks, (L-1)/L S of it stay within the node, and (n-1)/n S / L cross the network between n nodes; their sum is
-(N-1)/N S again.
+(N-1)/N S again. On top comes what each step of a ring or tree takes however little it sends, by NCCL's own model.
 
 Which collectives an engine runs is read from torch 2.13 (DDP, FSDP2), accelerate 1.15 and DeepSpeed 0.19.8. The papers'
 volumes (Rajbhandari et al. 2020, section 7: 2P for ZeRO-1 and 2, 3P for ZeRO-3) follow where their assumptions do: one
@@ -13,6 +13,7 @@ micro-batch, all in one dtype.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,14 @@ from toolkit.planner.trace.types import Tensors
 from toolkit.planner.workload import WIDTH, Workload
 
 HOST, NVME, NETWORK = "PCIe to the host", "NVMe", "network"
+BUCKET = 25 * 2**20
+"""Bytes of gradients that DDP reduces at a time (`bucket_cap_mb`)."""
+_START = 8.4e-6
+_RING = {"NVLink": 3.4e-6, "xGMI": 3.4e-6, "PCIe": 5.7e-6, NETWORK: 14e-6}
+_TREE = {"NVLink": 4.0e-6, "xGMI": 4.0e-6, "PCIe": 4.0e-6, NETWORK: 14e-6}
+"""Seconds before a collective sends anything, and of each of its steps over a link: `baseLat` and `hwLat` of the Simple
+protocol in NCCL's src/graph/tuning.cc (github.com/NVIDIA/nccl). RCCL's are taken to be alike; gloo's are not known, and
+left out."""
 During = Literal["forward", "backward", "step"]
 
 
@@ -36,12 +45,14 @@ class Transfer:
         times: How often in an optimizer step: once, or with every micro-batch.
         sent: Name of the link to bytes that one rank sends over it, each time. Links work at the same time.
         hidden: Whether the device computes meanwhile.
+        latency: Seconds that it takes beside, each time, however little is sent.
     """
 
     during: During
     times: int
     sent: Mapping[str, float]
     hidden: bool = True
+    latency: float = 0.0
 
     @property
     def to_host(self) -> bool:
@@ -65,19 +76,42 @@ def transfers(workload: Workload, boundary: float) -> list[Transfer]:
     return [each for each in sent if any(each.sent.values())]
 
 
+def latency(hardware: Hardware, reduces: bool = False, within: bool = True, across: bool = True) -> float:
+    """Seconds that a collective over the ranks takes to send nothing, as NCCL estimates it (`ncclTopoTuneModel`).
+
+    Args:
+        reduces: Whether it is an all-reduce, for which NCCL also has trees: chains within nodes, binary between them.
+        within: Whether the ranks of a node take part together.
+        across: Whether nodes do.
+    """
+    link = inner_link(hardware)
+    inner, nodes = hardware.devices_per_node if within else 1, hardware.nodes if across else 1
+    if link not in _RING or inner * nodes == 1:
+        return 0.0
+    around = (inner * nodes - nodes) * _RING[link] + (nodes - 1) * _RING[NETWORK]
+    if not reduces:
+        return _START + around
+    up = (inner - 1) * _TREE[link] + math.log2(nodes) * _TREE[NETWORK]
+    return _START + 2 * min(around, up)
+
+
 def _collectives(workload: Workload) -> Iterator[Transfer]:
     strategy, types, trace, trained = workload.strategy, workload.types, workload.trace, workload.trained
     every, reduced = workload.layout.gradient_accumulation_steps, trained * WIDTH[types.reduce]
     gather = functools.partial(_gathered, workload)
+    once, both = latency(workload.hardware), latency(workload.hardware, reduces=True)
+    buckets = math.ceil(trained / strategy.reduce_bucket_size)
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
-        yield Transfer("backward", 1, gather(2 * trained * WIDTH[types.local]))
+        size = trained * WIDTH[types.local]
+        yield Transfer("backward", 1, gather(2 * size), latency=math.ceil(size / BUCKET) * both)
     elif strategy.zero_stage in (1, 2):
         # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
         # Stage 2 drops what is not its own after each micro-batch, and so has to reduce each.
         times = every if strategy.zero_stage == 2 else 1
-        yield Transfer("backward", times, gather(2 * reduced), hidden=strategy.overlap_comm)
-        yield Transfer("step", 1, gather(trained * WIDTH[types.local]), hidden=False)
+        yield Transfer("backward", times, gather(2 * reduced), strategy.overlap_comm, buckets * both)
+        gathers = math.ceil(trained / strategy.allgather_bucket_size)
+        yield Transfer("step", 1, gather(trained * WIDTH[types.local]), False, gathers * once)
     elif strategy.zero_stage == 3:
         whole = sum(_bytes(workload, each) for each in trace.tensors if _divided(workload, each))
         small = sum(_bytes(workload, each) for each in trace.tensors if each.trained and not _divided(workload, each))
@@ -85,10 +119,13 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
         # What is used again within `max_reuse_distance` is kept: twice the elements that follow a layer lie between
         # its forward and its backward pass.
         again = max(0.0, 1 - strategy.max_reuse_distance / 2 / max(1, trace.elements()))
-        yield Transfer("forward", every, gather(whole), hidden=prefetched)
-        yield Transfer("backward", every, gather(whole * again), hidden=prefetched)
-        yield Transfer("backward", every, gather(reduced), hidden=strategy.overlap_comm)
-        yield Transfer("step", 1, gather(small), hidden=False)
+        # A bucket ahead, or where that is larger a layer.
+        ahead = math.ceil(trace.elements() / strategy.prefetch_bucket_size) if prefetched else 0
+        gathers = max(trace.layers, ahead)
+        yield Transfer("forward", every, gather(whole), prefetched, gathers * once)
+        yield Transfer("backward", every, gather(whole * again), prefetched, again * gathers * once)
+        yield Transfer("backward", every, gather(reduced), strategy.overlap_comm, buckets * once)
+        yield Transfer("step", 1, gather(small), False, once)
     else:
         yield from _fsdp(workload)
 
@@ -101,7 +138,7 @@ def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> di
 
 
 def _fsdp(workload: Workload) -> Iterator[Transfer]:
-    """FSDP2 gathers in the compute dtype and reduces once per step, in `reduce_dtype` (accelerate defers the rest)."""
+    """FSDP2 gathers in the compute dtype and reduces in `reduce_dtype`, once per step unless `sync_each_batch`."""
     types, trace, hardware = workload.types, workload.trace, workload.hardware
     every, hybrid = workload.layout.gradient_accumulation_steps, workload.strategy.sharding == "hybrid_shard"
     gather = functools.partial(_gathered, workload, within_nodes=hybrid)
@@ -110,14 +147,19 @@ def _fsdp(workload: Workload) -> Iterator[Transfer]:
     heads = trace.elements(place="head") or trace.elements(place="embeddings")
     kept = heads * WIDTH[types.compute]
     reduced = workload.trained * WIDTH[types.reduce]
-    yield Transfer("forward", every, gather(whole))
+    # Each layer is a unit, and so are the embeddings and the head.
+    units = trace.layers + 2
+    waiting = units * latency(hardware, across=not hybrid)
+    yield Transfer("forward", every, gather(whole), latency=waiting)
     if reshards_after_forward(workload.recipe):
-        yield Transfer("backward", every, gather(max(0, whole - kept)))
-    yield Transfer("backward", 1, gather(reduced))
+        yield Transfer("backward", every, gather(max(0, whole - kept)), latency=waiting)
+    yield Transfer("backward", workload.reductions, gather(reduced), latency=waiting)
     if hybrid:
         # Each rank all-reduces the shard that it holds with its peers in the other nodes.
         peers = hardware.nodes
-        yield Transfer("backward", 1, {NETWORK: 2 * reduced / hardware.devices_per_node * (peers - 1) / peers})
+        size = 2 * reduced / hardware.devices_per_node * (peers - 1) / peers
+        waiting = units * latency(hardware, reduces=True, within=False)
+        yield Transfer("backward", workload.reductions, {NETWORK: size}, latency=waiting)
 
 
 def _bytes(workload: Workload, tensors: Tensors, dtype: str | None = None) -> float:
@@ -151,7 +193,7 @@ def _offloads(workload: Workload, boundary: float) -> Iterator[Transfer]:
         yield Transfer("forward", every, fetched)
         yield Transfer("backward", every, fetched)
         if strategy.name == "fsdp":
-            yield Transfer("backward", 1, {HOST: owned * local})
+            yield Transfer("backward", workload.reductions, {HOST: owned * local})
         if strategy.offload_param == "nvme":
             yield Transfer("step", 1, {NVME: owned * local}, hidden=False)
     checkpointing = workload.recipe.activation_checkpointing

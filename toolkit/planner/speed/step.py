@@ -25,6 +25,10 @@ read and written, the gradient read) in 0.25 s for a billion, as ZeRO-Offload re
 WRITE_BANDWIDTH = 1.5e9
 """Bytes/s at which one process writes a checkpoint; an estimate, because PyTorch's serialisation, not the drive, limits
 it."""
+_FOREACH = 18 / 7
+"""Passes over memory of torch's AdamW where each operation is a kernel over all tensors, against those of its fused
+kernel: `_multi_tensor_adam` reads and writes 18 elements for each parameter, one kernel parameter, gradient and moments
+in 7."""
 _GUESSED = {"value": 1.0, "low": 0.5, "high": 2.0}
 """Range of what is not measured, as factors of a rate."""
 
@@ -148,6 +152,9 @@ class Step:
         each = 2 * WIDTH[types.master] + gradient * (4 if self._recipe.optimizer.max_grad_norm else 1)
         each += WIDTH[types.local] if workload.strategy.zero_stage else 0
         moved = workload.owned * each + 2 * states(workload).optimizer
+        if self._recipe.optimizer.traits.foreach:
+            update = 2 * WIDTH[types.master] + gradient
+            moved += (_FOREACH - 1) * (workload.owned * update + 2 * states(workload).optimizer)
         if on_host and device.kind != "cpu":
             hardware = self._hardware
             host = min(HOST_BANDWIDTH, CORE_BANDWIDTH * hardware.node.cores) / hardware.devices_per_node
@@ -160,8 +167,9 @@ class Step:
 
     def _accumulation_seconds(self) -> float:
         """Sums of gradients over micro-batches: each reads two and writes one."""
-        trained, device = self._workload.trained, self._hardware.device
-        moved = 3 * WIDTH[self._workload.types.reduce] * trained * (self._layout.gradient_accumulation_steps - 1)
+        workload, device = self._workload, self._hardware.device
+        summed = workload.owned if workload.strategy.sync_each_batch else workload.trained
+        moved = 3 * WIDTH[workload.types.reduce] * summed * (self._layout.gradient_accumulation_steps - 1)
         return moved / (device.bandwidth * self._of(device.efficiency.bandwidth))
 
     def _exposed(self, sent: Sequence[Transfer], passes: Mapping[str, float]) -> float:
@@ -187,7 +195,9 @@ class Step:
 
     def _transfer_seconds(self, each: Transfer) -> float:
         """One transfer; its links work at the same time."""
-        return max(size / link_rate(name, self._hardware, self._rates) for name, size in each.sent.items())
+        return each.latency + max(
+            size / link_rate(name, self._hardware, self._rates) for name, size in each.sent.items()
+        )
 
     def _of(self, rate: Rate) -> float:
         return getattr(rate, self._rates)

@@ -48,6 +48,7 @@ for _schema, _function in {
         lambda grad, q, k, v, lse: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     ),
     "grouped_mm(Tensor a, Tensor b) -> Tensor": lambda a, b: a.new_empty((a.shape[0], b.shape[-1])),
+    "grouped_mm_input(Tensor grad, Tensor b) -> Tensor": lambda grad, b: grad.new_empty((grad.shape[0], b.shape[-1])),
     "grouped_mm_sums(Tensor a, Tensor grad, Tensor b) -> Tensor": lambda a, grad, b: b.new_empty(b.shape),
     "add_product_(Tensor(a!) acc, Tensor a, Tensor b) -> ()": lambda acc, a, b: None,
     "in_place_(Tensor(a!) tile) -> ()": lambda tile: None,
@@ -80,7 +81,7 @@ def _gemm_4bit_flops(a: Any, b: Any, shape: Any, *args: Any, out_shape: Any = No
     return 2 * math.prod(a[:-1]) * shape[0] * shape[1]
 
 
-@register_flop_formula([_OPS.grouped_mm, _OPS.grouped_mm_sums])
+@register_flop_formula([_OPS.grouped_mm, _OPS.grouped_mm_input, _OPS.grouped_mm_sums])
 def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     """Each row meets the matrix of one expert."""
     return 2 * a[0] * a[1] * b[-1]
@@ -127,7 +128,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
-        to_a = _OPS.grouped_mm(grads[0], b.transpose(-2, -1)) if ctx.needs_input_grad[0] else None
+        to_a = _OPS.grouped_mm_input(grads[0], b.transpose(-2, -1)) if ctx.needs_input_grad[0] else None
         to_b = _OPS.grouped_mm_sums(a, grads[0], b) if ctx.needs_input_grad[1] else None
         return to_a, to_b
 

@@ -32,7 +32,7 @@ and the gradient of rows that were picked. A CPU's memory can be watched with su
 Sources: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, `index_backward` in FunctionsManual.cpp, and
 `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h, which is true of every tensor while a dispatch mode is on.
 """
-_FORWARD_ONLY = ("toolkit_tracing::flash_attn", "bitsandbytes::gemm_4bit")
+_FORWARD_ONLY = ("toolkit_tracing::flash_attn", "toolkit_tracing::grouped_mm", "bitsandbytes::gemm_4bit")
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
 _WORK = ("matmul", "attention", "moved", "launches")

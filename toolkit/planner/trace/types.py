@@ -262,6 +262,12 @@ class Setting:
     trust_remote_code: bool = False
     path: str | None = None
 
+    def in_bf16(self) -> Setting:
+        """The same in bf16 where this is in fp16: as many bytes and, but for a model's own clamps, the same kernels."""
+        halves = [key for key in ("load", "local", "autocast") if getattr(self, key) == "float16"]
+        changes: dict[str, Any] = dict.fromkeys(halves, "bfloat16")
+        return dataclasses.replace(self, **changes)
+
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
         content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}

@@ -21,6 +21,7 @@ KEYS = {
     "max_reuse_distance": ("zero3",),
     "sharding": ("fsdp",),
     "reshard_after_forward": ("fsdp",),
+    "sync_each_batch": ("fsdp",),
     "wrap_classes": ("fsdp",),
     "state_dict_type": ("fsdp",),
     "cpu_ram_efficient_loading": ("fsdp",),
