@@ -121,7 +121,7 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
         ("seed: -1\n", ["given    -1", ">= 0"]),
         ("seed: abc\n", ["abc (text)", "a whole number"]),
         ("seed: '8'\n", ["'8' (text)", "without quotes"]),
-        ("schedule: {max_steps: 1e3}\n", ["1000.0 (number)", "write 1000"]),
+        ("schedule: {max_steps: 1e3}\n", ["1e3 (number)", "write 1000"]),
         ("batch: {seq_len: 5.5}\n", ["5.5 (number)", "a whole number"]),
         ("optimizer: {learning_rate: -1e-4}\n", ["> 0"]),
         ("optimizer: {weight_decay: .inf}\n", ["a finite number"]),

@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("mine")
         (['description="x, {y}"'], "description", "x, {y}"),
         (["description=back\\slash é\\"], "description", "back\\slash é\\"),
         (["seed=${batch.seq_len}"], "seed", 2048),
-        (["output.dir=~/runs"], "output.dir", "~/runs"),
+        (["output.dir=~/runs"], "output.dir", str(Path.home() / "runs")),
     ],
 )
 def test_override(overrides: list[str], path: str, value: Any) -> None:

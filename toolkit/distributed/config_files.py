@@ -81,7 +81,7 @@ def _default_recipe(name: str, folder: Path) -> Recipe:
         recipe = Recipe.model_validate(values)
         problems = check(recipe, origins)
     except ValidationError as error:
-        problems = from_validation_error(error, values, origins, {})
+        problems = from_validation_error(error, values, origins, {}, {})
     if problems:
         raise RecipeError(f"strategy/{name}", problems)
     return recipe

@@ -57,6 +57,8 @@ class Composed:
     origins: Origins
     problems: list[Problem]
     """What is wrong with the command line."""
+    texts: dict[str, str]
+    """Dotted key to the text of its value, as it was written."""
     warnings: list[Problem]
     """Keys of the file itself that do not count."""
 
@@ -90,7 +92,7 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
         except (OmegaConfBaseException, ValueError) as error:
             problems.append(Problem(key, first_lines(error), COMMAND_LINE))
     warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
-    return Composed(name, file, _plain(config), result.origins, problems, warnings)
+    return Composed(name, file, _plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
 
 
 @dataclass
@@ -171,6 +173,17 @@ class _Walk:
             elif (choice := self.choices.get(item)) and choice.option is not None:
                 result += self._option(item, choice.option, choice.place, [])
         return result
+
+    def texts(self, result: Layer) -> dict[str, str]:
+        """Dotted key to the text of its value in the file that states it."""
+        written = {
+            (place, key.rpartition(".")[2]): read.texts[key]
+            for read in self._files.values()
+            for key, place in read.origins.items()
+            if key in read.texts
+        }
+        places = {key: (place, key.rpartition(".")[2]) for key, place in result.origins.items()}
+        return {key: written[place] for key, place in places.items() if place in written}
 
     def overruled(self, file: Path, result: Layer) -> list[Problem]:
         """The keys of the recipe's own file that come out otherwise, because `_self_` does not stand last in it."""
@@ -332,7 +345,7 @@ def _wrong_keys(layer: Layer) -> list[Problem]:
     try:
         Recipe.model_validate(layer.values)
     except ValidationError as error:
-        problems = from_validation_error(error, layer.values, layer.origins, {})
+        problems = from_validation_error(error, layer.values, layer.origins, {}, {})
         # A section that says nothing wrong but lacks what its group would have given.
         return [problem for problem in problems if problem.what != "is required"]
     return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -18,8 +18,9 @@ import yaml
 from pydantic import ValidationError
 
 from toolkit.common import UserError
+from toolkit.recipe.other_tools import translation
 from toolkit.recipe.schema import Recipe, leaf_paths
-from toolkit.recipe.sections import Section
+from toolkit.recipe.sections import CONTROL, SHELL_VARIABLE, Section
 
 Origins = dict[str, str]
 """Dotted key to where its value was written, `file:line` or `command line`; a default has none."""
@@ -28,6 +29,7 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 _log = logging.getLogger("toolkit.recipe")
 _WIDTH = 100
+_TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Problem:
         else:
             lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
         parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
-        return "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
+        text = "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
+        return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def warn(problems: Iterable[Problem]) -> None:
@@ -116,6 +119,8 @@ class Rule:
     """The nearest allowed change."""
     warns: bool = False
     """Whether the recipe is trained all the same: it may be meant."""
+    keys: Callable[[Recipe], Iterable[str]] | None = None
+    """The keys that break it, where `path` is a section."""
     reference: str = ""
     """Where to read about a failure that a test cannot show without the hardware."""
 
@@ -166,7 +171,7 @@ def inline(value: Any) -> str:
 
 
 def from_validation_error(
-    error: ValidationError, data: Any, origins: Origins, written: Mapping[str, str]
+    error: ValidationError, data: Any, origins: Origins, written: Mapping[str, str], texts: Mapping[str, str]
 ) -> list[Problem]:
     """Pydantic's findings as problems, one per key (a union reports one finding per alternative).
 
@@ -174,12 +179,13 @@ def from_validation_error(
         data: What was validated.
         origins: Where its values were written.
         written: Dotted key to the text of interpolations, which is shown instead of a value that may be secret.
+        texts: Dotted key to the text of numbers and such, which YAML may read as something else than was meant.
     """
     by_path: dict[str, list[tuple[Any, Any]]] = {}
     for finding in error.errors():
         location = _existing(finding["loc"], data, missing_leaf=finding["type"] == "missing")
         by_path.setdefault(".".join(map(str, location)), []).append((finding, location))
-    return [_problem(path, findings, origins, written) for path, findings in by_path.items()]
+    return [_problem(path, findings, origins, written, texts) for path, findings in by_path.items()]
 
 
 def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[Any]:
@@ -195,30 +201,60 @@ def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[
     return kept
 
 
-def _problem(path: str, findings: list[tuple[Any, Any]], origins: Origins, written: Mapping[str, str]) -> Problem:
+def _problem(
+    path: str,
+    findings: list[tuple[Any, Any]],
+    origins: Origins,
+    written: Mapping[str, str],
+    texts: Mapping[str, str],
+) -> Problem:
     finding, location = findings[0]
     where = origin_of(path, origins)
     given, kind = finding["input"], finding["type"]
-    shown = written.get(path) or as_text(given)
+    # Values of variables may be secret, also inside a list.
+    filled = [text for key, text in written.items() if key == path or key.startswith(f"{path}.")]
+    shown = ", ".join(filled) or _as_written(given, texts.get(path)) or as_text(given)
     if kind in ("extra_forbidden", "string_pattern_mismatch"):
-        return _unknown_key(path, location, shown, where)
+        return _unknown_key(path, location, given, shown, where)
     if kind == "missing":
         return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
     section = _section_at(location)
-    if section and not isinstance(given, Mapping):
-        hint = "" if given is None else f"write {path}: {{{section.main_key or 'key'}: {shown}}}"
+    if section and not isinstance(given, Mapping) and kind not in _TEXT_KINDS:
+        hint = _section_hint(path, section, None if filled else given, shown)
         return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
     kinds = {one["type"] for one, _ in findings}
     close = did_you_mean(str(given), literals(*location)) if "literal_error" in kinds else ""
-    hint = f"did you mean `{close}`?" if close else _type_hint(kinds, given, path in written)
+    form = "{}='\"{}\"'" if where == COMMAND_LINE else "{}: '{}'"
+    hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled)
+    if "string_type" in kinds and isinstance(given, bool | int | float):
+        hint = f"quote it: {form.format(path, shown)}"
     return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
 
 
-def _unknown_key(path: str, location: list[Any], given: str, where: str) -> Problem:
+def _as_written(given: Any, text: str | None) -> str:
+    """The text of a number or true/false as it stands in the file or on the command line."""
+    return text or "" if isinstance(given, bool | int | float) else ""
+
+
+def _section_hint(path: str, section: type[Section], given: Any, shown: str) -> str:
+    if given is None:
+        return f"write keys below `{path}:`, or remove this line"
+    if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given):
+        return f"write its keys without dashes: {path}: {as_text(_merged(given))}"
+    if isinstance(given, list) or not section.main_key:
+        return f"write {path}: {{{next(iter(section.model_fields))}: …}}"
+    return f"write {path}: {{{section.main_key}: {shown}}}"
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: str) -> Problem:
     section = _section_at(location[:-1])
     if section is None:
-        return Problem(path, "unknown key", where, given)
+        return Problem(path, "unknown key", where, given, "names of arguments: letters, digits and _", "rename it")
     key, prefix = str(location[-1]), path.rpartition(".")[0]
     places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
     close = did_you_mean(key, places)
@@ -226,6 +262,9 @@ def _unknown_key(path: str, location: list[Any], given: str, where: str) -> Prob
         places = {**leaf_paths(), **places}
         close = key if key in places else did_you_mean(key, places)
     hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
+    if key not in places:
+        hint = translation(key, value, given) or hint
+    hint = hint or f"remove it; `toolkit schema --markdown` lists the keys{f' of {prefix}' if prefix else ''}"
     if key == prefix:
         hint = f"these keys stand below `{key}:` already; remove that line"
     return Problem(path, "unknown key", where, given, ", ".join(section.model_fields), hint)
@@ -261,6 +300,9 @@ def _allowed(finding: Any) -> str:
         "bool_type": "true or false",
         "list_type": "a list",
         "dict_type": "a mapping",
+        "empty_text": "text that is not empty",
+        "control_character": "text without control characters",
+        "shell_variable": "a path without variables of the shell, which nothing fills in",
         "too_short": "at least one entry",
     }
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -278,13 +320,35 @@ def _type_name(value: Any) -> str:
     return f" ({names[type(value)]})" if type(value) in names else ""
 
 
-def _type_hint(kinds: set[str], given: Any, interpolated: bool) -> str:
+def _change(path: str, location: Sequence[Any], kinds: set[str], given: Any, filled: list[str]) -> str:
+    """What to write instead of a value of a wrong kind."""
+    if kinds & _TEXT_KINDS:
+        return _text_change(path, kinds, ", ".join(filled) or str(given))
+    if filled and kinds & {"int_type", "float_type", "bool_type"}:
+        return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
+    if filled and kinds == {"list_type"}:
+        return f"write [{filled[0]}]"
     if isinstance(given, str) and kinds & {"int_type", "float_type", "bool_type"}:
-        if interpolated:
-            return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
         return "write a plain number or true/false, without quotes"
     if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
         return f"write {given:.0f}"
+    if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given) and not filled:
+        return f"write the keys of a section without dashes: {as_text(_merged(given))}"
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | int | float) and not filled:
+        return f"write {path}: {as_text(given[0])}"
     if isinstance(given, str | int | float) and kinds == {"list_type"}:
         return f"write [{as_text(given)}]"
-    return ""
+    default = _default_at(location)
+    return f"write what is allowed, or remove it for the default {default}" if default else "write what is allowed"
+
+
+def _text_change(path: str, kinds: set[str], given: str) -> str:
+    if "shell_variable" in kinds:
+        return f"write {path}: " + SHELL_VARIABLE.sub(r"${oc.env:\1}", given)
+    return "write a value, or remove it" if "empty_text" in kinds else "remove the character, or type the text anew"
+
+
+def _default_at(location: Sequence[Any]) -> str:
+    section = _section_at(location[:-1])
+    field = section.model_fields.get(str(location[-1])) if section else None
+    return "" if field is None or field.is_required() else as_text(field.default)

@@ -173,7 +173,9 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         return result
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        problem(f"is not valid YAML: {_plainly(error)}", mark.line + 1 if mark else None)
+        position = getattr(error, "position", None)
+        line = mark.line if mark else None if position is None else text[:position].count("\n")
+        problem(f"is not valid YAML: {_plainly(error)}", None if line is None else line + 1, hint="correct that line")
         return result
     if not isinstance(node, yaml.MappingNode):
         what = "is empty" if node is None else "must be a mapping of keys"

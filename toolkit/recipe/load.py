@@ -75,7 +75,7 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
         RecipeError: With every problem found.
     """
     composed = compose_recipe(name, overrides, folder)
-    recipe = _checked(composed.name, composed.values, composed.origins, composed.problems)
+    recipe = _checked(composed.name, composed.values, composed.origins, composed.texts, composed.problems)
     return Loaded(
         recipe, composed.name, composed.file, composed.origins, composed.values, warnings=tuple(composed.warnings)
     )
@@ -90,10 +90,10 @@ def load_resolved(file: Path) -> Recipe:
     source = read(file)
     if source.problems:
         raise RecipeError(str(file), source.problems)
-    return _checked(str(file), source.values, source.origins, [])
+    return _checked(str(file), source.values, source.origins, source.texts, [])
 
 
-def _checked(name: str, unresolved: Any, origins: Origins, earlier: list[Problem]) -> Recipe:
+def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, str], earlier: list[Problem]) -> Recipe:
     """Resolves and validates; all problems are raised together, after the earlier ones."""
     data, written, problems = _resolve(unresolved, origins)
     problems = earlier + problems
@@ -104,8 +104,9 @@ def _checked(name: str, unresolved: Any, origins: Origins, earlier: list[Problem
         except ValidationError as error:
             # Without the offending keys the rest can be built, so that rules between keys are checked in one go too.
             known = {problem.path for problem in problems}
-            new = from_validation_error(error, data, origins, written)
-            problems += [problem for problem in new if problem.path not in known]
+            new = from_validation_error(error, data, origins, written, texts)
+            # What lost a wrong entry must not be told that it lacks one.
+            problems += [each for each in new if not any(f"{path}.".startswith(f"{each.path}.") for path in known)]
             # Backwards, because taking out an entry of a list renumbers those after it.
             removed = [remove(data, problem.path) for problem in reversed(new)]
             if not all(removed):

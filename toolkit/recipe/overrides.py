@@ -44,6 +44,8 @@ class Overrides:
     """Dotted key to its value, in the order given; the last one wins."""
     removed: list[str] = field(default_factory=list)
     """Dotted keys that go back to their defaults before the values are set."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Dotted key to its value as it was typed."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with the rest."""
 
@@ -86,6 +88,7 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
                 _choose(key.removesuffix(".option"), match["text"], result)
             else:
                 _set(key, _value(key, match["text"]), result)
+                result.texts[key] = match["text"]
         except RecipeError as error:
             result.problems += error.problems
     result.removed += replaced(result.values)

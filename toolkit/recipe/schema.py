@@ -21,6 +21,7 @@ from toolkit.recipe.sections import (
     Method,
     Optimizer,
     Output,
+    Place,
     PositiveInt,
     Schedule,
     Section,
@@ -51,15 +52,15 @@ class Model(Section):
 
     main_key: ClassVar[str | None] = "path"
 
-    path: str
+    path: Place
     """Hub id, local folder, GGUF file, or `builtin:smollm2-135m-instruct`."""
     revision: str | None = None
     """Branch, tag or commit of the model on the hub; by default its main branch."""
     gguf_file: str | None = None
     """Name of the GGUF file inside a hub repository or local folder that holds several files."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """Hub id or local folder of the tokenizer, if it is not the model's own."""
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """Jinja file, or the built-in name `chatml`, that replaces the tokenizer's own chat template."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under
@@ -75,7 +76,7 @@ class Source(Section):
 
     main_key: ClassVar[str | None] = "path"
 
-    path: str
+    path: Place
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), hub id, or `builtin:stdlib-docstrings`."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""

@@ -6,9 +6,13 @@ editors show it through the JSON Schema and `docs/recipes.md` lists it.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import os
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
@@ -37,6 +41,22 @@ Scalar = bool | int | float | str
 Arguments = dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Scalar]
 
 
+SHELL_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
+_LINES = re.compile(r"[\t\n\r]")
+
+
+def _place(path: str) -> str:
+    """A path of a user's, with `~` filled in."""
+    if SHELL_VARIABLE.search(path) and not os.path.lexists(path):
+        raise PydanticCustomError("shell_variable", "names a variable of the shell")
+    return os.path.expanduser(path)
+
+
+Place = Annotated[str, AfterValidator(_place)]
+"""A path, or a name that may be one."""
+
+
 class Section(BaseModel):
     """A part of the recipe: unknown keys are errors, values keep their types, nothing changes after loading."""
 
@@ -47,9 +67,30 @@ class Section(BaseModel):
     main_key: ClassVar[str | None] = None
     """The key that a section given as a word sets: `optimizer: sgd`, or `optimizer=sgd`, is `optimizer.name`."""
 
+    @field_validator("*")
+    @classmethod
+    def _legible(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses texts that are empty, and characters that no editor shows."""
+        prose = info.field_name in ("description", "prompts")
+        for text in _texts(value):
+            if not text.strip() and info.field_name != "description":
+                raise PydanticCustomError("empty_text", "is empty")
+            if CONTROL.search(text) or (_LINES.search(text) and not prose):
+                raise PydanticCustomError("control_character", "holds a control character")
+        return value
+
     def changed(self) -> list[str]:
         """Keys whose value is not the default."""
         return [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value of a key."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 class Method(Section):
@@ -101,7 +142,7 @@ class Strategy(Section):
     offload_param: Literal["none", "cpu", "nvme"] = "none"
     """Where parameters wait while they are not computed with: on the device (`none`), in host memory (`cpu`: ZeRO-3,
     and FSDP, which keeps gradients and optimizer state there too), or on a drive (`nvme`: ZeRO-3)."""
-    nvme_path: str | None = None
+    nvme_path: Place | None = None
     """Folder on a local NVMe drive for what is offloaded to `nvme`; each process makes a folder of its own in it."""
     pin_memory: bool = True
     """Whether what is offloaded lies in page-locked host memory: copies are faster, and nothing else can use that
@@ -253,7 +294,7 @@ class Checkpoint(Section):
     """Save a checkpoint every so many epochs, instead of `save_steps`."""
     save_total_limit: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted."""
-    resume: str = "auto"
+    resume: Place = "auto"
     """`auto` continues this recipe's run where it stopped, `never` starts a new run folder, and the path of a
     checkpoint continues from that one."""
 
@@ -293,7 +334,7 @@ class Output(Section):
 
     main_key: ClassVar[str | None] = "dir"
 
-    dir: str = "runs"
+    dir: Place = "runs"
     """Folder in which run folders are made."""
     name: str | None = None
     """Name of the run folder; by default the recipe's name."""

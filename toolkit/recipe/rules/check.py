@@ -25,7 +25,7 @@ from toolkit.recipe.rules.training import (
     unknown_arguments,
 )
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import SCHEDULES, STRATEGIES, Section
 
 RULES: dict[str, Rule] = INPUT_RULES | TRAINING_RULES | STRATEGY_RULES | IGNORED_RULES | UNUSUAL_RULES
@@ -52,7 +52,7 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bo
         Problem(
             rule.path,
             rule.why.format(**figures),
-            origin_of(rule.path, origins or {}),
+            _place(rule, nearest, origins or {}),
             given=_value(recipe, rule.path),
             hint=rule.change.format(**figures),
         )
@@ -120,6 +120,13 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "likely_rate": f"{math.sqrt(low * high):.0e}".replace("e-0", "e-"),
         "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
     }
+
+
+def _place(rule: Rule, recipe: Recipe, origins: Mapping[str, str]) -> str:
+    """Where the key of a rule was written; nothing for a default, whatever line its section begins at."""
+    keys = [*(rule.keys(recipe) if rule.keys else ()), rule.path]
+    origins = {key: place for key, place in origins.items() if key not in sections() or key == rule.path}
+    return next((place for key in keys if (place := origin_of(key, origins))), "")
 
 
 def _value(recipe: Recipe, path: str) -> str:

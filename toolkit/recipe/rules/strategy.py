@@ -64,6 +64,7 @@ STRATEGY_RULES = {
         lambda r, _: foreign_keys(r),
         "strategy {r.strategy.name} would ignore {foreign_keys}",
         "remove what it ignores{owners}",
+        keys=lambda r: [f"strategy.{key}" for key in foreign_keys(r)],
     ),
     "fsdp-offload-optimizer": Rule(
         "strategy.offload_optimizer",

@@ -50,6 +50,7 @@ TRAINING_RULES = {
         lambda r, _: r.method.name == "full" and adapter_keys(r),
         "full fine-tuning would ignore what belongs to adapters: {adapter_keys}",
         "set method.name=lora, or remove them",
+        keys=lambda r: [f"method.{key}" for key in adapter_keys(r)],
     ),
     "lora-freeze": Rule(
         "method.freeze",
@@ -247,6 +248,7 @@ TRAINING_RULES = {
         lambda r, _: evaluation_keys(r) and r.data.eval_split is None and not r.data.eval_sources,
         "no rows are held out, so this has no effect: {evaluation_keys}",
         "set data.eval_split (0.05, or the name of a split) or data.eval_sources, or remove these keys",
+        keys=evaluation_keys,
     ),
     "metrics-need-seq2seq": Rule(
         "evaluation.generation_metrics",

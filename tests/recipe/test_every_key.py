@@ -1,0 +1,166 @@
+"""Every key of the schema with a wrong type, an empty value, a variable and a control character: one clear problem."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+
+from recipes import write
+from toolkit.recipe import Problem, Recipe, RecipeError, load
+from toolkit.recipe.other_tools import translated_keys, translation
+from toolkit.recipe.schema import Source, leaf_paths, sections
+
+SECRET = "hunter2hunter2"
+VARIABLE = "${oc.env:MY_VARIABLE}"
+
+
+def _keys() -> Iterator[tuple[str, Any]]:
+    for name, field in Recipe.model_fields.items():
+        inner = sections()[name].model_fields if name in sections() else {}
+        yield from ((f"{name}.{key}", each) for key, each in inner.items() if key != "sources")
+        if not inner:
+            yield name, field
+    yield from ((f"data.sources.0.{key}", field) for key, field in Source.model_fields.items())
+
+
+def _takes(annotation: Any) -> set[type | str]:
+    """What fits an annotation: types, and `choice` for one of several words."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _takes(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return set().union(*map(_takes, get_args(annotation)))
+    return {"choice"} if origin is Literal else {origin or annotation}
+
+
+KEYS = {key: _takes(field.annotation) for key, field in _keys()}
+"""Dotted key of every value to what it takes."""
+
+
+def problems(values: dict[str, Any], place: str = "") -> dict[str, Problem]:
+    """The problems of a recipe with these values at their keys, by key; one for each."""
+    content: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        if path.startswith("data.sources.0."):
+            source = content.setdefault("data", {}).setdefault("sources", [{"path": "rows.jsonl"}])[0]
+            source[path.rpartition(".")[2]] = value
+        elif key:
+            content.setdefault(section, {})[key] = value
+        else:
+            content[section] = value
+    content.setdefault("model", {}).setdefault("path", "a/b")
+    content.setdefault("data", {}).setdefault("sources", ["rows.jsonl"])
+    write("mine", "".join(f"{name}: {json.dumps(part)}\n" for name, part in content.items()))
+    with pytest.raises(RecipeError) as caught:
+        load("mine")
+    result: dict[str, Problem] = {}
+    for problem in caught.value.problems:
+        key = next(key for key in values if f"{problem.path}.".startswith(f"{key}."))
+        assert key not in result, f"two problems: {result.get(key)}\n{problem}"
+        assert problem.where.startswith("recipes/mine.yaml:") and problem.what and problem.hint, problem
+        assert SECRET not in str(problem) and "\x07" not in str(problem)
+        result[key] = problem
+    return result
+
+
+@pytest.mark.parametrize("value", [[[1]], {"a b": {"c": 1}}, VARIABLE], ids=["list", "mapping", "variable"])
+def test_a_wrong_type_is_one_problem(mine: Path, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_VARIABLE", SECRET)
+    keys = [key for key, takes in KEYS.items() if value != VARIABLE or str not in takes]
+    found = problems(dict.fromkeys(keys, value))
+    assert sorted(found) == sorted(keys)
+
+
+def test_an_empty_value_is_one_problem(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "")
+    keys = [key for key in KEYS if key != "description"]
+    for empty in ("", VARIABLE):
+        assert sorted(problems(dict.fromkeys(keys, empty))) == sorted(keys)
+    required = [key for key, takes in KEYS.items() if types.NoneType not in takes]
+    assert sorted(problems(dict.fromkeys(required, None))) == sorted(required)
+    inside: dict[type | str, Callable[[], Any]] = {list: lambda: [""], dict: lambda: {"a": ""}}
+    holders = {key: make() for kind, make in inside.items() for key, takes in KEYS.items() if kind in takes}
+    assert sorted(problems(holders)) == sorted(holders)
+
+
+def test_a_control_character_is_one_problem(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "a\x07b")
+    for value in ("a\x07b", VARIABLE):
+        assert sorted(problems(dict.fromkeys(KEYS, value))) == sorted(KEYS)
+    lines = [key for key, takes in KEYS.items() if str in takes and key != "description"]
+    assert sorted(problems(dict.fromkeys(lines, "two\nlines"))) == sorted(lines)
+    write("mine", "model: gpt2\ndata: alpaca\n'k\x07ey': 1\n")
+    with pytest.raises(RecipeError, match=r"mine.yaml:3") as caught:
+        load("mine")
+    assert "\x07" not in str(caught.value)
+
+
+PATHS = [
+    "output.dir",
+    "strategy.nvme_path",
+    "checkpoint.resume",
+    "model.tokenizer",
+    "model.path",
+    "data.sources.0.path",
+]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_variable_of_the_shell_in_a_path_is_refused_and_the_home_filled_in(mine: Path, key: str) -> None:
+    assert problems({key: "$HOME/x"})[key].hint == f"write {key}: ${{oc.env:HOME}}/x"
+    changes = {"data.sources.0.path": "data=~/x"}
+    recipe = load("smollm2_135m_lora_demo", [changes.get(key, f"{key}=~/x")]).recipe
+    value = recipe.data.sources[0].path if key.startswith("data") else attrgetter(key)(recipe)
+    assert value == str(Path.home() / "x")
+
+
+def test_a_number_is_shown_as_it_was_written(mine: Path) -> None:
+    for text in ("83e4012", "0x1f", "1_000", "off"):
+        write("mine", f"model:\n  path: a/b\n  revision: {text}\ndata: [rows.jsonl]\n")
+        with pytest.raises(RecipeError) as caught:
+            load("mine")
+        (problem,) = caught.value.problems
+        assert problem.given.startswith(text) and problem.hint == f"quote it: model.revision: '{text}'"
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", ["model.revision=83e4012"])
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.hint) == ("command line", """quote it: model.revision='"83e4012"'""")
+
+
+def test_every_key_of_another_tool_leads_to_one_of_ours() -> None:
+    names = {key for paths in leaf_paths().values() for key in paths} | set(Recipe.model_fields)
+    assert len(translated_keys()) > 100
+    for key, ours in translated_keys().items():
+        assert set(ours) <= names, key
+        assert key not in Recipe.model_fields and key not in leaf_paths()
+        assert translation(key, 4, "4")
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("load_in_4bit: true", "write method: {name: lora, quantization: nf4}"),
+        ("per_device_train_batch_size: 4", "write batch.micro_batch_size: 4"),
+        ("gradient_accumulation_steps: 8", "batch.global_batch_size = micro-batch x 8"),
+        ("sequence_len: 4096", "write batch.seq_len: 4096"),
+        ("num_train_epochs: 3", "write schedule.num_epochs: 3"),
+        ("lora_r: 8", "write method.r: 8"),
+        ("report_to: wandb", "write logging.trackers: [wandb]"),
+        ("torch_dtype: bfloat16", "write model.dtype: bf16"),
+        ("adapter: qlora", "write method: {name: lora, quantization: nf4}"),
+        ("optimizer: {adam_beta2: 0.95}", "write optimizer.beta2: 0.95"),
+    ],
+)
+def test_a_key_of_another_tool(mine: Path, line: str, change: str) -> None:
+    write("mine", f"model: a/b\ndata: [rows.jsonl]\n{line}\n")
+    with pytest.raises(RecipeError) as caught:
+        load("mine")
+    (problem,) = caught.value.problems
+    assert problem.what == "unknown key" and change in problem.hint
