@@ -81,6 +81,8 @@ CASES = [
     ("quantized-dtype", ["method=qlora", "model.dtype=bf16"], ["~model.dtype"]),
     ("quantized-gguf", ["method=qlora", "model=m.gguf"], ["method.quantization=none"]),
     ("quantized-gguf", ["method=lora_int8", "model=a/b", "model.gguf_file=m.gguf"], ["method.quantization=none"]),
+    ("quantized-experts", ["method=qlora", "model=qwen3_30b_a3b"], ["method.quantization=none"]),
+    ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=none"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["~method.double_quantization"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["method.quantization=nf4"]),
     ("int8-dora", ["method=lora_int8", "method.use_dora=true"], ["method.quantization=nf4"]),

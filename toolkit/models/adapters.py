@@ -67,27 +67,6 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> Non
         parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
-def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
-    """Number of parameters in `total`, `trainable`, and `tied`: those that a second name stands for.
-
-    4-bit weights count as the parameters they stand for.
-    """
-    total = trainable = tied = 0
-    seen = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves empty tensors behind
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            count = state.shape.numel()
-        if parameter in seen:
-            tied += count
-            continue
-        seen.add(parameter)
-        total += count
-        trainable += count if parameter.requires_grad else 0
-    return {"total": total, "trainable": trainable, "tied": tied}
-
-
 def quantization_config(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
     if recipe.method.quantization == "nf4":
         return BitsAndBytesConfig(

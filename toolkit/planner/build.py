@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.environment import segments_grow
@@ -65,6 +66,7 @@ class _Question:
         trace = trace or store.find(setting.in_bf16())
         if trace is None:
             return None
+        _require_quantized(recipe, trace)
         workload = Workload(recipe, layout, hardware, trace)
         fullest = dataclasses.replace(workload, layout=longest)
         ranks, ram, drives = memory(fullest), host(fullest), disk(workload)
@@ -207,6 +209,36 @@ def launched_on(
     return dataclasses.replace(machine, name=f"{machine.device.name}{sizes}", devices_per_node=count, nodes=nodes)
 
 
+def _require_quantized(recipe: Recipe, trace: Trace) -> None:
+    """Refuses what `coverage.require_quantized` would once the model is loaded."""
+    stored = recipe.method.quantization
+    if stored == "none" or trace.origin == "formulas":
+        return
+    share = _quantized(trace, stored, "layer")
+    if share < model_configs.QUANTIZED_SHARE:
+        raise UserError(
+            f"method.quantization={stored} reaches {share:.0%} of the parameters in the layers of this model; the "
+            "others are no linear layers and stay in 16 bits",
+            "set method.quantization=none, and strategy.name=zero3 or fsdp where one device is too small",
+        )
+
+
+def _quantized(trace: Trace, stored: str, place: str | None = None) -> float:
+    """The share of the base, or of one place of it, that is quantized."""
+    base = trace.elements(place=place) - trace.elements(place=place, kind="adapter")
+    return trace.elements(place=place, kind=stored) / base
+
+
+def _reached(experts: tuple[int, ...], adapters: set[tuple[int, ...]]) -> bool:
+    """Whether there are adapters for (experts, rows, columns): those of all experts lie side by side."""
+    _, rows, columns = experts
+    return any(
+        {(rank, columns), (rows, rank)} <= adapters or {(rank, rows), (columns, rank)} <= adapters
+        for rank, _ in adapters
+        if rank % experts[0] == 0
+    )
+
+
 def _config_of(recipe: Recipe) -> Mapping[str, Any]:
     return model_configs.config_of(recipe.model) or store.config_of(recipe)
 
@@ -286,6 +318,15 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:
         notes.append(
             "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"
         )
+    if (stored := recipe.method.quantization) != "none":
+        notes.append(
+            f"{stored}: {_quantized(trace, stored):.1%} of the base is quantized; embeddings and output head are not"
+        )
+    experts = [each for each in trace.tensors if len(each.shape) == 3 and each.place == "layer" and not each.trained]
+    adapters = {each.shape for each in trace.tensors if each.kind == "adapter"}
+    if adapters and experts and not any(_reached(each.shape, adapters) for each in experts):
+        share = sum(each.numel * each.count for each in experts) / trace.elements()
+        notes.append(f"adapters do not reach the experts, which are {share:.0%} of the parameters")
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
     return notes

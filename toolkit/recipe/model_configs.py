@@ -19,6 +19,9 @@ from typing import Any
 from toolkit.common import UserError
 from toolkit.recipe.schema import Model
 
+QUANTIZED_SHARE = 0.9
+"""Least share of the parameters in a model's layers that a quantized base must have quantized: of decoders without
+experts bitsandbytes reaches more than 99%, of mixtures with fused ones 1 to 10%."""
 BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Names of built-in weights to the hub id they come from."""
 
@@ -35,6 +38,8 @@ _ENCODERS = {
     "xlnet": "",
 }
 """Architectures whose tokens see those after them, and the key of their config that makes them causal."""
+_SEPARATE_EXPERTS = ("doge", "nllb-moe", "switch_transformers")
+"""Architectures of Transformers 5.23 whose experts are modules of their own."""
 _SIZE_KEYS = (
     *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
     *("decoder_layers", "encoder_layers", "num_decoder_layers"),
@@ -148,6 +153,18 @@ def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     text = text_config(config)
     count = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 1)
     return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
+
+
+def fused_experts(config: Mapping[str, Any]) -> int:
+    """Experts that Transformers keeps in one tensor for a layer, which is no linear layer; 0 without any."""
+    text = text_config(config)
+    if text.get("model_type") in _SEPARATE_EXPERTS:
+        return 0
+    inside = text.get("ffn_config")
+    places = (text, inside) if isinstance(inside, Mapping) else (text,)
+    numbers = [place[key] for place in places for key in (*_EXPERT_KEYS, "moe_num_experts") if place.get(key)]
+    # Of models with several kinds of layers some state a number for each.
+    return max((number for number in numbers if type(number) is int and number > 1), default=0)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -145,6 +145,7 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         rows += [("target modules", modules)]
     if counts := record.manifest.parameters:
         rows.append(("trained parameters", f"{compact(counts.trainable)} of {compact(counts.total)}"))
+        rows += [("shares", counts.shares)] if counts.shares else []
     rows += [
         ("precision", recipe.precision),
         ("optimizer", f"{optimizer.name}, weight decay {optimizer.weight_decay:g}"),

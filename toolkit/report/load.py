@@ -50,11 +50,25 @@ class Git(BaseModel):
 
 
 class Parameters(BaseModel):
-    """Numbers of parameters; `tied` ones are stored once and have two names."""
+    """Numbers of parameters."""
 
     total: int
     trainable: int
     tied: int = 0
+    """Stored once under two names."""
+    base: int = 0
+    """Without adapters and trained copies."""
+    quantized: int = 0
+    reached: int = 0
+    """Parameters of the base that are trained or have an adapter."""
+
+    @property
+    def shares(self) -> str:
+        """What share of the base is quantized, and what share can change; empty for runs that did not count it."""
+        if not self.base:
+            return ""
+        quantized = f"{self.quantized / self.base:.1%} of the base is quantized, " if self.quantized else ""
+        return f"{quantized}training reaches {self.reached / self.base:.1%} of it"
 
 
 class Measured(Partial):

@@ -131,7 +131,8 @@ def _tiles(record: Record) -> list[Tile]:
     counts = record.manifest.parameters
     if counts and counts.total:
         note = f"{compact(counts.trainable)} of {compact(counts.total)} parameters"
-        tiles.append(Tile("Trained", f"{counts.trainable / counts.total * 100:.3g}%", (note,)))
+        shown = tuple(filter(None, (note, counts.shares)))
+        tiles.append(Tile("Trained", f"{counts.trainable / counts.total * 100:.3g}%", shown))
     return tiles
 
 

@@ -23,12 +23,14 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
-from toolkit.models.adapters import add_method, cast_parameters, parameter_counts
+from toolkit.models.adapters import add_method, cast_parameters
+from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
+from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
 from toolkit.train import optimizer, preflight
@@ -99,7 +101,9 @@ def set_up(
 
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
-    model = add_method(source.load(types, backend), recipe, types)
+    base = source.load(types, backend)
+    require_quantized(base, recipe)
+    model = add_method(base, recipe, types)
 
     # Trainer
     trainer: Any = kind(
@@ -119,12 +123,15 @@ def set_up(
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
 
+    counts = Parameters(**parameter_counts(trainer.model))
     if first:
+        if recipe.method.name == "lora":
+            progress.message(f"{counts.base:,} parameters: {counts.shares}")
         folder.describe(
             loaded,
             layout,
             {"data": prepared.fingerprint, "model": hash_files(source.weight_files())},
-            parameters=parameter_counts(trainer.model),
+            parameters=counts,
             total_steps=length.total_steps,
         )
     return Session(

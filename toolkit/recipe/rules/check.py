@@ -104,6 +104,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "causal_change": f", or set {key}: true in its config.json"
         if (key := model_configs.causal_key(config))
         else "",
+        "fused_experts": model_configs.fused_experts(config),
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
         "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),
         "schedule_args": ", ".join(sorted(SCHEDULES[recipe.schedule.name])) or "none",

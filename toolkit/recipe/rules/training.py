@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
+from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import SCHEDULES
@@ -89,6 +90,13 @@ TRAINING_RULES = {
         ),
         "weights in a GGUF file are quantized already and cannot be quantized again",
         "set method.quantization=none, or name the model's safetensors",
+    ),
+    "quantized-experts": Rule(
+        "method.quantization",
+        lambda r, c: r.method.quantization != "none" and c and model_configs.fused_experts(c),
+        "the {fused_experts} experts of a layer, most of this model, are one tensor and no linear layers: bitsandbytes "
+        "would leave them in 16 bits",
+        "set method.quantization=none, and strategy.name=zero3 or fsdp where one device is too small",
     ),
     "double-quantization": Rule(
         "method.double_quantization",

@@ -1,0 +1,93 @@
+"""What share of a model is really quantized, and what share its adapters reach: counted on the loaded parameters.
+
+Libraries quantize and adapt the kinds of modules they know and leave the others as they are, without a word: the fused
+experts of a mixture are 97% of Qwen3-30B-A3B, and no linear layers. Counting takes milliseconds; the alternative, the
+libraries' own lists of modules, says what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from toolkit.common import UserError
+from toolkit.recipe import Recipe, model_configs
+
+
+def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
+    """Number of parameters in `total`, `base`, `trainable`, `tied`, `quantized` and `reached`.
+
+    The base is what there is beside adapters and trained copies; tied parameters are those that a second name stands
+    for; reached ones are those of the base that are trained or have an adapter. 4-bit weights count as the parameters
+    they stand for.
+    """
+    counts = dict.fromkeys(("total", "base", "trainable", "tied", "quantized", "reached"), 0)
+    seen = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        count = _numel(parameter)
+        if parameter in seen:
+            counts["tied"] += count
+            continue
+        seen.add(parameter)
+        counts["total"] += count
+        counts["trainable"] += count if parameter.requires_grad else 0
+        counts["quantized"] += count if _is_quantized(parameter) else 0
+    if hasattr(model, "peft_config"):
+        adapted = {id(each): _numel(each) for each in _adapted(model)}
+        return counts | {"base": counts["total"] - counts["trainable"], "reached": sum(adapted.values())}
+    return counts | {"base": counts["total"], "reached": counts["trainable"]}
+
+
+def require_quantized(model: Any, recipe: Recipe) -> None:
+    """Stops a run most of whose layers are still as they were, although the recipe asks for quantization.
+
+    Raises:
+        UserError: With the share that is quantized.
+    """
+    method = recipe.method
+    if method.quantization == "none":
+        return
+    outside = {id(each) for module in _outside(model) for each in module.parameters(recurse=False)}
+    inside = [each for each in model.parameters() if id(each) not in outside]
+    total = sum(map(_numel, inside))
+    quantized = sum(_numel(each) for each in inside if _is_quantized(each))
+    if quantized < model_configs.QUANTIZED_SHARE * total:
+        raise UserError(
+            f"method.quantization={method.quantization} reaches {quantized / total:.0%} of the parameters in the "
+            f"layers of this {model.config.model_type}; the others are no linear layers and stay in 16 bits",
+            "set method.quantization=none, and strategy.name=zero3 or fsdp where one device is too small",
+        )
+
+
+def _outside(model: Any) -> Iterator[torch.nn.Module]:
+    """Embeddings of tokens and positions, and the output head, which bitsandbytes leaves as they are."""
+    yield from (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    if (head := model.get_output_embeddings()) is not None:
+        yield head
+
+
+def _adapted(model: torch.nn.Module) -> Iterable[Any]:
+    """Parameters of the base that have an adapter, or a trained copy."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            yield module.get_param()
+        elif isinstance(module, BaseTunerLayer):
+            yield module.get_base_layer().weight
+        elif isinstance(module, ModulesToSaveWrapper):
+            yield from module.original_module.parameters()
+
+
+def _is_quantized(parameter: Any) -> bool:
+    return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, "SCB")
+
+
+def _numel(parameter: Any) -> int:
+    state = getattr(parameter, "quant_state", None)
+    # ZeRO-3 leaves empty tensors behind.
+    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
