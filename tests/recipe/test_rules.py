@@ -73,6 +73,9 @@ CASES = [
     ("target-modules", [LORA, "method.target_modules=q_proj"], ["method.target_modules=all-linear"]),
     ("target-modules", [LORA, "method.target_modules=all_linear"], ["method.target_modules=[q_proj,v_proj]"]),
     ("target-modules-empty", [LORA, "method.target_modules=[]"], ["method.target_modules=[q_proj,v_proj]"]),
+    ("target-parameters", [LORA, "method.target_parameters=[w]", "lora_dropout=0.1"], ["~method.lora_dropout"]),
+    ("target-parameters", [LORA, "method.target_parameters=[w]", "method.use_dora=true"], ["method.use_dora=false"]),
+    ("layers-to-transform", [LORA, "method.layers_to_transform=[29, 30]"], ["method.layers_to_transform=[29]"]),
     (
         "module-both-ways",
         [LORA, "method.target_modules=[q_proj,o_proj]", "method.modules_to_save=[q_proj]"],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+import re
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.recipe import Recipe, did_you_mean
+from toolkit.recipe.sections import Method
 
 
 def keep_unpacked(model: torch.nn.Module) -> None:
@@ -25,8 +28,11 @@ def keep_unpacked(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
+def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bool = True) -> Any:
     """Freezes, or adds adapters. Returns the model to train.
+
+    Args:
+        whole: Whether the model has all its layers, so that each pattern must match.
 
     Raises:
         UserError: If a pattern or module name matches nothing in this model, or cannot be trained.
@@ -45,13 +51,28 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes) -> Any:
         lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=method.lora_dropout,
         target_modules=method.target_modules,
+        target_parameters=method.target_parameters or None,
+        layers_to_transform=list(method.layers_to_transform) or None,
+        rank_pattern=dict(method.rank_pattern),
+        alpha_pattern=dict(method.alpha_pattern),
         modules_to_save=saved or None,
         ensure_weight_tying=tied,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
     )
-    adapted = get_peft_model(model, adapter)
+    try:
+        with warnings.catch_warnings():
+            # Patterns that match nothing are refused below, in words of the recipe.
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+            adapted = get_peft_model(model, adapter)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
+            "change method.target_modules, or the key that it names",
+        ) from error
+    if whole:
+        _check_adapted(adapted, method)
     cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.local)
     if dtypes.autocast:
         # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
@@ -113,6 +134,39 @@ def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list
                 f"{key}: this model has no module {module!r}",
                 (f"did you mean {close!r}? " if close else "") + f"modules with weights: {', '.join(sorted(names))}",
             )
+
+
+def _check_adapted(adapted: Any, method: Method) -> None:
+    """Refuses what PEFT passed over: patterns, parameters and layers that have no adapter."""
+    names = sorted(_adapted_names(adapted))
+    asked = [("target_parameters", name, rf"(.*\.)?{re.escape(name)}") for name in method.target_parameters]
+    asked += [("layers_to_transform", str(index), rf"\D*\.{index}\..*") for index in method.layers_to_transform]
+    for key in ("rank_pattern", "alpha_pattern"):
+        # As PEFT matches them.
+        asked += [(key, pattern, rf"(.*\.)?({pattern})") for pattern in getattr(method, key)]
+    for key, given, pattern in asked:
+        try:
+            matched = any(re.fullmatch(pattern, name) for name in names)
+        except re.error as error:
+            raise UserError(f"method.{key}: {given!r} is no regular expression: {error}", "correct it") from error
+        if not matched:
+            raise UserError(
+                f"method.{key}: {given!r} matches nothing that has an adapter",
+                f"adapters are on parameters and modules named like {names[0]}, {names[-1]}",
+            )
+
+
+def _adapted_names(adapted: Any) -> Iterator[str]:
+    """Names, in the base, of the modules and parameters that have adapters."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, ParamWrapper):
+            # The wrappers of several parameters of a module lie in each other.
+            yield f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        elif isinstance(module, BaseTunerLayer):
+            yield name
 
 
 def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: list[str]) -> tuple[list[str], bool]:

@@ -110,6 +110,16 @@ class Method(Section):
     target_modules: str | list[str] = "all-linear"
     """Modules that get LoRA adapters: `all-linear` (all linear layers but the output head), or a list of module names,
     e.g. `[q_proj, v_proj]`."""
+    target_parameters: list[str] = []
+    """Parameters outside linear layers that get LoRA adapters too, such as the fused experts of a mixture, e.g.
+    `[experts.gate_up_proj, experts.down_proj]`."""
+    layers_to_transform: list[Annotated[int, Field(ge=0)]] = []
+    """Numbers of the layers that get LoRA adapters, from 0; by default all of them."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Ranks of modules that differ from `r`, by the end of their name or a regular expression for it, e.g.
+    `{down_proj: 32}`."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Values of modules that differ from `lora_alpha`, written like `rank_pattern`."""
     modules_to_save: list[str] = []
     """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`."""
     use_rslora: bool = False

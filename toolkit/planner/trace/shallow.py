@@ -129,7 +129,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
             trust_remote_code=setting.trust_remote_code,
         )
         _quantize(model, recipe, types)
-        trained = add_method(model, recipe, types)
+        trained = add_method(model, recipe, types, whole=depth is None)
     trained.train()
     if depth is not None:
         _materialize(trained, fake, types)

@@ -221,6 +221,8 @@ _ADAPTER_KEYS = (
     *("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "quantization"),
     "double_quantization",
 )
+_RARE_ADAPTER_KEYS = ("target_parameters", "layers_to_transform", "rank_pattern")
+"""Part of a setting only where they are used."""
 _FULL_KEYS = ("name", "freeze")
 
 
@@ -290,7 +292,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     types, method = dtypes(recipe), recipe.method
     # FSDP gathers parameters in the compute dtype, whatever their masters are.
     seen = types.compute if recipe.strategy.name == "fsdp" else types.local
-    adapters = method.name == "lora"
+    adapters, rare = method.name == "lora", set(_RARE_ADAPTER_KEYS) & set(method.changed())
     checkpointing = recipe.activation_checkpointing
     on_cpu = device == "cpu"
     rows = _layout(recipe, backend)
@@ -298,7 +300,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
         device="cpu" if on_cpu else "cuda",
         objective=recipe.objective,
-        method=method.model_dump(include=set(_ADAPTER_KEYS if adapters else _FULL_KEYS)),
+        method=method.model_dump(include={*_ADAPTER_KEYS, *rare} if adapters else set(_FULL_KEYS)),
         load=types.load if adapters else seen,
         local=seen,
         autocast=types.autocast,

@@ -21,6 +21,7 @@ from toolkit.recipe.rules.training import (
     adapter_keys,
     evaluation_keys,
     micro_batch,
+    not_for_parameters,
     own_keys,
     unknown_arguments,
 )
@@ -111,6 +112,8 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_prompts": len(recipe.evaluation.prompts),
         "adapter_keys": ", ".join(adapter_keys(recipe)),
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
+        "not_for_parameters": " and ".join(not_for_parameters(recipe)),
+        "num_layers": model_configs.num_layers(config) if config else None,
         "foreign_keys": ", ".join(f"strategy.{key}" for key in foreign),
         "owners": f", or set strategy.name={' or '.join(owners)}" if owners else "",
         "own_arguments": ", ".join(f"optimizer.args.{argument}" for argument in own_keys(recipe)),

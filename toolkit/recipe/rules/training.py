@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path, PurePath
 
 from toolkit.recipe import model_configs
@@ -45,6 +46,13 @@ def _both_ways(recipe: Recipe) -> bool:
     return isinstance(targets, list) and bool(set(targets) & set(recipe.method.modules_to_save))
 
 
+def not_for_parameters(recipe: Recipe) -> list[str]:
+    """Keys of adapters that PEFT refuses or ignores where it adapts single parameters."""
+    method = recipe.method
+    keys = ("lora_dropout", "use_dora", "layers_to_transform")
+    return [f"method.{key}" for key in keys if key in method.changed()]
+
+
 TRAINING_RULES = {
     "full-adapter-keys": Rule(
         "method",
@@ -67,9 +75,21 @@ TRAINING_RULES = {
     ),
     "target-modules-empty": Rule(
         "method.target_modules",
-        lambda r, _: r.method.target_modules == [],
+        lambda r, _: r.method.target_modules == [] and not r.method.target_parameters,
         "adapters must be added to some modules",
         "write all-linear, or a list: method.target_modules=[q_proj,v_proj]",
+    ),
+    "target-parameters": Rule(
+        "method.target_parameters",
+        lambda r, _: r.method.target_parameters and not_for_parameters(r),
+        "PEFT's adapters for parameters outside linear layers do not know {not_for_parameters}",
+        "remove {not_for_parameters}, or method.target_parameters",
+    ),
+    "layers-to-transform": Rule(
+        "method.layers_to_transform",
+        lambda r, c: (model_configs.num_layers(c) or math.inf) <= max(r.method.layers_to_transform, default=-1),
+        "the model has {num_layers} layers, numbered from 0",
+        "name layers below {num_layers}",
     ),
     "module-both-ways": Rule(
         "method.modules_to_save",

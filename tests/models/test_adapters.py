@@ -1,0 +1,95 @@
+"""Adapters: which parameters get them, with what rank, and that a plan counts the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import LORA, populate
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from toolkit.common import UserError
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import batch_layout
+from toolkit.models.adapters import add_method
+from toolkit.models.coverage import parameter_counts
+from toolkit.models.load import ModelSource
+from toolkit.planner.trace.fit import _inventory
+from toolkit.planner.trace.shallow import build
+from toolkit.planner.trace.types import setting_of
+from toolkit.recipe.rules import load_checked
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    populate(folder, "llama", "moe", "gpt2", "blenderbot")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models)
+
+
+def recipe(*overrides: str) -> Any:
+    return load_checked("small", [*LORA, *overrides]).recipe
+
+
+def adapted(*overrides: str) -> Any:
+    asked = recipe(*overrides)
+    return add_method(ModelSource.open(asked).load(dtypes(asked), "sdpa"), asked, dtypes(asked))
+
+
+def ranks(model: Any) -> dict[str, int]:
+    names = {name: p for name, p in model.named_parameters() if "lora_A" in name}
+    return {name.split(".lora_A")[0].removeprefix("base_model.model."): p.shape[0] for name, p in names.items()}
+
+
+EXPERTS = "method.target_parameters=[experts.gate_up_proj, experts.down_proj]"
+SELECTED = {
+    "layers": ["method.layers_to_transform=[1]"],
+    "layers-of-some": ["method.layers_to_transform=[0]", "method.target_modules=[q_proj, down_proj]"],
+    "ranks": ["method.rank_pattern={q_proj: 4, 'layers.0.mlp.down_proj': 8}", "method.alpha_pattern={q_proj: 1}"],
+    "experts": ["model.path=moe", "method.target_modules=[q_proj]", EXPERTS],
+    "only-experts": ["model.path=moe", "method.target_modules=[]", EXPERTS, "method.rank_pattern={down_proj: 2}"],
+    "gpt2": ["model.path=gpt2", "method.layers_to_transform=[1]"],
+    "seq2seq": ["model.path=blenderbot", "objective=seq2seq", "method.layers_to_transform=[0]"],
+}
+
+
+@pytest.mark.parametrize("kind", SELECTED)
+def test_plan_counts_what_the_run_trains(kind: str) -> None:
+    asked = recipe(*SELECTED[kind])
+    setting = setting_of(asked, ModelSource.open(asked).config.to_dict(), "cuda", "sdpa", batch_layout(asked, 1))
+    planned, _, _ = _inventory(build(setting, None, FakeTensorMode()), setting)
+    trained = sum(each.numel * each.count for each in planned if each.trained)
+    assert trained == parameter_counts(adapted(*SELECTED[kind]))["trainable"]
+
+
+def test_adapters_are_where_the_recipe_wants_them() -> None:
+    layers = ranks(adapted("method.layers_to_transform=[1]"))
+    assert len(layers) == 7 and all(".layers.1." in name for name in layers)
+    some = ranks(adapted(*SELECTED["ranks"]))
+    assert {rank for name, rank in some.items() if name.endswith("q_proj")} == {4}
+    assert some["model.layers.0.mlp.down_proj"] == 8 != some["model.layers.1.mlp.down_proj"] == 16
+    model = adapted(*SELECTED["ranks"])
+    assert model.base_model.model.model.layers[0].self_attn.q_proj.scaling == {"default": 1 / 4}
+    experts = ranks(adapted(*SELECTED["experts"]))
+    assert {rank for name, rank in experts.items() if "experts" in name} == {4 * 16}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method.rank_pattern={qproj: 4}"], ["rank_pattern", "'qproj' matches nothing"]),
+        (["method.alpha_pattern={'(': 4}"], ["alpha_pattern", "regular expression"]),
+        (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),
+        (["model.path=moe", "lora_dropout=0.1"], ["lora_dropout", "PEFT cannot add"]),
+    ],
+)
+def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        adapted(*overrides)
+    assert all(word in str(caught.value) for word in words), caught.value
