@@ -33,11 +33,14 @@ def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models)
 
 
-def recipe(*overrides: str) -> Any:
-    return load_checked("small", [*LORA, *overrides]).recipe
+def recipe(*overrides: Any) -> Any:
+    """Overrides of the command line, and values of keys that it has no words for."""
+    written = [each for each in overrides if isinstance(each, str)]
+    values = {key: value for each in overrides if isinstance(each, dict) for key, value in each.items()}
+    return load_checked("small", [*LORA, *written]).recipe.with_values(values)
 
 
-def adapted(*overrides: str) -> Any:
+def adapted(*overrides: Any) -> Any:
     asked = recipe(*overrides)
     return add_method(ModelSource.open(asked).load(dtypes(asked), "sdpa"), asked, dtypes(asked))
 
@@ -51,7 +54,7 @@ EXPERTS = "method.target_parameters=[experts.gate_up_proj, experts.down_proj]"
 SELECTED = {
     "layers": ["method.layers_to_transform=[1]"],
     "layers-of-some": ["method.layers_to_transform=[0]", "method.target_modules=[q_proj, down_proj]"],
-    "ranks": ["method.rank_pattern={q_proj: 4, 'layers.0.mlp.down_proj': 8}", "method.alpha_pattern={q_proj: 1}"],
+    "ranks": [{"method.rank_pattern": {"q_proj": 4, r"layers\.0\.mlp\.down_proj": 8}}, "method.alpha_pattern.q_proj=1"],
     "experts": ["model.path=moe", "method.target_modules=[q_proj]", EXPERTS],
     "only-experts": ["model.path=moe", "method.target_modules=[]", EXPERTS, "method.rank_pattern={down_proj: 2}"],
     "gpt2": ["model.path=gpt2", "method.layers_to_transform=[1]"],
@@ -84,12 +87,12 @@ def test_adapters_are_where_the_recipe_wants_them() -> None:
     ("overrides", "words"),
     [
         (["method.rank_pattern={qproj: 4}"], ["rank_pattern", "'qproj' matches nothing"]),
-        (["method.alpha_pattern={'(': 4}"], ["alpha_pattern", "regular expression"]),
+        ([{"method.alpha_pattern": {"(": 4}}], ["PEFT cannot add", "missing )"]),
         (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),
         (["model.path=moe", "lora_dropout=0.1"], ["lora_dropout", "PEFT cannot add"]),
     ],
 )
-def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[str], words: list[str]) -> None:
+def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[Any], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         adapted(*overrides)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
@@ -46,11 +47,12 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
 
     _check_modules(model, method.target_modules, method.modules_to_save)
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
+    by_layer = method.layers_to_transform and method.target_modules == "all-linear"
     adapter = LoraConfig(
         r=method.r,
         lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=method.lora_dropout,
-        target_modules=method.target_modules,
+        target_modules=_linear_modules(model) if by_layer else method.target_modules,
         target_parameters=method.target_parameters or None,
         layers_to_transform=list(method.layers_to_transform) or None,
         rank_pattern=dict(method.rank_pattern),
@@ -66,7 +68,7 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
             # Patterns that match nothing are refused below, in words of the recipe.
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
             adapted = get_peft_model(model, adapter)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, re.error) as error:
         raise UserError(
             f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
             "change method.target_modules, or the key that it names",
@@ -136,6 +138,13 @@ def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list
             )
 
 
+def _linear_modules(model: PreTrainedModel) -> list[str]:
+    """Last names of the linear layers but the output head: PEFT picks layers among named modules only."""
+    head = model.get_output_embeddings()
+    linear = (name for name, each in model.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D)))
+    return sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not head})
+
+
 def _check_adapted(adapted: Any, method: Method) -> None:
     """Refuses what PEFT passed over: patterns, parameters and layers that have no adapter."""
     names = sorted(_adapted_names(adapted))
@@ -145,11 +154,7 @@ def _check_adapted(adapted: Any, method: Method) -> None:
         # As PEFT matches them.
         asked += [(key, pattern, rf"(.*\.)?({pattern})") for pattern in getattr(method, key)]
     for key, given, pattern in asked:
-        try:
-            matched = any(re.fullmatch(pattern, name) for name in names)
-        except re.error as error:
-            raise UserError(f"method.{key}: {given!r} is no regular expression: {error}", "correct it") from error
-        if not matched:
+        if not any(re.fullmatch(pattern, name) for name in names):
             raise UserError(
                 f"method.{key}: {given!r} matches nothing that has an adapter",
                 f"adapters are on parameters and modules named like {names[0]}, {names[-1]}",
