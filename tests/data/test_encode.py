@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
 from toolkit.data.encode import Encoded, Encoder, load_chat_template
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Text
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
 CHATML = load_chat_template("chatml")
 LLAMA_3 = """\
@@ -235,7 +235,7 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def encoder_for(template: str, train_on: str = "auto") -> Encoder:
+def encoder_for(template: str, train_on: str | list[str] = "auto") -> Encoder:
     tokenizer = tokenizer_with(template)
     return Encoder(tokenizer, train_on, frozenset(tokenizer.convert_tokens_to_ids(list(STOPS))))
 
@@ -246,7 +246,7 @@ def trained(encoder: Encoder, row: Row) -> list[str]:
     assert encoded.labels[0] == IGNORE
     assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
     if isinstance(row, Chat):
-        messages = [{k: v for k, v in m.items() if k != "train"} for m in row.messages]
+        messages = [{k: v for k, v in m.items() if k not in ("train", "untrained")} for m in row.messages]
         assert encoded.input_ids == ids_of(encoder.tokenizer, messages, row.tools)
     return runs(encoder.tokenizer, encoded)
 
@@ -459,3 +459,47 @@ def test_chat_templates_come_by_name_or_file(tmp_path: Path) -> None:
         load_chat_template(str(path))
     with pytest.raises(UserError, match="chatml"):
         load_chat_template("chatlm")
+
+
+def test_prompts_of_tool_calls_for_templates_that_want_their_arguments_as_text() -> None:
+    encoder = encoder_for(DEEPSEEK)
+    prompt, answer = encoder.prompt_text(Chat([MORE, CALL, RESULT, HELLO], TOOLS))
+    assert '<|call|>add\n{"a": 2, "b": 2}<|/call|>' in prompt and answer == "Hello!"
+
+
+def test_settings_reach_the_template_in_training_and_in_prompts() -> None:
+    encoder = encoder_for("{% if loud %}LOUD {% endif %}" + CHATML)
+    loud = Encoder(encoder.tokenizer, "auto", encoder.stop_token_ids, {"loud": True})
+    row = Chat([USER, HELLO])
+    assert encoder.tokenizer.decode(loud(row).input_ids).startswith("LOUD ")
+    assert runs(encoder.tokenizer, loud(row)) == ["Hello!<|im_end|>"]
+    assert loud.prompt_text(row)[0] == "LOUD " + encoder.prompt_text(row)[0]
+    quiet = Chat([USER, HELLO], template_kwargs={"loud": False})
+    assert loud(quiet) == encoder(row) and loud.prompt_ids(quiet) == encoder.prompt_ids(row)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_3, ZEPHYR, PHI_3, GENERATION], ids=lambda text: text[:12])
+def test_turns_of_other_roles_are_trained_with_their_stop_tokens(template: str) -> None:
+    asked, answered = trained(encoder_for(template, ["user", "assistant"]), Chat([USER, HELLO]))
+    assert asked.startswith("Hi there") and answered.startswith("Hello!")
+    assert any(asked.rstrip().endswith(stop) for stop in STOPS)
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.stem)
+def test_a_part_of_an_answer_is_left_out_under_templates_of_released_models(path: Path) -> None:
+    encoder = encoder_for(path.read_text(encoding="utf-8"))
+    partly = {"role": "assistant", "content": "Skip this. Learn that.", "untrained": {"content": [[0, 11]]}}
+    text = "".join(trained(encoder, Chat([USER, partly])))
+    assert "Skip" not in text and "Learn that." in text
+
+
+def test_segments_and_tokens_are_trained_as_they_are() -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    row = Segments([("The quick", False), (" brown fox", True), (" jumps", False), ("!<|endoftext|>", True)])
+    assert trained(encoder, row) == [" brown fox", "!<|endoftext|>"]
+    assert encoder.prompt_text(row) == ("The quick brown fox jumps", "!<|endoftext|>")
+    assert encoder.prompt_ids(row) == encoder(row).input_ids[: -len(encoder.tokenizer("!<|endoftext|>")["input_ids"])]
+    tokens = Tokens([5, 6, 7, 0], [IGNORE, IGNORE, 7, 0])
+    assert encoder(tokens) == Encoded([5, 6, 7, 0], [IGNORE, IGNORE, 7, 0]) and encoder.prompt_ids(tokens) == [5, 6]
+    with pytest.raises(UserError, match="has the token 9999"):
+        encoder(Tokens([9999], [IGNORE]))

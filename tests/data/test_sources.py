@@ -38,6 +38,11 @@ ROWS = [{"prompt": "naïve 😀", "completion": "日本"}, {"prompt": "b", "comp
     ("name", "data"),
     [
         ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS).encode()),
+        ("spread.jsonl", "\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
+        ("bom-array.jsonl", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("bom.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("bom.csv", "\ufeffprompt,completion\nnaïve 😀,日本\nb,c\n".encode()),
+        ("bom.jsonl.gz", gzip.compress(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode(), mtime=0)),
         ("a.jsonl", "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()),
         ("bom.jsonl", b"\xef\xbb\xbf" + "\n".join(json.dumps(row) for row in ROWS).encode()),
         ("a.json", json.dumps(ROWS, indent=2).encode()),
@@ -98,6 +103,32 @@ def test_nested_objects_keep_their_own_keys(tmp_path: Path) -> None:
     assert read(tmp_path / "a.parquet") == [{"m": [{"a": 1}], "x": None}, {"m": [{"b": 2}], "x": "y"}]
 
 
+def test_nested_lists_of_parquet(tmp_path: Path) -> None:
+    call = {"name": "f", "arguments": json.dumps({"n": 1})}
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "a", "tool_calls": None}],
+            "input_ids": [1, 2],
+            "grid": [[1], [2, 3]],
+        },
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "input_ids": [], "grid": []},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    first, second = read(tmp_path / "a.parquet")
+    assert first == rows[0] | {"messages": [{"role": "user", "content": "a"}]}
+    assert second == rows[1] | {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+def test_an_object_that_is_spread_over_lines_names_its_own_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{\n "a": 1\n}\n{\n "a" 2\n}\n')
+    assert "a.jsonl:5 column 6 is not valid JSON" in refused(tmp_path / "a.jsonl")
+
+
+def test_text_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    assert read(tmp_path / "a.txt") == [{"text": "one"}]
+
+
 def test_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     assert read(tmp_path / "a.txt") == [{"text": "one\n\ntwo\n"}]
@@ -147,7 +178,7 @@ def test_settings_of_hub_data_are_refused_for_local_files(tmp_path: Path) -> Non
     assert "only hub data sets have a `name`" in refused(path, name="en")
     assert "only hub data sets have a `revision`" in refused("builtin:stdlib-docstrings", revision="main")
     assert "is a slice" in refused(tmp_path, split="train[:10%]")
-    assert "is an address" in refused("https://example.org/a.jsonl")
+    assert "is an address" in refused("memory://a.jsonl", name="en")
     assert "is no file or folder" in refused("/dev/null")
     assert "cannot be read" in refused("long name " * 100)
 

@@ -251,6 +251,7 @@ CASES = [
     ("max-new-tokens", ["num_prompts=0", "max_new_tokens=5"], ["evaluation.num_prompts=3"]),
     ("data-format", ["data=[{path: a.jsonl, format: text}]", "data.format=alpaca"], ["~data.format"]),
     ("data-columns", ["data=[{path: a, columns: {text: b}}]", "data.columns={text: c}"], ["~data.columns"]),
+    ("data-ignore", ["data=[{path: a, ignore: [b]}]", "data.ignore=[c]"], ["~data.ignore"]),
     ("learning-rate-high", ["learning_rate=2"], ["optimizer.learning_rate=3e-5"]),
     ("learning-rate-low", ["learning_rate=1e-12"], ["optimizer.learning_rate=3e-5"]),
     ("learning-rate-high", ["optimizer=sgd", "learning_rate=20"], ["optimizer.learning_rate=1e-3"]),

@@ -12,6 +12,7 @@ import csv
 import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ _SIGNATURES = {
     b"PK\x03\x04": ("", "a zip archive (Excel files are, too)", "unpack it, or save the table as CSV"),
 }
 """First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
+
+_NOT_SPACE = re.compile(r"\S")
 
 RawRow = tuple[str, dict[str, Any]]
 """Where a row stands (`train.jsonl:17`), and its columns."""
@@ -123,8 +126,9 @@ def _read_text(path: Path) -> str:
 
 def _jsonl(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
-        is_array = file.peek(64).lstrip().startswith(b"[")
-    yield from _json(path) if is_array else _lines(path)
+        head = file.peek(64).lstrip()
+    is_spread = head.startswith(b"{") and not head.partition(b"\n")[0].strip(b"{ \r")
+    yield from _json(path) if head.startswith(b"[") else _spread(path) if is_spread else _lines(path)
 
 
 def _lines(path: Path) -> Iterator[RawRow]:
@@ -136,6 +140,19 @@ def _lines(path: Path) -> Iterator[RawRow]:
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, _object(_loads(line, path, first_line=number), where)
+
+
+def _spread(path: Path) -> Iterator[RawRow]:
+    """Objects that follow each other, each over several lines."""
+    text, end, line, decoder = _read_text(path), 0, 1, json.JSONDecoder()
+    while begin := _NOT_SPACE.search(text, end):
+        line += text.count("\n", end, begin.start())
+        try:
+            value, after = decoder.raw_decode(text, begin.start())
+        except (json.JSONDecodeError, RecursionError):
+            value, after = _loads(text[begin.start() :], path, first_line=line), len(text)
+        yield f"{path}:{line}", _object(value, f"{path}:{line}")
+        line, end = line + text.count("\n", begin.start(), after), after
 
 
 def _json(path: Path) -> Iterator[RawRow]:

@@ -1,8 +1,9 @@
 """Finds the sources of a recipe and reads them into plain rows, each with the place it came from.
 
 A local path is a file, a folder (also one of `Dataset.save_to_disk`) or a glob of JSON, JSONL, CSV, TSV, Parquet, Arrow
-or text files, compressed or not. A text file is one document; line-wise text belongs in JSONL. In a folder with data
-files of the other kinds, text files are left alone; a README, a licence and the metadata of `datasets` always are.
+or text files, compressed or not; an address (`s3://`, `https://`) is the same elsewhere. A text file is one document;
+line-wise text belongs in JSONL. In a folder with data files of the other kinds, text files are left alone; a README, a
+licence and the metadata of `datasets` always are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import datasets
 import xxhash
 
 from toolkit.common import UserError, first_line
-from toolkit.data import readers
+from toolkit.data import readers, remote
 from toolkit.data.readers import RawRow
 from toolkit.recipe.schema import Source
 
@@ -77,6 +78,8 @@ def open_source(source: Source, streaming: bool = False) -> Reader:
     Raises:
         UserError: Nothing is there, or it does not have this split.
     """
+    if "://" in source.path:
+        return _Remote(source, streaming)
     try:
         files = [] if source.path.startswith("builtin:") else _local_files(source)
     except OSError as error:
@@ -115,6 +118,32 @@ class _Local(Reader):
 
     def _rows(self) -> Iterator[RawRow]:
         return itertools.chain.from_iterable(map(readers.read, self.paths))
+
+
+class _Remote(Reader):
+    def __init__(self, source: Source, streaming: bool) -> None:
+        super().__init__(source, streaming)
+        for key in ("name", "revision"):
+            if getattr(source, key) is not None:
+                raise UserError(
+                    f"data source `{source.path}` is an address, and only hub data sets have a `{key}`",
+                    f"remove `{key}`",
+                )
+        files = {Path(file.name): file for file in remote.find(source.path)}
+        is_one = len(files) == 1 and readers.kind(Path(source.path.partition("?")[0])) is not None
+        chosen = _one_file(source, *files) if is_one else _of_many(source, list(files), Path())
+        self.files = [files[path] for path in chosen]
+
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_128_hexdigest("".join(file.fingerprint() for file in self.files).encode())
+
+    def _rows(self) -> Iterator[RawRow]:
+        for file in self.files:
+            local = file.fetch()
+            try:
+                yield from ((where.replace(str(local), file.url), row) for where, row in readers.read(local))
+            except UserError as error:
+                raise UserError(error.what.replace(str(local), file.url), error.change) from error
 
 
 class _Builtin(Reader):
@@ -170,20 +199,8 @@ def _hub_errors(source: Source) -> Iterator[None]:
 def _local_files(source: Source) -> list[Path] | None:
     """The files of a local source, or None if the path can only mean a hub data set."""
     path = Path(source.path).expanduser()
-    if "://" in source.path:
-        raise UserError(
-            f"data source `{source.path}` is an address",
-            "name a hub data set by its id (`owner/name`), or download the file and name its local path",
-        )
     if path.is_file():
-        if readers.kind(path) is None:
-            raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", f"accepted are {readers.ACCEPTED}")
-        if source.split not in ("train", split_of(path.name)):
-            raise UserError(
-                f"data source `{source.path}` is one file and has no split `{source.split}`",
-                "hold a fraction out with `data.eval_split: 0.05`, or name a file in `data.eval_sources`",
-            )
-        return [path]
+        return _one_file(source, path)
     if path.is_dir():
         candidates = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         root = path
@@ -194,7 +211,23 @@ def _local_files(source: Source) -> list[Path] | None:
         return None
     else:
         raise _missing(source, path)
-    files = sorted(p for p in candidates if p.is_file() and readers.kind(p) and not NOT_DATA.fullmatch(p.name))
+    return _of_many(source, [p for p in candidates if p.is_file()], root)
+
+
+def _one_file(source: Source, path: Path) -> list[Path]:
+    if readers.kind(path) is None:
+        raise UserError(f"`{path}` has an unknown extension `{path.suffix}`", f"accepted are {readers.ACCEPTED}")
+    if source.split not in ("train", split_of(path.name)):
+        raise UserError(
+            f"data source `{source.path}` is one file and has no split `{source.split}`",
+            "hold a fraction out with `data.eval_split: 0.05`, or name a file in `data.eval_sources`",
+        )
+    return [path]
+
+
+def _of_many(source: Source, candidates: list[Path], root: Path) -> list[Path]:
+    """Those of a folder's or a glob's files that are data of the split."""
+    files = sorted(p for p in candidates if readers.kind(p) and not NOT_DATA.fullmatch(p.name))
     if not files:
         raise UserError(f"no data files at `{source.path}`", f"accepted are {readers.ACCEPTED}")
     files = [p for p in files if readers.kind(p) != "text"] or files

@@ -77,7 +77,8 @@ class Source(Section):
     main_key: ClassVar[str | None] = "path"
 
     path: Place
-    """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), hub id, or `builtin:stdlib-docstrings`."""
+    """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
+    `builtin:stdlib-docstrings`."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None

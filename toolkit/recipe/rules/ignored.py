@@ -69,4 +69,5 @@ IGNORED_RULES = {
     ),
     "data-format": _ignored("data.format", _each_has("format"), "every source has a format of its own"),
     "data-columns": _ignored("data.columns", _each_has("columns"), "every source has columns of its own"),
+    "data-ignore": _ignored("data.ignore", _each_has("ignore"), "every source has a list of its own"),
 }

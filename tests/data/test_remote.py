@@ -1,0 +1,135 @@
+"""Files at an address are read as local ones are, copied once for each version, and refused with what is missing."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from toolkit.common import UserError
+from toolkit.data.remote import PACKAGES
+from toolkit.data.sources import open_source
+from toolkit.recipe.schema import Source
+
+ROWS = [{"text": "one"}, {"text": "two"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
+    """A web server on this machine: its address, its folder and the requests it got."""
+    folder, requests = tmp_path / "www", []
+    folder.mkdir()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            requests.append(str(args[0]))
+
+        def do_HEAD(self) -> None:
+            if "signed" in self.path:
+                self.send_error(403)
+            else:
+                super().do_HEAD()
+
+    service = HTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{service.server_port}", folder, requests
+    service.shutdown()
+    service.server_close()
+
+
+def read(path: str, **settings: Any) -> list[dict[str, Any]]:
+    return [row for _, row in open_source(Source(path=path, **settings)).rows()]
+
+
+def refused(path: str, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read(path, **settings)
+    assert caught.value.change
+    return str(caught.value)
+
+
+def write_memory(files: dict[str, bytes]) -> None:
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    for name, content in files.items():
+        system.pipe(name, content)
+
+
+def test_a_file_a_folder_and_a_glob() -> None:
+    write_memory(
+        {
+            "/data/train.jsonl": LINES,
+            "/data/more/validation.jsonl.gz": gzip.compress(LINES[:16], mtime=0),
+            "/data/README.md": b"# About",
+        }
+    )
+    assert read("memory://data/train.jsonl") == ROWS
+    assert read("memory://data") == ROWS
+    assert read("memory://data", split="validation") == ROWS[:1]
+    assert read("memory://data/*.jsonl") == ROWS
+    assert "no data files" in refused("memory://data/*.csv")
+    assert "cannot be read" in refused("memory://data/nothing.jsonl")
+    assert "has no split `test`" in refused("memory://data", split="test")
+
+
+def test_places_and_problems_name_the_address() -> None:
+    write_memory({"/bad.jsonl": LINES + b'{"text": }\n'})
+    rows = open_source(Source(path="memory://bad.jsonl")).rows()
+    assert next(rows)[0] == "memory:///bad.jsonl:1"
+    assert "memory:///bad.jsonl:3 column 10 is not valid JSON" in refused("memory://bad.jsonl")
+
+
+def test_a_copy_is_made_once_for_each_version(server: tuple[str, Path, list[str]]) -> None:
+    address, folder, requests = server
+    file = folder / "a.jsonl"
+    file.write_bytes(LINES)
+    os.utime(file, (1, 1))
+    source = Source(path=f"{address}/a.jsonl?download=true")
+    before = open_source(source).fingerprint()
+    assert read(source.path) == ROWS == read(source.path)
+    assert sum(request.startswith("GET") for request in requests) == 1
+    file.write_bytes(LINES[:16])
+    assert open_source(source).fingerprint() != before
+    assert read(source.path) == ROWS[:1]
+
+
+def test_a_server_that_tells_no_version(server: tuple[str, Path, list[str]]) -> None:
+    address, folder, _ = server
+    (folder / "signed.jsonl").write_bytes(LINES)
+    source = Source(path=f"{address}/signed.jsonl")
+    before = open_source(source).fingerprint()
+    assert read(source.path) == ROWS and open_source(source).fingerprint() == before
+    (folder / "signed.jsonl").write_bytes(LINES[:16])
+    assert open_source(source).fingerprint() != before and read(source.path) == ROWS[:1]
+
+
+def test_what_is_not_there(server: tuple[str, Path, list[str]]) -> None:
+    assert "404" in refused(f"{server[0]}/nothing.jsonl")
+    assert "unknown extension" in refused("memory://a.xlsx") or "cannot be read" in refused("memory://a.xlsx")
+    assert "Protocol not known" in refused("nowhere://a.jsonl")
+    assert "127.0.0.1:1" in refused("http://127.0.0.1:1/a.jsonl")
+
+
+@pytest.mark.parametrize("protocol", ["s3", "gs", "abfs"])
+def test_a_missing_package_is_named_with_its_command(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **options: Any) -> None:
+        raise ImportError("not installed")
+
+    monkeypatch.setattr(fsspec.core, "get_filesystem_class", missing)
+    message = refused(f"{protocol}://bucket/a.jsonl")
+    assert f"`{protocol}://` needs a package" in message and f"pip install {PACKAGES[protocol]}" in message
