@@ -34,7 +34,7 @@ _MORE_MODES: tuple[Mapping[str, Any], ...] = (
 _STRATEGIES = ("ddp", "zero2")
 """Autocast over fp32 masters, and 16-bit parameters."""
 _ON_CPU = "builtin:"
-_OLD, _NEW = "7.5", "9.0"
+_OLD, _NEW, _CPU = ("cuda", "7.5"), ("cuda", "9.0"), ("cpu", None)
 
 
 def settings() -> dict[str, Setting]:
@@ -43,12 +43,10 @@ def settings() -> dict[str, Setting]:
     for recipe, variants in _recipes():
         config = model_configs.config_of(recipe.model)
         assert config is not None, "the models of shipped recipes are bundled"
-        devices: list[str | None] = [_NEW, _OLD] if not recipe.model.path.startswith(_ON_CPU) else [_NEW, _OLD, None]
-        for capability in devices:
-            for variant in (recipe, *(variants if capability != _OLD else ())):
-                backend = attention.planned(variant.model.attention, config, dtypes(variant).compute, capability)
-                device = "cuda" if capability else "cpu"
-                each = setting_of(variant, config, device, backend, batch_layout(variant, 1))
+        for device in (_NEW, _OLD, _CPU) if recipe.model.path.startswith(_ON_CPU) else (_NEW, _OLD):
+            for variant in (recipe, *(variants if device != _OLD else ())):
+                backend = attention.planned(variant.model.attention, config, dtypes(variant).compute, *device)
+                each = setting_of(variant, config, device[0], backend, batch_layout(variant, 1))
                 found[each.key()] = each
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,20 @@ def test_backends_that_transformers_lacks_are_known_without_it() -> None:
 
     no_sdpa = {name for each in (decoders, others) for name in each if not kind(each[name])._supports_sdpa}
     own = {name for name in decoders if not kind(decoders[name])._supports_attention_backend}
+    flex = {name for name in no_sdpa & decoders.keys() if kind(decoders[name])._supports_flex_attn}
+    sources = {name: inspect.getsource(inspect.getmodule(kind(decoders[name]))) for name in no_sdpa & decoders.keys()}
+    sinks = {name for name, source in sources.items() if "s_aux=" in source}
+    assert flex == attention._FLEX_INSTEAD
+    assert sinks == {name for name in decoders if "sinks" in attention.unfit("torch_varlen", {"model_type": name}, "")}
     assert {
         name for name in [*decoders, *others] if attention.unfit("sdpa", {"model_type": name}, "float32")
     } == no_sdpa
     assert {
         name for name in decoders if "begin" in attention.unfit("torch_varlen", {"model_type": name}, "bfloat16")
-    } == (own - {"gpt_oss"})
+    } == (own - sinks)
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_head": 4}
     assert (
-        attention.planned("auto", bloom, "bfloat16", "9.0")
+        attention.planned("auto", bloom, "bfloat16", "cuda", "9.0")
         == attention.resolve("auto", bloom, "bfloat16", attention_kernels.available())
         == "eager"
     )
@@ -190,14 +196,14 @@ def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "autocast", "shares"),
     [
-        ((7, 5), torch.float16, False, False),
-        ((8, 0), torch.float16, False, True),
-        ((9, 0), torch.float32, False, False),
-        ((9, 0), torch.float32, True, True),
+        ("7.5", torch.float16, False, False),
+        ("8.0", torch.float16, False, True),
+        ("9.0", torch.float32, False, False),
+        ("9.0", torch.float32, True, True),
     ],
 )
 def test_shared_heads_are_repeated_where_only_the_kernel_that_holds_all_scores_would_take_them(
-    capability: tuple[int, int], dtype: torch.dtype, autocast: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+    capability: str, dtype: torch.dtype, autocast: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
     attention_kernels.repeat_shared_heads((7, 0))

@@ -97,6 +97,8 @@ def _version(name: str) -> str | None:
 def _devices() -> dict[str, str]:
     import torch
 
+    from toolkit.models import device
+
     devices = {"torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}"}
     if not torch.cuda.is_available():
         devices["accelerator"] = "mps" if torch.backends.mps.is_available() else "none, training runs on the CPU"
@@ -104,8 +106,10 @@ def _devices() -> dict[str, str]:
     devices["driver"] = driver_version()
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}, capability {capability}"
+        generation = f"{'gfx ' if torch.version.hip else 'capability '}{properties.major}.{properties.minor}"
+        devices[f"cuda:{index}"] = f"{properties.name}, {_gib(properties.total_memory)}, {generation}"
+    devices["precision"] = "bf16" if device.has_bf16() else "no bf16: set precision=fp16"
+    devices["tf32"] = "used for fp32 products" if device.has_tf32() else "none, fp32 products are exact"
     return devices
 
 

@@ -302,6 +302,8 @@ class EngineState(Partial):
     reduce_dtype: str | None = None
     compute_dtype: str | None = None
     autocast: str | None = None
+    tf32: bool | None = None
+    """Whether products of fp32 matrices are computed in TF32."""
     offload_optimizer: str | None = None
     offload_param: str | None = None
     sharded_over: int | None = None
@@ -353,6 +355,8 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         state |= {"engine": "fsdp2", "reduce_dtype": types.reduce, "compute_dtype": types.compute}
         state |= {"offload_param": strategy.offload_param, "reshard_after_forward": reshards_after_forward(recipe)}
         state["sync_each_batch"] = strategy.sync_each_batch
+    if recipe.tf32 != "auto":
+        state["tf32"] = recipe.tf32
     traits = recipe.optimizer.traits
     if traits.bits == 32 and traits.module in ("torch", "bitsandbytes"):
         state["moments_dtype"] = traits.state_dtype(types.master)

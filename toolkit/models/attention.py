@@ -17,6 +17,12 @@ IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", *
 
 _SOFTCAP = {"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _SINKS = {"eager", "flex", "flash_attention_3"}
+_HAS_SINKS = {
+    *("deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
+}
+"""Kinds of models that hand their attention a learned sink per head."""
+_FLEX_INSTEAD = {"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma"}
+"""Kinds of decoders that cap logits or have sinks, for which Transformers has code for flex and none for `sdpa`."""
 _NO_SDPA = {
     *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "fsmt"),
     *("gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa"),
@@ -35,8 +41,8 @@ _NO_BOUNDARIES = {
     *("stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
 }
 """Kinds of decoders whose code has its own attention, or layers without any: none reads where documents begin."""
-_BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "eager")
-"""What `auto` tries, in this order."""
+_BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "flex", "eager")
+"""What `auto` tries, in this order; eager attention holds all scores of a layer, which grow with the square of rows."""
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -60,7 +66,7 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str, available: 
     }
     usable = [name for name, reason in reasons.items() if reason == "ok"]
     if requested == "auto":
-        return _best(usable)
+        return _best(usable, config, compute)
     if requested not in usable:
         raise UserError(
             f"model.attention={requested} cannot be used: {reasons[requested]}",
@@ -69,20 +75,37 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str, available: 
     return requested
 
 
-def planned(requested: str, config: Mapping[str, Any], compute: str, capability: str | None) -> str:
+def on_device(kind: str, capability: str | None) -> dict[str, str]:
+    """Every backend that torch carries, with `ok` or the reason why a device does not run it.
+
+    Args:
+        kind: `cuda`, `rocm` or `cpu`.
+        capability: CUDA's compute capability, such as `9.0`. ROCm reports numbers too, of AMD's generations.
+    """
+    ampere = kind == "cuda" and float(capability or 0) >= 8
+    older = "needs an Ampere GPU or newer (compute capability 8.0)"
+    flex = {"cpu": "has no backward pass on a CPU", "rocm": "ok"}.get(kind, "ok" if ampere else older)
+    varlen = {"cpu": "needs a CUDA GPU", "rocm": "is not tried on AMD's GPUs"}.get(kind, "ok" if ampere else older)
+    return {"eager": "ok", "sdpa": "ok", "flex": flex, "torch_varlen": varlen}
+
+
+def planned(requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None) -> str:
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
-        capability: CUDA's compute capability, such as `9.0`; None on a CPU.
+        kind: See `on_device`, and so `capability`.
     """
     if requested != "auto":
         return requested
-    newest = ["torch_varlen"] if capability is not None and float(capability) >= 8 else []
-    return _best([name for name in (*newest, "sdpa", "eager") if not unfit(name, config, compute)])
+    return resolve("auto", config, compute, on_device(kind, capability))
 
 
-def _best(usable: Collection[str]) -> str:
-    return next(name for name in _BEST_FIRST if name in usable)
+def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:
+    """The first that can run. Flex is compiled for each model, so it is for those that `sdpa` cannot serve; with heads
+    as wide as Gemma's its kernels do not fit into shared memory in fp32."""
+    kind = (config.get("text_config") or config).get("model_type")
+    takes_flex = compute != "float32" and kind in _FLEX_INSTEAD
+    return next(name for name in _BEST_FIRST if name in usable and (name != "flex" or takes_flex))
 
 
 def with_mask(config: Mapping[str, Any]) -> str:
@@ -95,10 +118,13 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
     text = config.get("text_config") or config
     if text.get("attn_logit_softcapping") and name not in _SOFTCAP:
         return "this model caps its attention logits, which this backend would silently skip"
-    if text.get("model_type") == "gpt_oss" and name not in _SINKS:
+    if text.get("model_type") in _HAS_SINKS and name not in _SINKS:
         return "this model has attention sinks, which this backend would silently skip"
     if name == "sdpa" and text.get("model_type") in _NO_SDPA:
         return "Transformers has no such code for this model"
+    drops = any(text.get(key) for key in _ATTENTION_DROPOUT)
+    if name == "flex" and drops:
+        return "this model drops attention weights while training, which this backend refuses"
     if name in VARLEN:
         if compute == "float32":
             return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
@@ -109,6 +135,6 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
         head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
         if head_dim > 256 or head_dim % 8:
             return f"FlashAttention kernels take head sizes up to 256 in steps of 8, this model has {head_dim}"
-        if name == "torch_varlen" and any(text.get(key) for key in _ATTENTION_DROPOUT):
+        if name == "torch_varlen" and drops:
             return "this model drops attention weights while training, which this backend does not do"
     return ""

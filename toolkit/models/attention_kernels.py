@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from toolkit.models import attention, device
+
 _FLASH_MODULES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
@@ -24,16 +26,11 @@ _FLASH_MODULES = {
 
 def available() -> dict[str, str]:
     """Every backend with `ok`, or the reason why it does not run on this machine."""
-    cuda = torch.cuda.is_available()
-    reasons = {"eager": "ok", "sdpa": "ok", "flex": "ok" if cuda else "has no backward pass on a CPU"}
-    if not cuda:
-        return reasons | dict.fromkeys(("torch_varlen", *_FLASH_MODULES), "needs a CUDA GPU")
-    if torch.cuda.get_device_capability() < (8, 0):
-        reasons["torch_varlen"] = "needs an Ampere GPU or newer (compute capability 8.0)"
-    elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    reasons = attention.on_device(device.kind(), device.capability())
+    if not torch.cuda.is_available():
+        return reasons | dict.fromkeys(_FLASH_MODULES, "needs a GPU")
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         reasons["torch_varlen"] = "needs torch 2.10 or newer"
-    else:
-        reasons["torch_varlen"] = "ok"
     for name, module in _FLASH_MODULES.items():
         reasons[name] = "ok" if _imports(module) else f"{module} does not import"
     return reasons
@@ -49,12 +46,15 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", lambda *args, **kwargs: None)
 
 
-def repeat_shared_heads(capability: tuple[int, int]) -> None:
+def repeat_shared_heads(capability: str | None) -> None:
     """Has Transformers repeat keys and values that heads share, where no fused kernel takes them as they are.
 
     FlashAttention does, in 16 bits and from compute capability 8.0 on. Elsewhere torch would silently compute all
     scores of a layer at once, in memory that grows with the square of the length
     (`check_batch_size_and_num_heads_dense` in ATen/native/transformers/sdp_utils_cpp.h; transformers issue 48633).
+
+    Args:
+        capability: See `device.capability`; of AMD's GPUs there is none, and repeating is never wrong.
     """
     from transformers.integrations import sdpa_attention
 
@@ -62,9 +62,9 @@ def repeat_shared_heads(capability: tuple[int, int]) -> None:
 
     @functools.wraps(takes)
     def shares(attention_mask: Any, key: Any, value: Any) -> bool:
-        device = key.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
-        flash = capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16)
+        where = key.device.type
+        dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else key.dtype
+        flash = float(capability or 0) >= 8 and dtype in (torch.float16, torch.bfloat16)
         return flash and bool(takes(attention_mask, key, value))
 
     sdpa_attention.use_gqa_in_sdpa = shares
@@ -101,8 +101,8 @@ def varlen_attention(
     if dropout:
         raise ValueError("torch_varlen attention has no dropout; set attention_dropout to 0 or use sdpa")
     # Norms of queries and keys (Qwen3, Gemma 3) with fp32 masters give fp32 under autocast; the kernels take 16 bits.
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    where = query.device.type
+    dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
     left = -1 if sliding_window is None else sliding_window - 1
     out = varlen_attn(
         query.squeeze(0).transpose(0, 1).to(dtype),

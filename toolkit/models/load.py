@@ -29,7 +29,7 @@ from transformers.utils import cached_file
 from toolkit.common import UserError, first_line
 from toolkit.data.encode import load_chat_template
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, attention_kernels
+from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, quantization_config
 from toolkit.recipe import Recipe, model_configs
 
@@ -116,8 +116,9 @@ class ModelSource:
         """
         if backend == "torch_varlen":
             attention_kernels.register()
+        experts.autocast_grouped_products()
         if torch.cuda.is_available():
-            attention_kernels.repeat_shared_heads(torch.cuda.get_device_capability())
+            attention_kernels.repeat_shared_heads(device.capability())
         arguments: dict[str, Any] = {
             "dtype": getattr(torch, dtypes.load),
             "attn_implementation": attention.IMPLEMENTATIONS[backend],

@@ -59,9 +59,10 @@ class _Question:
         """See `search.Estimate`."""
         layout = batch_layout(recipe, hardware.devices)
         compute = dtypes(recipe).compute
-        backend = attention.planned(recipe.model.attention, self.config, compute, hardware.device.capability)
+        device = hardware.device
+        backend = attention.planned(recipe.model.attention, self.config, compute, device.kind, device.capability)
         longest = _longest(recipe, layout, self.statistics)
-        setting = setting_of(recipe, self.config, hardware.device.kind, backend, longest)
+        setting = setting_of(recipe, self.config, device.kind, backend, longest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
         trace = trace or store.find(setting.in_bf16())
         if trace is None:

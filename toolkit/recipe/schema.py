@@ -180,8 +180,9 @@ class Recipe(Section):
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
     `pure_bf16`, which holds weights, gradients and optimizer state in bf16."""
-    tf32: bool = True
-    """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact (CUDA only)."""
+    tf32: bool | Literal["auto"] = "auto"
+    """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
+    on NVIDIA's GPUs from Ampere on."""
     strategy: Strategy = Strategy()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()

@@ -43,8 +43,6 @@ def build_arguments(
         "dataloader_pin_memory": cuda,
         "use_cpu": not cuda and plain,
     }
-    if cuda:
-        kwargs["tf32"] = recipe.tf32
     if "tensorboard" in recipe.logging.trackers:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
     if swap:

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from toolkit.common import UserError, cache_dir
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
+from toolkit.models import device
 from toolkit.models.load import ModelSource
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
@@ -239,8 +241,11 @@ def check_devices(recipe: Recipe, world: World) -> None:
         raise UserError(
             "precision=fp16 needs a GPU: its loss scaling does not run on a CPU", "set precision=bf16 or fp32"
         )
-    if recipe.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"{torch.cuda.get_device_name()} has no bf16", "set precision=fp16 or fp32")
+    if "bf16" in recipe.precision and gpus and not device.has_bf16():
+        raise UserError(
+            f"precision={recipe.precision}: {device.name()} has no bf16, which NVIDIA's GPUs have from Ampere on",
+            " and ".join(f"set {key}={value}" for key, value in without_bf16(recipe).items()),
+        )
     if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
     if recipe.activation_checkpointing.mode == "offload" and not gpus:
@@ -255,6 +260,12 @@ def check_devices(recipe: Recipe, world: World) -> None:
                 f"logging.trackers: {tracker} is not installed",
                 f"run `pip install {tracker}`, or remove it from the list",
             )
+
+
+def without_bf16(recipe: Recipe) -> dict[str, str]:
+    """What a recipe for bf16 must say instead on GPUs without it: scaled losses, fp32 masters, and nothing in bf16."""
+    instead = {"precision": "fp16", "model.dtype": "auto", "strategy.reduce_dtype": "auto"}
+    return {key: value for key, value in instead.items() if "bf16" in attrgetter(key)(recipe)}
 
 
 def _deepspeed_takes_fp16() -> bool:

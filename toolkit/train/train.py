@@ -20,6 +20,7 @@ from toolkit.common import duration, table, write_json
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Rendezvous, connect
+from toolkit.models import device
 from toolkit.models.load import ModelSource
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
@@ -74,6 +75,7 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
     try:
         prepare_process()
         preflight.check_devices(recipe, world)
+        device.set_tf32(recipe.tf32)
         for warning in preflight.check(rendezvous, recipe, folder.path):
             if world.rank == 0:
                 _log.warning("%s", warning)

@@ -25,7 +25,7 @@ from toolkit.common import UserError
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
-from toolkit.models import attention, output_head
+from toolkit.models import attention, device, output_head
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
 
@@ -95,10 +95,10 @@ def check_isolation(session: Session) -> None:
     Raises:
         UserError: If they see each other.
     """
-    device, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
+    place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
     flat = backend in attention.VARLEN
-    with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        isolated = isolates(session.module, "flat" if flat else "packed", device)
+    with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+        isolated = isolates(session.module, "flat" if flat else "packed", place)
     if not isolated:
         ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
         raise UserError(
@@ -153,6 +153,7 @@ def read(trainer: Any) -> EngineState:
         "trained_parameters": sum(_numel(parameter) for parameter in trained),
         "frozen_parameters": sum(_numel(parameter) for parameter in frozen),
         "trained_dtype": _dtypes(trained),
+        "tf32": device.computes_tf32(),
         "micro_batch_size": trainer.callback_handler.train_dataloader.batch_sampler.batch_size,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }

@@ -26,6 +26,7 @@ import yaml
 
 import toolkit
 from toolkit.common import UserError, first_line, write_atomically
+from toolkit.models import device
 from toolkit.planner.hardware.calibration import Calibration, describe, load, path_of
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Figure
@@ -116,10 +117,11 @@ class _Bench:
         memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
         # A CPU is some thousand times slower; a GPU of a few GiB takes less at once.
         self.scale = 1 if on_gpu and memory > 12 * 2**30 else 4 if on_gpu else 16
-        self.has_bf16 = not on_gpu or torch.cuda.get_device_capability() >= (8, 0)
+        self.has_bf16 = not on_gpu or device.has_bf16()
         # That of training comes first.
         dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
-        self.dtypes = [dtype for dtype in dtypes if self.has_bf16 or dtype not in ("bf16", "tf32")]
+        exists = {"bf16": self.has_bf16, "tf32": device.has_tf32()}
+        self.dtypes = [dtype for dtype in dtypes if exists.get(dtype, True)]
         # Three sizes of product per dtype, three lengths of attention, and five others.
         self.each = seconds / (3 * len(self.dtypes) + 3 + 5)
 

@@ -62,7 +62,7 @@ class Load:
 def peak_dtype(workload: Workload) -> str:
     """The entry of `Device.flops` that matrix products run at; fp32's where the compute dtype has no units."""
     name, flops = _PEAKS[workload.types.compute], workload.hardware.device.flops
-    if name == "fp32" and workload.recipe.tf32 and "tf32" in flops:
+    if name == "fp32" and workload.recipe.tf32 and workload.hardware.device.kind == "cuda" and "tf32" in flops:
         return "tf32"
     return name if name in flops else "fp32"
 

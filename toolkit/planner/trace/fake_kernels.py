@@ -22,7 +22,7 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention
+from toolkit.models import attention, experts
 from toolkit.planner.trace.types import Setting
 
 _ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
@@ -156,6 +156,7 @@ def implementation(setting: Setting) -> str:
 def installed(setting: Setting) -> Iterator[None]:
     """Puts the stand-ins in place while a model is traced."""
     functional = torch.nn.functional
+    experts.autocast_grouped_products()
     replaced: list[tuple[Any, dict[str, Any]]] = [
         (functional, {"grouped_mm": lambda a, b, **kwargs: _Grouped.apply(a, b)})
     ]

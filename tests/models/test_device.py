@@ -1,0 +1,133 @@
+"""What follows from the GPU's generation, on GPUs that are not here: only the questions to torch are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.cli import doctor
+from toolkit.common import UserError
+from toolkit.distributed.engines import dtypes
+from toolkit.distributed.layout import World
+from toolkit.models import attention, attention_kernels, device
+from toolkit.planner.hardware import find
+from toolkit.recipe import model_configs
+from toolkit.recipe.rules import check, load_checked
+from toolkit.train import preflight
+
+GPUS = {
+    "v100": ("7.0", False),
+    "t4": ("7.5", False),
+    "rtx3090": ("8.6", True),
+    "h100": ("9.0", True),
+    "mi300x": ("gfx 9.4", False),
+    "mi210": ("gfx 9.0", False),
+    "cpu": ("", False),
+}
+"""Device to what the driver reports, and whether it computes TF32."""
+BF16 = {"rtx3090", "h100", "mi300x", "mi210"}
+VARLEN = {"rtx3090", "h100"}
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """One such device in this machine."""
+    name = request.param
+    generation = GPUS[name][0]
+    major, minor = map(int, generation.removeprefix("gfx ").split(".")) if generation else (0, 0)
+
+    class Properties:
+        name, total_memory = request.param, 2**34
+
+    Properties.major, Properties.minor = major, minor
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(generation))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(bool(generation)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: Properties)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if generation.startswith("gfx") else None)
+    yield name
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def checked(*overrides: str) -> Any:
+    return load_checked("smollm2_135m_lora_demo", overrides).recipe
+
+
+def test_tf32_is_on_where_the_device_has_it_and_may_be_switched_off(gpu: str) -> None:
+    has = GPUS[gpu][1]
+    device.set_tf32(checked().tf32)
+    assert device.computes_tf32() is has
+    device.set_tf32(False)
+    assert not device.computes_tf32()
+
+
+def test_tf32_is_refused_where_it_is_missing(gpu: str) -> None:
+    if GPUS[gpu][1]:
+        device.set_tf32(True)
+        assert device.computes_tf32()
+        return
+    with pytest.raises(UserError, match=r"no TF32(.|\n)*remove tf32"):
+        device.set_tf32(checked("tf32=true").tf32)
+
+
+def test_both_interfaces_of_torch_can_be_read_afterwards(gpu: str) -> None:
+    """Set by the newer one alone, the older raises, which inductor reads when it compiles flex attention."""
+    for wanted in ("auto", False):
+        device.set_tf32(wanted)
+        name = "tf32" if device.computes_tf32() else "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == name
+        assert torch.backends.cuda.matmul.allow_tf32 is (name == "tf32")
+        assert torch.backends.cudnn.allow_tf32 is (name == "tf32")
+
+
+@pytest.mark.parametrize("own", [[], ["model.dtype=bf16"], ["precision=pure_bf16"], ["method=qlora"]])
+def test_the_way_out_of_missing_bf16_leads_to_a_run(gpu: str, own: list[str]) -> None:
+    recipe, world = checked("precision=bf16", *own), World(0, 0, 1, 1)
+    if gpu in BF16 or gpu == "cpu":
+        preflight.check_devices(recipe, world)
+        return
+    with pytest.raises(UserError, match="set precision=fp16") as caught:
+        preflight.check_devices(recipe, world)
+    changed = recipe.with_values(preflight.without_bf16(recipe))
+    preflight.check_devices(changed, world)
+    assert check(changed) == []
+    assert all(f"{key}={value}" in str(caught.value) for key, value in preflight.without_bf16(recipe).items())
+    # Losses are scaled by autocast over fp32 masters, and nothing is left in bf16.
+    types = dtypes(changed)
+    assert (types.compute, types.autocast, types.master) == ("float16", "float16", "float32")
+    assert "bfloat16" not in vars(types).values()
+
+
+def test_attention_follows_the_generation_of_nvidia_alone(gpu: str) -> None:
+    reasons = attention_kernels.available()
+    assert (reasons["torch_varlen"] == "ok") is (gpu in VARLEN)
+    assert (reasons["flex"] == "ok") is (gpu in VARLEN or gpu.startswith("mi"))
+
+
+@pytest.mark.parametrize("model", ["google/gemma-2-2b-it", "meta-llama/Llama-3.2-1B"])
+def test_a_plan_takes_the_attention_that_a_run_takes(gpu: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flash-attn, which a plan cannot know of."""
+    monkeypatch.setattr(attention_kernels, "_imports", lambda module: False)
+    config = model_configs.bundled()[model].config
+    backend = attention.resolve("auto", config, "bfloat16", attention_kernels.available())
+    if gpu in ("t4", "h100", "mi300x", "cpu"):
+        planned = find(gpu).device
+        assert backend == attention.planned("auto", config, "bfloat16", planned.kind, planned.capability)
+    usual = "torch_varlen" if gpu in VARLEN else "sdpa"
+    capped = "flex" if gpu in VARLEN or gpu.startswith("mi") else "eager"
+    assert backend == (capped if "gemma" in model else usual)
+
+
+def test_doctor_says_which_precision_to_take(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = doctor._devices()
+    if gpu == "cpu":
+        assert "CPU" in lines["accelerator"]
+        return
+    assert ("precision=fp16" in lines["precision"]) is (gpu not in BF16)
+    assert ("used" in lines["tf32"]) is GPUS[gpu][1]
+    assert GPUS[gpu][0] in lines["cuda:0"]

@@ -1,0 +1,68 @@
+"""What the GPU of this process can do: the one place where runs ask torch for its generation.
+
+Plans ask the catalogue instead, for a device that need not be here. AMD's GPUs answer torch's questions for CUDA too,
+with numbers that count AMD's generations (`gfx942` is 9.4), so nothing may be concluded from a number alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from toolkit.common import UserError
+
+
+def kind() -> Literal["cuda", "rocm", "cpu"]:
+    """Which build of torch runs; a CPU where it finds no GPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "rocm" if torch.version.hip else "cuda"
+
+
+def capability() -> str | None:
+    """CUDA's compute capability, such as `9.0`; None on AMD's GPUs and on a CPU."""
+    return "{}.{}".format(*torch.cuda.get_device_capability()) if kind() == "cuda" else None
+
+
+def has_bf16() -> bool:
+    """Whether a GPU has units for bf16; older ones emulate it, slower than fp32."""
+    return kind() == "rocm" or _ampere()
+
+
+def has_tf32() -> bool:
+    """Whether torch computes fp32 products in TF32 on request."""
+    return _ampere()
+
+
+def _ampere() -> bool:
+    return float(capability() or 0) >= 8
+
+
+def name() -> str:
+    """The GPU's, or `a CPU`."""
+    return "a CPU" if kind() == "cpu" else torch.cuda.get_device_name()
+
+
+def set_tf32(wanted: bool | Literal["auto"]) -> None:
+    """Has products of fp32 matrices and convolutions computed in TF32, or not.
+
+    By torch's older switches: the newer `fp32_precision` leaves them behind, and whoever reads them then, as inductor
+    does to compile flex attention, gets a RuntimeError. The older ones set the newer ones too.
+
+    Args:
+        wanted: `auto`, where the device has it.
+
+    Raises:
+        UserError: If it is wanted and not there.
+    """
+    if wanted is True and not has_tf32():
+        raise UserError(f"tf32=true: {name()} has no TF32, which NVIDIA's GPUs have from Ampere on", "remove tf32")
+    on = has_tf32() if wanted == "auto" else wanted
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def computes_tf32() -> bool:
+    """Whether products of fp32 matrices are computed in TF32 now."""
+    return has_tf32() and torch.get_float32_matmul_precision() != "highest"
