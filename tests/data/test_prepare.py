@@ -374,3 +374,44 @@ def test_show_marks_trained_text(tmp_path: Path, cache: Path) -> None:
     trained = sum(label != -100 for label in prepared.train[0]["labels"])
     assert f"row 1: {len(prepared.train[0]['input_ids'])} tokens, {trained} trained" in text
     assert "\x1b[32myo 😀<|im_end|>\x1b[0m" in show(prepared, chatml_tokenizer(), 1, color=True)
+
+
+def test_rows_that_say_themselves_what_is_trained(tmp_path: Path, cache: Path) -> None:
+    tokenizer = chatml_tokenizer()
+    segments = [{"text": "fox", "label": False}, {"text": " jumps<|im_end|>", "label": True}]
+    parts = write_jsonl(tmp_path / "segments.jsonl", [{"segments": segments}] * 2)
+    ids = tokenizer("the dog<|im_end|>")["input_ids"]
+    tokens = write_jsonl(tmp_path / "tokens.jsonl", [{"input_ids": ids, "labels": [-100, *ids[1:]], "id": 1}])
+    prepared = prepare(recipe(parts, tokens, shuffle=False, packing=True), tokenizer, STOP, cache)
+    shown = show(prepared, tokenizer, 1, color=False)
+    assert shown.count("fox« jumps<|im_end|>»") == 2 and "t«he dog<|im_end|>»" in shown
+    assert prepared.audit.sources[1].unused_columns == ["id"]
+    assert prepared.samples[0].reference == " jumps<|im_end|>"
+    assert prepared.samples[-1].input_ids == ids[:1]
+    rows = recipe(parts, tokens, shuffle=False, streaming=True)
+    streamed = list(itertools.islice(prepare(rows, tokenizer, STOP, cache).train, 3))
+    assert [row["input_ids"] for row in streamed][2] == ids
+
+
+def test_template_settings_and_what_is_ignored_are_part_of_what_is_prepared(tmp_path: Path, cache: Path) -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = "{% if loud %}LOUD{% endif %}" + tokenizer.chat_template
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("b", "c") | {"images": ["1.jpg"]}])
+    with pytest.raises(UserError, match=r"a.jsonl:1: `images` is pictures[\s\S]*data.ignore=\[images\]"):
+        prepare(recipe(path), tokenizer, STOP, cache)
+    quiet = prepare(recipe(path, ignore=["images"]), tokenizer, STOP, cache)
+    loud = prepare(recipe(path, ignore=["images"], chat_template_kwargs={"loud": True}), tokenizer, STOP, cache)
+    assert quiet.audit.sources[0].unused_columns == ["images"]
+    assert texts(loud)[0] == "LOUD" + texts(quiet)[0]
+    assert tokenizer.decode(loud.samples[0].input_ids).startswith("LOUD")
+
+
+def test_a_system_message_that_the_template_leaves_out_is_a_warning(tmp_path: Path, cache: Path) -> None:
+    tokenizer = chatml_tokenizer()
+    system = {"role": "system", "content": "Be brief."}
+    rows = [{"messages": [system, *chat_row(str(n), "c")["messages"]]} for n in range(3)]
+    path = write_jsonl(tmp_path / "a.jsonl", [*rows, chat_row("b", "c")])
+    assert not any("system" in problem.what for problem in prepare(recipe(path), tokenizer, STOP, cache).audit.problems)
+    tokenizer.chat_template = tokenizer.chat_template.replace("in messages", "in messages if message.role != 'system'")
+    (problem,) = prepare(recipe(path), tokenizer, STOP, cache).audit.problems
+    assert problem.level == "warning" and "in 3 rows the chat template leaves out the system message" in problem.what

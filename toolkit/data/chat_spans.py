@@ -151,6 +151,11 @@ class Conversation:
                 spans.append((max(offset + left, at), end if is_last else offset + right))
         return spans
 
+    def loses_system(self) -> bool:
+        """Whether the template leaves out a system message, or writes it only where a user speaks last (Mistral's)."""
+        systems = [message["content"].split() for message in self.messages if message["role"] == "system"]
+        return any(content and not any(word in self.text for word in content) for content in systems)
+
     def refuse_lost_content(self) -> None:
         """A template may pass over what it does not know (mostly tool calls): the model would learn to say nothing.
 

@@ -217,8 +217,9 @@ class _Tokens:
     def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset) -> None:
         self.chunks, self.chunker, self.places = chunks, chunker, places
         self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
-        row, length, trained, stops, merged = (
-            chunks.data.column(name).to_numpy() for name in ("row", "length", "trained", "stops", "merged")
+        row, length, trained, stops, merged, system_lost = (
+            chunks.data.column(name).to_numpy()
+            for name in ("row", "length", "trained", "stops", "merged", "system_lost")
         )
         sequences = ("input_ids", "labels") if "Pair" in self.kinds else ("input_ids",)
         tokens = sum(pc.list_value_length(chunks.data.column(name)).to_numpy() for name in sequences)
@@ -233,6 +234,7 @@ class _Tokens:
 
         self.length, self.over_long = length[self.start], over_long[self.start]
         self.tokens, self.trained, self.stops, self.merged = map(per_row, (tokens, trained, stops, merged))
+        self.system_lost = per_row(system_lost)
 
     def usable(self, numbers: Indices) -> Indices:
         """Those of the rows that have a trained token."""
@@ -251,6 +253,7 @@ class _Tokens:
             longest=self.places[int(numbers[length.argmax()])]["where"] if len(numbers) else "",
             stop_trained_rows=int(np.count_nonzero(self.stops[used])),
             boundary_merged_rows=int(np.count_nonzero(self.merged[used])),
+            system_lost_rows=int(np.count_nonzero(self.system_lost[used])),
             lengths=auditing.Lengths.of(length),
         )
 

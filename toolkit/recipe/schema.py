@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from toolkit.recipe.sections import (
     ActivationCheckpointing,
+    Arguments,
     Batch,
     Checkpoint,
     Evaluation,
@@ -131,7 +132,7 @@ class Data(Section):
     """Which tokens carry loss. `auto`: every assistant turn of chats (`assistant`), the completion of prompt and
     completion (`completion`), all tokens of text (`all`). `last_assistant`: only the last assistant turn. A list names
     the roles whose turns do, e.g. `[assistant, tool]`."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Arguments = {}
     """What the chat template gets beside the messages, in training, in samples and in `generate`, e.g.
     `{enable_thinking: false}`."""
     over_long: Literal["error", "drop", "truncate", "split"] = "error"
