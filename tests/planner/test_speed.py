@@ -303,6 +303,8 @@ def test_ranges_hold_the_estimate_and_unknown_lengths_stay_unknown() -> None:
     for figure in (unknown.compute_seconds, unknown.step_seconds):
         assert 0 < figure.low < figure.value < figure.high
     assert (unknown.steps, unknown.tokens, unknown.total_seconds, unknown.cost) == (None,) * 4
+    hours = 8 * 1e6 / unknown.tokens_per_second / 3600
+    assert unknown.cost_per_million_tokens == pytest.approx(1.0 * hours)
     given = plan(recipe(schedule={"max_steps": 50}), price=1.0)
     assert given.steps == 50 and given.cost
 

@@ -21,3 +21,11 @@ def test_environment_is_read_but_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert loaded.recipe.data.sources[0].path == "hidden-name.jsonl"
     assert "hidden-name" not in loaded.to_yaml() + with_origins(loaded)
     assert load_resolved(write("kept", loaded.to_yaml(), "runs")) == loaded.recipe
+
+
+def test_adapters_have_a_learning_rate_of_their_own_by_default() -> None:
+    full, adapter = (load("smollm2_135m_lora", ["~optimizer", f"method={method}"]) for method in ("full", "dora"))
+    assert (full.recipe.optimizer.learning_rate, adapter.recipe.optimizer.learning_rate) == (2e-5, 2e-4)
+    assert "learning_rate: 0.0002" in adapter.to_yaml() and "# default of adapters" in with_origins(adapter)
+    given = load("smollm2_135m_lora", ["learning_rate=2e-5"])
+    assert given.recipe.optimizer.learning_rate == 2e-5 and "default of adapters" not in with_origins(given)

@@ -103,6 +103,9 @@ def test_unknown_length_is_said_and_no_price_is_made_up() -> None:
     assert "unknown length: prepare the data" in shown
     assert "costs" not in shown.split("What to change")[0] and "GPU-hours" not in shown
     assert "in all" not in shown.splitlines()[2]
+    assert "15s per million tokens" in shown and "which cost" not in shown
+    priced = example_plan(work=plan.work.model_dump() | {"cost_per_million_tokens": 0.034})
+    assert "15s per million tokens, which cost 0.03" in plain(plan_text.plan_text(priced)).replace("\n", " ")
     assert "?" in plain(plan_text.comparison_text([plan, FITS]))
     Page(plan_page([plan]))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from example_plan import FITS
 from example_run import example_run
 from pages import Page, eval_line, step_line, write_metrics
@@ -34,6 +35,17 @@ def test_a_report_shows_the_headline_figures(run: Path) -> None:
     assert "16 GiB" in text
     assert "64\u2013127 1,520" in text
     assert "41 rows repeat — set `data.deduplicate: true`" in text
+
+
+def test_the_header_names_model_data_method_and_learning_rate(run: Path) -> None:
+    recipe = {"model": {"path": "org/base"}, "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}
+    recipe |= {"method": {"name": "lora", "quantization": "nf4"}, "optimizer": {"learning_rate": 2e-4}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "org/base · a.jsonl and 1 more · lora on nf4 · learning rate 2e-4" in text
+    for broken in ("model: [", "- 1", "model: 3\ndata: {sources: 4}\noptimizer: {learning_rate: x}", ""):
+        (run / "recipe.yaml").write_text(broken)
+        write_report(run)
 
 
 def test_a_report_is_self_contained_and_complete_without_scripts(run: Path) -> None:

@@ -138,7 +138,7 @@ def init(options: argparse.Namespace) -> None:
     named = f" --recipes {options.recipes}" if options.recipes else ""
     print(f"wrote {recipe}, and {schema} for your editor")
     print(f"check it:  toolkit validate recipe=mine{named}")
-    print(f"train it:  accelerate launch -m toolkit.run recipe=mine{named}")
+    print(f"train it:  toolkit launch recipe=mine{named}")
 
 
 @_command(_RECIPE, _FOLDER)

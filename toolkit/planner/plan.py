@@ -175,6 +175,8 @@ class Work(Figures):
     """Hours of the run times devices."""
     cost: float | None
     """Price of the run, in the currency of the price per GPU-hour that was given."""
+    cost_per_million_tokens: float | None = None
+    """Price of a million trained tokens, which needs no length of the run."""
     chinchilla_tokens: float | None
     """Tokens for pre-training from scratch: 20 per parameter (Hoffmann et al. 2022)."""
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from toolkit.recipe.sections import (
+    ADAPTER_LEARNING_RATE,
     ActivationCheckpointing,
     Arguments,
     Batch,
@@ -195,6 +196,13 @@ class Recipe(Section):
     output: Output = Output()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, initialisation and dropout."""
+
+    @model_validator(mode="after")
+    def _learning_rate_of_adapters(self) -> Recipe:
+        if self.method.name != "full" and "learning_rate" not in self.optimizer.model_fields_set:
+            # Not counted as set: it stays a default.
+            self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
+        return self
 
     @property
     def undecided(self) -> tuple[str, ...]:

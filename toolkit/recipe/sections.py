@@ -205,6 +205,10 @@ class Strategy(Section):
         return self.name in ("zero3", "fsdp")
 
 
+ADAPTER_LEARNING_RATE = 2e-4
+"""Adapters learn best at about ten times the rate of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")."""
+
+
 class Optimizer(Section):
     """The update rule. Norm weights and biases are never decayed."""
 
@@ -214,7 +218,7 @@ class Optimizer(Section):
     """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion, `muon` torch's Muon for the matrices of hidden layers
     with AdamW for all else; all other names are those of Transformers' Trainer."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Peak learning rate, reached after warm-up."""
+    """Peak learning rate, reached after warm-up. Adapters have 2e-4 by default, ten times as much."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; norm weights and biases are never decayed."""
     beta1: DecayRate = 0.9

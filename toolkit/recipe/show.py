@@ -42,6 +42,8 @@ def with_origins(loaded: Loaded) -> str:
     """The resolved recipe as YAML, each value followed by where it comes from. The result loads as YAML."""
     # A section's own line says nothing about a key that the section leaves out.
     origins = {key: place for key, place in loaded.origins.items() if key not in sections()}
+    if loaded.recipe.method.name != "full":
+        origins.setdefault("optimizer.learning_rate", "default of adapters")
     lines = list(_lines(yaml.safe_load(loaded.to_yaml()), "", 0, origins))
     width = min(60, max(len(text) for text, _ in lines))
     return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.common import byte_unit, bytes_text, compact, duration
-from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused
+from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Work
 
 OVERHEAD = {
     "fragmentation": "what the allocator holds and cannot hand out",
@@ -87,7 +87,14 @@ def time_text(plan: Plan) -> str:
         parts.append(f"{number_text(work.gpu_hours)} {hours_name(plan)}")
     if work.cost is not None:
         parts.append(f"costs {money_text(work.cost)}")
-    return ", ".join(parts)
+    return ", ".join(parts if work.total_seconds is not None else [*parts, _million_text(work)])
+
+
+def _million_text(work: Work) -> str:
+    """Time, and where it is known the price, of a million tokens."""
+    text = f"{duration(1e6 / work.tokens_per_second)} per million tokens"
+    cost = work.cost_per_million_tokens
+    return text if cost is None else f"{text}, which cost {money_text(cost)}"
 
 
 def setting_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.common import (
     UserError,
     byte_unit,
@@ -47,6 +49,7 @@ def write_report(run: Path) -> Path:
         "run.html.j2",
         title=f"{record.name} · training report",
         record=record,
+        subject=_subject(record.recipe),
         lead=_lead(record),
         notices=_notices(record),
         tiles=_tiles(record),
@@ -80,6 +83,35 @@ def _lead(record: Record) -> list[str]:
     if manifest.finished:
         lead.append(f"ended {_when(manifest.finished)}")
     return lead
+
+
+def _subject(recipe: str) -> list[str]:
+    """What was trained, on what and how: model, data, method and learning rate, as far as the recipe can be read."""
+    try:
+        content = yaml.safe_load(recipe)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return []
+    content = content if isinstance(content, dict) else {}
+    model, data, method, optimizer = (
+        part if isinstance(part := content.get(name), dict) else {} for name in ("model", "data", "method", "optimizer")
+    )
+    sources = data.get("sources")
+    paths = (
+        [each["path"] for each in sources if isinstance(each, dict) and "path" in each]
+        if isinstance(sources, list)
+        else []
+    )
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    quantization = method.get("quantization", "none")
+    how = f"{method.get('name', '')}{'' if quantization == 'none' else f' on {quantization}'}"
+    rate = number(optimizer.get("learning_rate"))
+    texts = (
+        model.get("path"),
+        f"{paths[0]}{more}" if paths else None,
+        how,
+        rate and f"learning rate {_rate_text(rate)}",
+    )
+    return [str(text) for text in texts if text]
 
 
 def _when(time: str) -> str:

@@ -257,15 +257,16 @@ def _keep_until(file: Path, step: int) -> float:
 
 WARM_UP_STEPS = 2
 """The first steps of a training, which are slower than the others."""
-ENOUGH_STEPS = 10
-"""From so many measured steps on they are trusted more than the plan."""
 NEWEST_STEPS = 100
 """So many steps are looked back at."""
 
 
 @dataclass
 class TimeLeft:
-    """How long a training still takes: what the plan said at first, then what its steps have really taken."""
+    """How long a training still takes: what the plan said, and from the first step on what steps have really taken.
+
+    The first ones compile and allocate, so they promise too much; a plan can be wrong by more, and never learns.
+    """
 
     total_steps: int
     planned_step_seconds: float | None = None
@@ -297,10 +298,8 @@ class TimeLeft:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step: the plan's until enough have been measured."""
-        if self.planned_step_seconds is None:
-            return self.measured or self._warm_up
-        return self.measured if len(self._steps) >= ENOUGH_STEPS else self.planned_step_seconds
+        """Seconds of a step: those measured, the plan's only while nothing is."""
+        return self.measured or self._warm_up or self.planned_step_seconds
 
     def after(self, step: int) -> float | None:
         """Seconds from the end of a step to the end of training, with the evaluations and checkpoints to come."""

@@ -82,6 +82,7 @@ def work(
         pflop_days=useful * ranks * steps / PFLOP_DAY if steps else None,
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
+        cost_per_million_tokens=None if price is None else price * hardware.devices * 1e6 * step.value / tokens / 3600,
         chinchilla_tokens=CHINCHILLA * parameters if from_scratch else None,
     )
 
