@@ -37,6 +37,7 @@ _CASES = {
     "fsdp_grad_op": ["strategy.name=fsdp", "strategy.sharding=shard_grad_op", *_FP32, *_ONE],
 }
 _MORE_CASES = {
+    "fsdp_lora": ["strategy.name=fsdp", "method.name=lora", "activation_checkpointing.mode=full", *_FP32, *_ONE],
     "ddp": ["strategy.name=ddp", *_FP32, *_ONE],
     "zero1": ["strategy.name=zero1", *_ZERO, *_FP32, *_ONE],
     "zero1_bf16": ["strategy.name=zero1", *_ZERO, *_BF16, *_ONE],

@@ -10,6 +10,7 @@ from ship_traces import settings
 
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
+from toolkit.planner.plan import Plan
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.store import SHIPPED
 from toolkit.planner.trace.types import Trace
@@ -33,6 +34,39 @@ def test_a_shipped_trace_is_what_tracing_says(index: int) -> None:
 
 def test_shipped_traces_are_small() -> None:
     assert sum(file.stat().st_size for file in SHIPPED.glob("*.json.gz")) < 1_000_000
+
+
+def _plan(name: str, hardware: str, *overrides: str) -> Plan:
+    loaded = load(name, ["batch.micro_batch_size=1", "batch.global_batch_size=64", *overrides])
+    return estimate(loaded.recipe, loaded.name, find(hardware), advice=False)
+
+
+@pytest.mark.parametrize("name", ["llama_3_1_8b_lora", "llama_3_2_1b_full"])
+def test_what_grows_with_what(name: str) -> None:
+    """More tokens at a time take more memory and less time for each; a better card is never slower."""
+
+    def rising(figures: list[float]) -> bool:
+        return figures == sorted(figures)
+
+    sizes = [_plan(name, "h200", f"batch.micro_batch_size={size}") for size in (1, 2, 4, 8, 16)]
+    assert rising([each.memory[0].allocated for each in sizes])
+    assert rising([each.work.tokens_per_second for each in sizes])
+    lengths = [_plan(name, "h200", f"batch.seq_len={length}") for length in (256, 1024, 4096)]
+    assert rising([each.memory[0].allocated for each in lengths])
+    for cards in (("t4", "a10g", "l40s", "a100", "h100", "h200", "b200"), ("rtx3090", "rtx4090", "rtx5090")):
+        assert rising([_plan(name, card).work.tokens_per_second for card in cards])
+    devices = [_plan(name, f"h200x{count}") for count in (2, 4, 8)]
+    assert rising([each.work.tokens_per_second for each in devices])
+    assert rising([-each.work.tokens_per_second / each.devices for each in devices])
+
+
+def test_what_is_true_though_it_looks_wrong() -> None:
+    """What ZeRO-3 gathers of a 1B model is more than the share of weights that it saves; docs/plan.md says so."""
+    two, three = (
+        _plan("llama_3_2_1b_full", "h200x2", f"strategy={name}", "batch.global_batch_size=2")
+        for name in ("zero2", "zero3")
+    )
+    assert three.memory[0].allocated > two.memory[0].allocated
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_lora", "llama_3_1_8b_lora", "llama_3_1_8b_qlora", "gemma_2_2b_lora"])

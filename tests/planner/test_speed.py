@@ -276,6 +276,20 @@ def test_small_kernels_take_as_long_as_their_launches() -> None:
     assert step.compute > layout.gradient_accumulation_steps * 2e6 * launching
 
 
+def test_products_of_few_rows_and_narrow_layers_are_slower() -> None:
+    """As published: a step of an 8B model has its full speed from some thousand rows on, and 1B models never."""
+    rates = []
+    for length in (128, 512, 2048, 8192, 32768):
+        batch = {"seq_len": length, "global_batch_size": 1}
+        hardware = find("a100")
+        layout = batch_layout(recipe(batch=batch), 1)
+        workload = Workload(recipe(batch=batch), layout, hardware, trace_of(recipe()))
+        rates.append(Step(workload, Load(length, length, 0, 0, 0, length), [])._products(length))
+    assert rates == sorted(rates) and rates[0] < 0.6 and rates[2] < 0.97 < rates[3] < rates[4] < 1.1
+    narrow = dataclasses.replace(workload.trace, tensors=(Tensors("layer", (2048, 2048), 64, True, "base"),))
+    assert Step(dataclasses.replace(workload, trace=narrow), Load(1, 1, 0, 0, 0, 1), [])._products(16384) < 0.95
+
+
 def test_all_steps_evaluations_and_checkpoints_take_time() -> None:
     counted = figures([LENGTH] * 640, eval_rows=128)
     bare = recipe(evaluation={"at_start": False}, schedule={"num_epochs": 2})

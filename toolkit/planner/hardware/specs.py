@@ -66,7 +66,9 @@ _Flops = Annotated[dict[str, float], _stated(dict[Dtype, _Positive], _peaks)]
 
 
 class Efficiency(Section):
-    """What training reaches of a device's peaks. All are shares, but for `launch_seconds`; files: `[value, low, high]`.
+    """What training reaches of a device's peaks, as shares but for `launch_seconds` and `half`.
+
+    Files state `[value, low, high]`.
 
     Args:
         matmul: Large matrix products in the compute dtype, sustained, of `Device.flops`.
@@ -77,6 +79,7 @@ class Efficiency(Section):
         pcie: Copies between pinned host memory and the device, of `Device.pcie`.
         network: Collectives between nodes, of `Node.network`.
         launch_seconds: Python and dispatch of one operation, in seconds; what matters where kernels are shorter.
+        half: Length of a matrix product's side at which it reaches half the speed of endless ones; None: not known.
         fp8: Matrix products in fp8 with their casts, and so on, where their share differs from `matmul`.
     """
 
@@ -88,6 +91,7 @@ class Efficiency(Section):
     pcie: _Range
     network: _Range
     launch_seconds: _Range
+    half: _Range | None = None
     fp8: _Range | None = None
     bf16: _Range | None = None
     fp16: _Range | None = None

@@ -8,6 +8,7 @@ little of what decides: the shares of peaks that a device reaches, which `toolki
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,7 @@ from typing import Literal
 from toolkit.planner.hardware import Hardware, Rate
 from toolkit.planner.memory.states import states
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
-from toolkit.planner.trace.types import Amount, Pass, Trace
+from toolkit.planner.trace.types import CHUNK, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
 
@@ -25,6 +26,8 @@ read and written, the gradient read) in 0.25 s for a billion, as ZeRO-Offload re
 WRITE_BANDWIDTH = 1.5e9
 """Bytes/s at which one process writes a checkpoint; an estimate, because PyTorch's serialisation, not the drive, limits
 it."""
+REFERENCE = (16384, 4096, 4096)
+"""Rows, columns and inner size of the matrix product that `Efficiency.matmul` is stated for: 8B layers, four rows."""
 _FOREACH = 18 / 7
 """Passes over memory of torch's AdamW where each operation is a kernel over all tensors, against those of its fused
 kernel: `_multi_tensor_adam` reads and writes 18 elements for each parameter, one kernel parameter, gradient and moments
@@ -88,6 +91,7 @@ class Step:
         load: A micro-batch.
         sent: What is sent, see `communication.transfers`.
         end: `low` is the shortest time.
+        experts: See `model_configs.experts`.
 
     Attributes:
         compute: Seconds of kernels and their launches.
@@ -96,11 +100,18 @@ class Step:
         seconds: All together.
     """
 
-    def __init__(self, workload: Workload, load: Load, sent: Sequence[Transfer], end: End = "value") -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        load: Load,
+        sent: Sequence[Transfer],
+        end: End = "value",
+        experts: tuple[int, int] = (1, 1),
+    ) -> None:
         self._workload, self._sent = workload, sent
         self._recipe, self._layout, self._hardware = workload.recipe, workload.layout, workload.hardware
         self._trace, self._dtype = workload.trace, peak_dtype(workload)
-        self._end, self._rates = end, OPPOSITE[end]
+        self._end, self._rates, self._experts = end, OPPOSITE[end], experts
         every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
         on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
         passes = {name: self._pass_seconds(self._trace.passes[name], load) for name in ("forward", "backward")}
@@ -133,13 +144,36 @@ class Step:
             return amount.of(layers, load.padded, pairs, load.longest)
 
         busy = (
-            of(each.matmul) / (peak * self._of(rates.matmul_in(self._dtype)))
+            of(each.matmul) / (peak * self._of(rates.matmul_in(self._dtype)) * self._products(load.padded))
             + of(each.attention, load.attended) / (peak * self._of(rates.attention))
             + of(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
         )
         # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
         launching = of(each.launches) * getattr(rates.launch_seconds, self._end)
         return busy + launching if device.kind == "cpu" else max(busy, launching)
+
+    def _products(self, rows: float) -> float:
+        """How fast this model's matrix products are, relative to `REFERENCE`, for so many rows.
+
+        Tiles that are not full, waves that do not fill the device and the way into and out of a product cost the more
+        the shorter its sides are; d / (d + half) for each of them fits published steps of 256 to 8,192 rows.
+        """
+        rate = self._hardware.device.efficiency.half
+        if rate is None:
+            return 1.0
+        half, (count, active) = getattr(rate, self._end), self._experts
+        head = any(each.place == "head" and len(each.shape) == 2 for each in self._trace.tensors)
+        work = seconds = 0.0
+        for each in self._trace.tensors:
+            lookup = each.place == "embeddings" and head
+            if len(each.shape) < 2 or each.kind == "adapter" or lookup:
+                continue
+            share = active / count if each.shape[0] == count > 1 else 1.0
+            part = min(rows, CHUNK) if each.place in ("embeddings", "head") else rows * share
+            amount = each.numel * each.count * share
+            work += amount
+            seconds += amount / _speed(part, *each.shape[-2:], half=half)
+        return work / seconds / _speed(*REFERENCE, half=half) if seconds else 1.0
 
     def _update_seconds(self, on_host: bool) -> float:
         """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.
@@ -201,6 +235,11 @@ class Step:
 
     def _of(self, rate: Rate) -> float:
         return getattr(rate, self._rates)
+
+
+def _speed(*sides: float, half: float) -> float:
+    """Of a matrix product, as a share of that of an endless one."""
+    return math.prod(side / (side + half) for side in sides)
 
 
 def link_rate(name: str, hardware: Hardware, end: End = "value") -> float:

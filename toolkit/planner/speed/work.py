@@ -52,7 +52,7 @@ def work(
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
     sent = transfers(workload, boundary)
-    ends = {end: Step(workload, load, sent, end) for end in OPPOSITE}
+    ends = {end: Step(workload, load, sent, end, experts) for end in OPPOSITE}
     step = _range(ends, "seconds")
     steps, total = None, None
     if counted or recipe.schedule.max_steps:
