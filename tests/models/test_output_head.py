@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import models_doc
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
 from toolkit.models.output_head import HeadChoice, choose
 from toolkit.models.tiny import tiny_model
+
+KNOWN = {
+    **dict.fromkeys(("llama", "gpt2", "gemma3_text", "mixtral", "falcon_mamba"), "fused"),
+    **dict.fromkeys(("modernbert-decoder", "roberta", "recurrent_gemma", "llama4_text", "phimoe", "granitemoe"), "own"),
+    "xlnet": "refused",
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_loss_and_gradients_are_those_of_a_plain_loop(kind: str) -> None:
+    assert models_doc.look(kind).trains == KNOWN[kind]
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5", "prophetnet"])
+def test_encoder_decoders_train_like_a_plain_loop(kind: str) -> None:
+    assert models_doc.look(kind, "seq2seq").trains == "own"
+
+
+@pytest.mark.matrix
+def test_every_architecture_trains_like_a_plain_loop_or_is_refused_as_the_page_says() -> None:
+    found = map(models_doc.look, models_doc.CAUSAL)
+    pairs = (models_doc.look(kind, "seq2seq") for kind in models_doc.ENCODER_DECODERS)
+    assert models_doc.page(found, pairs) == models_doc.PAGE.read_text(encoding="utf-8")
 
 
 def config(kind: str) -> object:

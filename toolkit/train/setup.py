@@ -114,6 +114,11 @@ def set_up(
         data_collator=_collator(recipe, backend, tokenizer),
         processing_class=tokenizer,
     )
+    if first and getattr(trainer, "aux_loss_enabled", False):
+        _log.warning(
+            "the training loss includes the routers' balance loss, which is one of each micro-batch: it depends on "
+            "batch.micro_batch_size, packing and the number of processes; the held-out loss does not include it"
+        )
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)

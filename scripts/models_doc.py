@@ -1,0 +1,285 @@
+"""Writes `docs/models.md`: what each architecture of the installed Transformers can be used for, found out by use.
+
+`python scripts/models_doc.py` writes it, which takes minutes; `make matrix` fails where it is stale. Each architecture
+is built tiny from its own config class. Its loss and gradients on a padded batch through our trainer are compared with
+those of a plain loop over its own logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
+from trl import SFTConfig
+
+from toolkit.common import in_a_line, quiet_libraries
+from toolkit.data.collate import Collator, isolates
+from toolkit.models.output_head import asks_routers, choose
+from toolkit.models.tiny import tiny_model
+from toolkit.recipe import model_configs
+from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+CAUSAL = list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+ENCODER_DECODERS = list(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+
+_UNSTATED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 4},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What a config class leaves out that every published config states."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What was found out.
+
+    Args:
+        trains: `fused`, `own` (all logits), `refused` or `not built`.
+        why: Why it is refused or could not be built.
+        packs: Whether documents packed into a row are kept apart.
+        lora: How much of the layers' matrices `all-linear` adapters reach: all, part or none.
+        quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none.
+    """
+
+    kind: str
+    trains: str
+    why: str = ""
+    packs: bool = False
+    lora: str = ""
+    quantises: str = ""
+
+
+def configuration(kind: str) -> Any:
+    """The config of an architecture as its class makes it, to be trained as a decoder where it can be one.
+
+    Raises:
+        Exception: Whatever the class raises for its own defaults.
+    """
+    config = CONFIG_MAPPING[kind](**_UNSTATED.get(kind, {}))
+    if key := model_configs.causal_key(config.to_dict()):
+        setattr(config, key, True)
+    return config
+
+
+def look(kind: str, objective: str = "sft") -> Architecture:
+    """Tries an architecture.
+
+    Raises:
+        AssertionError: If it trains and its loss or a gradient is not that of a plain loop.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = configuration(kind)
+            if objective == "sft":
+                config.is_encoder_decoder = False
+            elif not config.is_encoder_decoder:
+                return Architecture(kind, "refused", "it has no encoder")
+            elif getattr(config, "decoder_start_token_id", None) is None:
+                config.decoder_start_token_id = 1
+            if model_configs.causal_key(config.to_dict()) is not None:
+                return Architecture(kind, "refused", "an encoder: its tokens see those after them")
+            model = tiny_model(config, objective)
+            batch = _batch(objective)
+            with torch.no_grad():
+                model(
+                    **{key: batch[key] for key in batch if key != "labels" or objective == "seq2seq"}, use_cache=False
+                )
+        except Exception as error:
+            return Architecture(kind, "not built", in_a_line(error))
+        assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
+        head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, batch)
+        reached, quantised = _shares(model)
+        try:
+            packs = objective == "sft" and isolates(model, "packed")
+        except Exception:
+            packs = False
+        return Architecture(kind, head, "", packs, reached, quantised)
+
+
+def _batch(objective: str) -> dict[str, torch.Tensor]:
+    """Two rows of different lengths, of which the beginning is not trained."""
+    ids = torch.randint(5, 120, (2, 24), generator=torch.Generator().manual_seed(0))
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[1, -6:] = 0
+    labels[:, :3] = labels[1, -6:] = -100
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels[:, 3:15].clone() if objective == "seq2seq" else labels,
+    }
+
+
+def _sees_ahead(model: Any, batch: dict[str, torch.Tensor]) -> bool:
+    """Whether a token's logits change with the token after it."""
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    other = inputs["input_ids"].clone()
+    other[0, 12] += 1
+    with torch.no_grad():
+        logits, changed = (model(**inputs | ids, use_cache=False).logits for ids in ({}, {"input_ids": other}))
+    return not torch.allclose(logits[0, :12], changed[0, :12], atol=1e-4)
+
+
+def _compare(model: Any, config: Any, batch: dict[str, torch.Tensor]) -> str:
+    """Which head scores the labels, once loss and gradients are found equal to those of a plain loop."""
+    inputs, following = {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"][:, 1:]
+    routers = {"output_router_logits": True} if asks_routers(config) else {}
+    own = model(**inputs, **routers, use_cache=False)
+    loss = F.cross_entropy(own.logits[:, :-1].float().flatten(0, 1), following.flatten())
+    if routers and own.get("aux_loss") is not None:
+        loss = loss + config.get_text_config().router_aux_loss_coef * own.aux_loss
+    expected = _backward(model, loss)
+    choice = choose(config)
+    trainer: Any = CausalTrainer(
+        model, _arguments(), choice, train_dataset=_rows(), data_collator=Collator(0, "padded"),
+        processing_class=_tokenizer(),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    measured = trainer.compute_loss(model, dict(batch), num_items_in_batch=following.ne(-100).sum())
+    torch.testing.assert_close(measured, loss, rtol=2e-6, atol=2e-6)
+    for name, gradient in _backward(model, measured).items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * scale + 1e-7, msg=name)
+    return "fused" if choice.fused else "own"
+
+
+def _compare_pairs(model: Any, batch: dict[str, torch.Tensor]) -> str:
+    own = model(**batch, use_cache=False)
+    total, count = EncoderDecoderTrainer.negative_log_likelihood(None, model, batch)  # type: ignore[arg-type]
+    if model.config.model_type != "prophetnet":  # Whose own loss is of the tokens after the next one, too.
+        torch.testing.assert_close(total / count, own.loss, rtol=1e-5, atol=1e-5)
+    return "own"
+
+
+def _backward(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@functools.cache
+def _arguments() -> SFTConfig:
+    folder = tempfile.gettempdir()
+    return SFTConfig(
+        folder, bf16=False, use_cpu=True, max_length=None, activation_checkpointing=False, report_to="none",
+        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, log_level="error",
+        average_tokens_across_devices=True, per_device_train_batch_size=2,
+    )  # fmt: skip
+
+
+@functools.cache
+def _rows() -> Dataset:
+    return Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, 6]]})
+
+
+@functools.cache
+def _tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
+def _shares(model: Any) -> tuple[str, str]:
+    """How much of the layers' matrices adapters reach, and how much is quantised."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    outside = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outside |= {id(module.weight) for module in modules}
+    matrices = {id(p): p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in outside}
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
+    try:
+        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        layers = [each.get_base_layer() for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+        reached = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    except Exception:
+        reached = set()
+    return _share(matrices, reached), _share(matrices, linear)
+
+
+def _share(matrices: dict[int, int], among: set[int]) -> str:
+    part = sum(size for key, size in matrices.items() if key in among) / max(1, sum(matrices.values()))
+    # Kernels of short convolutions are no matrices to speak of.
+    return "all" if part > 0.97 else "part" if part else "none"
+
+
+_REASONS = {
+    "refused": "Refused, because a token sees those after it, or because there is no encoder for objective seq2seq",
+    "not built": "Not tried: the config class makes no model that runs on text alone, or none that can be made small",
+}
+_NOTES = """
+## Where losses are not the same to the last digit
+
+- **Mixtures of experts**: where a config states `router_aux_loss_coef`, the training loss includes the routers' balance
+  loss. It is a product of two means over the tokens of a micro-batch, so it is another number for another micro-batch,
+  packing or number of processes, and so are the curves. Over the global batch it would need all micro-batches before
+  the first backward pass, and would no longer be what the field calls by this name. The run says so; the held-out loss
+  does not include it. A model whose own forward computes no such loss gets none, whatever its config states.
+- **T5, GPT-NeoX**: a padded batch and its rows one by one differ in the last digits of fp32 (losses by 5e-7, gradients
+  by 5e-7 of their norm). In fp64 they agree to 1e-15: it is the order of sums, no token too many.
+- **Mamba, Falcon-Mamba**: the scan keeps fp32 inside, so fp64 does not part them further (1e-9 of the gradient). Their
+  states run over the borders of documents, so they do not pack.
+"""
+_INTRODUCTION = """\
+# Models
+
+What each architecture of the installed Transformers can be used for. Each is built tiny from its own config class, so
+this says what its code can do, not how a checkpoint behaves. `python scripts/models_doc.py` writes this page.
+
+- **trains**: loss and gradients of a padded batch equal those of a plain loop over the model's own logits, in fp32.
+  *fused*: by TRL's fused output head, which never holds all logits. *own*: that head is not what the model computes
+  (another layer, scale or cap before the logits, or routers by other names), so the model's own forward scores the
+  labels and all logits are held. The run says which, the plan counts it, `manifest.json` keeps it
+  (`effective.output_head`), and before the first step both are compared once more with the real weights, on the first
+  rows, in the run's precision. BERT and its kin train as decoders only, which their config must say (`is_decoder`).
+- **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
+- **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
+  them bitsandbytes stores in 4 or 8 bits: *part* where one tensor holds all experts.
+
+"""
+
+
+def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -> str:
+    """The text of `docs/models.md`."""
+    text = _INTRODUCTION
+    for title, found in (("Causal language models", list(architectures)), ("Encoder-decoders", list(pairs))):
+        counts = Counter(each.trains for each in found)
+        text += f"## {title}\n\n{', '.join(f'{count} {name}' for name, count in counts.most_common())}.\n\n"
+        text += "| architecture | trains | packs | LoRA | quantises |\n| --- | --- | --- | --- | --- |\n"
+        for each in found:
+            if each.trains in ("fused", "own"):
+                packs = "yes" if each.packs else "no"
+                text += f"| {each.kind} | {each.trains} | {packs} | {each.lora} | {each.quantises} |\n"
+        text += "\n"
+        for name in ("refused", "not built"):
+            kinds = [each.kind for each in found if each.trains == name]
+            if kinds:
+                text += f"{_REASONS[name]}: {', '.join(kinds)}.\n\n"
+    return text.rstrip() + "\n" + _NOTES
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    PAGE.write_text(page(map(look, CAUSAL), (look(kind, "seq2seq") for kind in ENCODER_DECODERS)), encoding="utf-8")
