@@ -73,6 +73,7 @@ CASES = [
     ("target-modules", [LORA, "method.target_modules=q_proj"], ["method.target_modules=all-linear"]),
     ("target-modules", [LORA, "method.target_modules=all_linear"], ["method.target_modules=[q_proj,v_proj]"]),
     ("target-modules-empty", [LORA, "method.target_modules=[]"], ["method.target_modules=[q_proj,v_proj]"]),
+    ("adapter-zero3", [LORA, *ZERO3, "model.adapter=existing"], ["strategy.name=zero2"]),
     ("target-parameters", [LORA, "method.target_parameters=[w]", "lora_dropout=0.1"], ["~method.lora_dropout"]),
     ("target-parameters", [LORA, "method.target_parameters=[w]", "method.use_dora=true"], ["method.use_dora=false"]),
     ("layers-to-transform", [LORA, "method.layers_to_transform=[29, 30]"], ["method.layers_to_transform=[29]"]),
@@ -272,6 +273,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipes").mkdir()
     Path("existing").mkdir()
+    Path("existing", "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
     for name in ("encoder", "decoder"):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps({"model_type": "roberta", "is_decoder": name == "decoder"}))

@@ -6,6 +6,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,31 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
         for module in adapted.modules():
             if isinstance(module, BaseTunerLayer):
                 module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    if recipe.model.adapter:
+        _load_adapter(adapted, recipe.model.adapter)
     return adapted
+
+
+def _load_adapter(adapted: Any, folder: str) -> None:
+    """Reads the weights of a saved adapter into one of the same rank and targets."""
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    try:
+        result: Any = set_peft_model_state_dict(
+            adapted, load_peft_weights(str(Path(folder).expanduser()), device="cpu")
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"model.adapter: {folder} does not fit this model: {first_line(error)}",
+            "set model.path to the model that it was trained on",
+        ) from error
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if missing := sorted(trained & set(result.missing_keys)) or list(result.unexpected_keys):
+        raise UserError(
+            f"model.adapter: {folder} and this model differ in {len(missing)} weights, such as {missing[0]}",
+            "set model.path to the model that it was trained on",
+        )
 
 
 def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> None:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from toolkit.recipe.adapter import start_from
 from toolkit.recipe.compose import compose_recipe, interpolated, remove, value_at
 from toolkit.recipe.errors import Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import first_lines, read
@@ -76,8 +77,16 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
     """
     composed = compose_recipe(name, overrides, folder)
     recipe = _checked(composed.name, composed.values, composed.origins, composed.texts, composed.problems)
+    recipe, taken, problems = start_from(recipe, composed.origins)
+    if problems:
+        raise RecipeError(composed.name, problems, recipe, composed.origins)
     return Loaded(
-        recipe, composed.name, composed.file, composed.origins, composed.values, warnings=tuple(composed.warnings)
+        recipe,
+        composed.name,
+        composed.file,
+        composed.origins | taken,
+        composed.values,
+        warnings=tuple(composed.warnings),
     )
 
 

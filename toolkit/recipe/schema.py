@@ -60,6 +60,8 @@ class Model(Section):
     """Branch, tag or commit of the model on the hub; by default its main branch."""
     gguf_file: str | None = None
     """Name of the GGUF file inside a hub repository or local folder that holds several files."""
+    adapter: Place | None = None
+    """Folder of a LoRA adapter to train on from, e.g. `runs/first/final`; its rank and targets are taken over."""
     tokenizer: Place | None = None
     """Hub id or local folder of the tokenizer, if it is not the model's own."""
     chat_template: Place | None = None

@@ -143,6 +143,8 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         modules = method.target_modules if isinstance(method.target_modules, str) else ", ".join(method.target_modules)
         rows += [("rank, alpha, dropout", f"{method.r}, {method.lora_alpha:g}, {method.lora_dropout:g}")]
         rows += [("target modules", modules)]
+    if stages := record.manifest.started_from:
+        rows.append(("started from", ", then ".join(stages)))
     if counts := record.manifest.parameters:
         rows.append(("trained parameters", f"{compact(counts.trainable)} of {compact(counts.total)}"))
         rows += [("shares", counts.shares)] if counts.shares else []

@@ -197,6 +197,13 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
 
 
+def stages(adapter: str | None) -> list[str]:
+    """The adapters that led to this one, and itself; as far as each one's run folder still tells."""
+    if adapter is None:
+        return []
+    return [*read_manifest(Path(adapter).expanduser().parent)[0].started_from, adapter]
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the libraries that decide a run's numbers."""
     installed = {}

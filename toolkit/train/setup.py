@@ -37,7 +37,7 @@ from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.plan_guard import PlanGuard, plan_run
-from toolkit.train.run_folder import RunFolder, hash_files
+from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer, FixedOrder
@@ -135,8 +135,9 @@ def set_up(
         folder.describe(
             loaded,
             layout,
-            {"data": prepared.fingerprint, "model": hash_files(source.weight_files())},
+            {"data": prepared.fingerprint, "model": hash_files(source.weight_files()), **_adapter_hash(recipe)},
             parameters=counts,
+            started_from=stages(recipe.model.adapter),
             total_steps=length.total_steps,
         )
     return Session(
@@ -155,6 +156,13 @@ def set_up(
         trainer=trainer,
         progress=progress,
     )
+
+
+def _adapter_hash(recipe: Recipe) -> dict[str, str]:
+    """Of the adapter that the run starts from, which must be the same when it is continued."""
+    if recipe.model.adapter is None:
+        return {}
+    return {"adapter": hash_files(Path(recipe.model.adapter).expanduser().glob("adapter_*"))}
 
 
 def _prepare(

@@ -79,6 +79,12 @@ TRAINING_RULES = {
         "adapters must be added to some modules",
         "write all-linear, or a list: method.target_modules=[q_proj,v_proj]",
     ),
+    "adapter-zero3": Rule(
+        "model.adapter",
+        lambda r, _: r.model.adapter is not None and r.strategy.name == "zero3",
+        "ZeRO-3 divides adapters before their weights can be read into them",
+        "set strategy.name=fsdp or zero2",
+    ),
     "target-parameters": Rule(
         "method.target_parameters",
         lambda r, _: r.method.target_parameters and not_for_parameters(r),

@@ -1,0 +1,81 @@
+"""The adapter that a recipe starts from: what PEFT's `adapter_config.json` says of it, and what the recipe says.
+
+Rank and targets are the adapter's: what the recipe leaves out is taken from there, what it states must agree. Reading
+them before anything is loaded lets `validate`, `show` and plans see the keys that the run will have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
+from toolkit.recipe.model_configs import BUILTIN_MODELS
+from toolkit.recipe.schema import Recipe
+
+_FILE = "adapter_config.json"
+_KEYS = (
+    *("r", "lora_alpha", "target_modules", "target_parameters", "layers_to_transform", "rank_pattern"),
+    *("alpha_pattern", "modules_to_save", "use_rslora", "use_dora"),
+)
+_PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False}
+"""Settings of PEFT that a recipe has no key for, and the only value with which an adapter is trained on."""
+
+
+def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[Problem]]:
+    """The recipe with the rank and targets of the adapter that it starts from.
+
+    Returns:
+        The recipe, where the values that it did not state come from, and what does not agree.
+    """
+    if recipe.model.adapter is None:
+        return recipe, {}, []
+    folder = Path(recipe.model.adapter).expanduser()
+
+    def problem(key: str, what: str, given: str, hint: str) -> Problem:
+        return Problem(key, what, origin_of(key, origins), given, hint=hint)
+
+    try:
+        config = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        inside = folder / "final"
+        hint = f"set model.adapter={inside}" if (inside / _FILE).is_file() else "name the folder `final` of a run"
+        what = f"there is no readable {_FILE} in this folder" if isinstance(error, OSError) else f"{_FILE}: {error}"
+        return recipe, {}, [problem("model.adapter", what, recipe.model.adapter, hint)]
+    problems = [
+        problem("model.adapter", f"has {key}={config[key]}, which cannot be trained on", "", "name another adapter")
+        for key, value in _PLAIN.items()
+        if config.get(key, value) != value
+    ]
+    base, path = config.get("base_model_name_or_path"), BUILTIN_MODELS.get(recipe.model.path, recipe.model.path)
+    if base and base != path and not Path(path).expanduser().exists():
+        problems.append(
+            problem("model.adapter", f"was trained on {base}", recipe.model.adapter, f"set model.path={base}")
+        )
+    values: dict[str, Any] = {"method.name": "lora"} | {f"method.{key}": _value(config, key) for key in _KEYS}
+    taken: dict[str, Any] = {}
+    for key, value in values.items():
+        given = getattr(recipe.method, key.removeprefix("method."))
+        if not _stated(key, origins) or given == "all-linear":
+            taken[key] = value
+        elif (sorted(given) if isinstance(given, list) else given) != value:
+            what = f"the adapter in {recipe.model.adapter} has {as_text(value)}"
+            problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
+    return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key)
+    if key in ("rank_pattern", "alpha_pattern"):
+        return value or {}
+    if key in ("use_rslora", "use_dora"):
+        return bool(value)
+    if key in ("r", "lora_alpha") or isinstance(value, str):
+        return value
+    return sorted(value if isinstance(value, list) else [] if value is None else [value])
+
+
+def _stated(key: str, origins: Origins) -> bool:
+    return any(written == key or written.startswith(f"{key}.") for written in origins)
