@@ -40,9 +40,11 @@ def test_a_report_shows_the_headline_figures(run: Path) -> None:
 def test_the_header_names_model_data_method_and_learning_rate(run: Path) -> None:
     recipe = {"model": {"path": "org/base"}, "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}
     recipe |= {"method": {"name": "lora", "quantization": "nf4"}, "optimizer": {"learning_rate": 2e-4}}
+    recipe |= {"evaluation": {"max_new_tokens": 64}}
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     text = Page(write_report(run).read_text(encoding="utf-8")).text
     assert "org/base · a.jsonl and 1 more · lora on nf4 · learning rate 2e-4" in text
+    assert "An answer is cut after 64 tokens" in text
     for broken in ("model: [", "- 1", "model: 3\ndata: {sources: 4}\noptimizer: {learning_rate: x}", ""):
         (run / "recipe.yaml").write_text(broken)
         write_report(run)

@@ -44,12 +44,13 @@ def write_report(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
     record, path = read_run(run), run / "report.html"
-    manifest = record.manifest
+    manifest, content = record.manifest, _content(record.recipe)
     html = page.render(
         "run.html.j2",
         title=f"{record.name} · training report",
         record=record,
-        subject=_subject(record.recipe),
+        subject=_subject(content),
+        longest_answer=_longest_answer(content),
         lead=_lead(record),
         notices=_notices(record),
         tiles=_tiles(record),
@@ -85,13 +86,23 @@ def _lead(record: Record) -> list[str]:
     return lead
 
 
-def _subject(recipe: str) -> list[str]:
-    """What was trained, on what and how: model, data, method and learning rate, as far as the recipe can be read."""
+def _content(recipe: str) -> dict[str, Any]:
+    """The recipe's text as YAML; empty where it cannot be read."""
     try:
         content = yaml.safe_load(recipe)
     except (yaml.YAMLError, RecursionError, ValueError):
-        return []
-    content = content if isinstance(content, dict) else {}
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _longest_answer(content: dict[str, Any]) -> float | None:
+    """Tokens after which an answer of `Samples` is cut."""
+    evaluation = content.get("evaluation")
+    return number(evaluation.get("max_new_tokens")) if isinstance(evaluation, dict) else None
+
+
+def _subject(content: dict[str, Any]) -> list[str]:
+    """What was trained, on what and how: model, data, method and learning rate, as far as the recipe can be read."""
     model, data, method, optimizer = (
         part if isinstance(part := content.get(name), dict) else {} for name in ("model", "data", "method", "optimizer")
     )
