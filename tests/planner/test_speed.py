@@ -299,6 +299,9 @@ def test_all_steps_evaluations_and_checkpoints_take_time() -> None:
     assert plain.tokens == 2 * counted.tokens
     assert plain.pflop_days == pytest.approx(20 * plain.model_flops_per_step / 8.64e19)
     assert plain.cost == pytest.approx(3.0 * 8 * plain.total_seconds.value / 3600)
+    assert plain.energy_kwh == pytest.approx(0.7 * plain.gpu_hours) and plain.co2_kg is None
+    clean = dataclasses.replace(find("h200x8"), node=find("h200x8").node.model_copy(update={"co2": 40.0}))
+    assert plan(bare, clean, counted).co2_kg == pytest.approx(0.04 * (plan(bare, clean, counted).energy_kwh or 0))
 
     evaluated = plan(bare.model_copy(update={"evaluation": recipe().evaluation}), "h200x8", counted)
     often = plan(recipe(evaluation={"every_steps": 5}, schedule={"num_epochs": 2}), "h200x8", counted)

@@ -177,6 +177,10 @@ class Work(Figures):
     """Price of the run, in the currency of the price per GPU-hour that was given."""
     cost_per_million_tokens: float | None = None
     """Price of a million trained tokens, which needs no length of the run."""
+    energy_kwh: float | None = None
+    """Kilowatt-hours of the run at the devices' power limit; hosts and cooling are not counted."""
+    co2_kg: float | None = None
+    """Kilograms of CO2 of that energy, where the hardware's entry says what its grid emits."""
     chinchilla_tokens: float | None
     """Tokens for pre-training from scratch: 20 per parameter (Hoffmann et al. 2022)."""
 

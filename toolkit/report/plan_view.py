@@ -142,6 +142,9 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         if work.cost is not None and work.gpu_hours:
             hours += f" at {money_text(work.cost / work.gpu_hours)} = {money_text(work.cost)}"
         rows.append(("in all", f"{number_text(work.pflop_days)} PFLOP-days, {hours}"))
+    if work.energy_kwh is not None:
+        emitted = f", {number_text(work.co2_kg)} kg of CO2" if work.co2_kg is not None else ""
+        rows.append(("energy", f"{number_text(work.energy_kwh)} kWh at the devices' power limit{emitted}"))
     if work.chinchilla_tokens is not None:
         share = f"; this run has {work.tokens / work.chinchilla_tokens:.2%}" if work.tokens is not None else ""
         text = f"{compact(work.chinchilla_tokens)} tokens from scratch would be 20 per parameter{share}"

@@ -113,6 +113,7 @@ class Node(Section):
         network: To other nodes, one direction, all adapters together.
         nvme: Its local drives together, mean of reading and writing.
         nvme_bytes: Their size; None if unknown.
+        co2: Grams for each kilowatt-hour of the grid that feeds it; None if unknown.
         source: Where the figures come from.
     """
 
@@ -122,6 +123,7 @@ class Node(Section):
     network: _Gbit = Field(validation_alias="network_gbit_s")
     nvme: _Gb = Field(validation_alias="nvme_gb_s")
     nvme_bytes: _Tb | None = Field(None, validation_alias="nvme_tb")
+    co2: _Positive | None = Field(None, validation_alias="co2_g_kwh")
     source: str = ""
 
     def part(self, share: float) -> Node:
@@ -147,6 +149,7 @@ class Device(Section):
         link: To the other devices of the node (NVLink, xGMI), one direction, all links together; None if there is only
             PCIe.
         pcie: To the host, one direction.
+        power: Watts that it may draw; None if unknown.
         capability: CUDA's compute capability, `9.0`.
         measured: Which efficiencies were measured.
         efficiency: What training reaches of the peaks.
@@ -164,6 +167,7 @@ class Device(Section):
     bandwidth: _Gb = Field(validation_alias="bandwidth_gb_s")
     link: _Gb | None = Field(None, validation_alias="link_gb_s")
     pcie: _Gb = Field(validation_alias="pcie_gb_s")
+    power: _Positive | None = Field(None, validation_alias="power_w")
     capability: str | None = None
     measured: list[str] = Field(default_factory=list)
     efficiency: Efficiency

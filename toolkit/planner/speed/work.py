@@ -61,6 +61,8 @@ def work(
     peak = hardware.device.flops[peak_dtype(workload)]
     from_scratch = recipe.objective == "language_modelling" and recipe.method.name == "full"
     hours = hardware.devices * total.value / 3600 if total else None
+    power, grams = hardware.device.power, hardware.node.co2
+    energy = hours * power / 1000 if hours is not None and power else None
     return Work(
         parameters=parameters,
         trained_parameters=workload.trained,
@@ -83,6 +85,8 @@ def work(
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
         cost_per_million_tokens=None if price is None else price * hardware.devices * 1e6 * step.value / tokens / 3600,
+        energy_kwh=energy,
+        co2_kg=energy * grams / 1000 if energy is not None and grams else None,
         chinchilla_tokens=CHINCHILLA * parameters if from_scratch else None,
     )
 
