@@ -1,7 +1,8 @@
 """What a finished run is good for: sampling from it, and merging its adapter into its base.
 
 PEFT's merge is trusted only as far as it is proved: adapter, merged model and saved files must give the same logits on
-real rows, or nothing is written. That costs one more copy of the model in fp32, and the time to read it back.
+real rows, or nothing is written. One copy of the model in fp32 is held at a time, on the GPU or else on the host; the
+files are read back once it is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from toolkit.models import attention
 from toolkit.models.adapters import cast_parameters
 from toolkit.models.load import ModelSource, auto_class
 from toolkit.recipe.load import load_resolved
+from toolkit.train.dequantize import dequantize, place_for
 from toolkit.train.evaluate import answer, as_prompt, evaluating
 from toolkit.train.run_folder import RunFolder
 
@@ -89,8 +91,9 @@ def _typed(name: str) -> Iterator[str]:
 def merge(run: Path, output: Path) -> str:
     """Merges a run's adapter into the base it was trained on, proves that both say the same, and saves the result.
 
-    A quantized base is dequantized first: those are the weights that the adapter was trained on. Logits are compared
-    in fp32 on real rows of the run's data: the adapter's against the merged model's, and again against the saved files.
+    A quantized base is dequantized first: those are the weights that the adapter was trained on. What it all takes is
+    printed, and decides between GPU and host. Logits are compared in fp32 on real rows of the run's data: the adapter's
+    against the merged model's, and again against the saved files.
 
     Returns:
         What was compared and how close it was.
@@ -119,8 +122,12 @@ def merge(run: Path, output: Path) -> str:
     if recipe.method.quantization != "none":
         quantized = PeftModel.from_pretrained(base, str(final))
         as_trained = [_logits(quantized, row, types.autocast) for row in rows]
-        base = quantized.unload().dequantize()
-    model = PeftModel.from_pretrained(base.float(), str(final)).float()
+        base = quantized.unload()
+    place, memory = place_for(base)
+    print(memory, flush=True)
+    if recipe.method.quantization != "none":
+        base = dequantize(base, place)
+    model = PeftModel.from_pretrained(base.to(place).float(), str(final)).float()
     with model.disable_adapter():
         untrained = [_logits(model, row) for row in rows]
     before = [_logits(model, row) for row in rows]
@@ -138,10 +145,13 @@ def merge(run: Path, output: Path) -> str:
     cast_parameters(merged.parameters(), types.export)
 
     def write(folder: Path) -> None:
+        nonlocal merged, model, base
         merged.save_pretrained(folder)
+        # The files are read back into the memory that it leaves.
+        del merged, model, base
         tokenizer.save_pretrained(folder)
         reader = auto_class(recipe.objective)
-        saved = reader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        saved = reader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(place)
         proof["saved_dtype"] = types.export
         proof["distance_as_saved"] = _distance(before, [_logits(saved, row) for row in rows])
         _require("saved model", proof["distance_as_saved"], SAVED_TOLERANCE[types.export])
