@@ -118,7 +118,7 @@ def merge(run: Path, output: Path) -> str:
     types = dtypes(recipe)
     proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
 
-    base = source.load(types, "eager")
+    base: Any = source.load(types, "eager")
     if recipe.method.quantization != "none":
         quantized = PeftModel.from_pretrained(base, str(final))
         as_trained = [_logits(quantized, row, types.autocast) for row in rows]
