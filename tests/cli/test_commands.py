@@ -15,7 +15,7 @@ from harness import environment, write_recipe
 from tiny import chat_rows, tiny_model
 
 from toolkit.cli.main import main
-from toolkit.recipe import list_recipes, shipped_recipes
+from toolkit.recipe import RecipeError, list_recipes, shipped_recipes
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import json_schema
 
@@ -113,8 +113,11 @@ CHANGES = [
 @pytest.mark.parametrize("parent", SHIPPED)
 def test_copy_loads_to_exactly_its_parent_with_the_changes(parent: str, place: Path) -> None:
     changes = random.Random(parent).choice(CHANGES)
-    # A change that this recipe cannot take is refused by `cp` just as it is by `validate`.
-    valid = main(["validate", f"recipe={parent}", *changes]) == 0
+    # A change that this recipe cannot take is refused by `cp` just as it is by `validate`, which looks at data too.
+    try:
+        valid = bool(load_checked(parent, changes))
+    except RecipeError:
+        valid = False
     assert main(["cp", f"recipe={parent}", "copy", *changes]) == (0 if valid else 2)
     assert Path("recipes/copy.yaml").exists() == valid
     if not valid:
@@ -276,3 +279,28 @@ def test_data_is_audited_and_shown(place: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "rows" in text and "rows.jsonl" in text
     assert "what does str." in text
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "wrong"),
+    [
+        ("generate", "--temperature", ["-1", "nan", "inf", "warm", ""]),
+        ("generate", "--top-p", ["0", "-1", "1.5", "nan", "x"]),
+        ("generate", "--seed", ["-1", "1.5", "x"]),
+        ("generate", "--max-new-tokens", ["0", "-1", "1e3"]),
+        ("plan", "--price", ["-1", "nan", "inf", "x"]),
+        ("launch", "--gpus", ["-1", "1.5"]),
+        ("launch", "--nodes", ["0", "x"]),
+        ("launch", "--port", ["0", "70000"]),
+        ("data", "--show", ["0", "-3", "x"]),
+        ("calibrate", "--seconds", ["0", "x"]),
+    ],
+)
+def test_a_wrong_number_of_an_option_is_named(
+    command: str, option: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in wrong:
+        with pytest.raises(SystemExit) as caught:
+            main([command, f"{option}={value}"])
+        assert caught.value.code == 2
+        assert f"argument {option}: {value} is not a" in capsys.readouterr().err

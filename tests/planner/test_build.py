@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from arithmetic import recipe
 
+from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics
 from toolkit.planner.build import estimate, fit
 from toolkit.planner.hardware import find
@@ -15,6 +16,7 @@ from toolkit.planner.plan import Disk, Host, Memory, Range
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.types import Setting, Trace
+from toolkit.recipe.rules import load_checked
 
 GIB = 2**30
 CONFIG = {
@@ -129,3 +131,34 @@ def test_why_there_is_no_trace_is_said_in_a_few_lines(monkeypatch: pytest.Monkey
     traced = estimate(recipe(), "known", find("h200"), config=CONFIG, advice=False)
     assert plan.memory[0].total.high > traced.memory[0].total.high
     assert plan.work.step_seconds.high > traced.work.step_seconds.high
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["method.target_modules=[q_prj,v_proj]"], ["method.target_modules", "'q_prj'", "did you mean 'q_proj'"]),
+        (["method.modules_to_save=[lm_haed]"], ["method.modules_to_save", "'lm_haed'"]),
+        (["~method", "method.freeze=['model.layer.*']"], ["method.freeze", "'model.layer.*'"]),
+        (["~method", "method.freeze=['*']"], ["method.freeze leaves nothing to train"]),
+    ],
+)
+def test_names_that_match_nothing_are_refused(changes: list[str], words: list[str]) -> None:
+    loaded = load_checked("smollm2_135m_lora_demo", changes)
+    with pytest.raises(UserError) as caught:
+        estimate(loaded.recipe, "demo", find("h100"), tracing="in_process")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_pattern_of_one_deep_layer_is_planned() -> None:
+    """The models that are traced have few layers; the names are those of the whole model."""
+    loaded = load_checked("smollm2_135m_lora_demo", ["~method", "method.freeze=['model.layers.20.*']"])
+    assert estimate(loaded.recipe, "demo", find("h100"), tracing="in_process", advice=False).fit.answer == "yes"
+
+
+@pytest.mark.parametrize(
+    "changes", [["precision=fp16"], ["activation_checkpointing=offload"], ["optimizer=paged_adamw_8bit"]]
+)
+def test_what_needs_a_gpu_is_not_planned_on_a_cpu(changes: list[str]) -> None:
+    loaded = load_checked("smollm2_135m_lora_demo", changes)
+    with pytest.raises(UserError, match="GPU"):
+        estimate(loaded.recipe, "demo", find("cpu"), advice=False)

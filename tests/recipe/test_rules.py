@@ -33,6 +33,9 @@ SELECTIVE = ["activation_checkpointing.mode=selective"]
 
 # Rule, what breaks it, and the fix: what its message says to change, as overrides that replace those of the same key.
 CASES = [
+    ("model-no-folder", ["model.path=./nowhere"], ["model.path=existing"]),
+    ("model-no-folder", ["model.path=m/x.gguf"], ["model.path=a/b"]),
+    ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model.gguf_file=null"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model=someone/folder"]),
     ("revision-local", ["model.revision=main"], ["model.revision=null"]),
@@ -274,6 +277,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("recipes").mkdir()
     Path("existing").mkdir()
     Path("existing", "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
+    Path("m.gguf").touch()
     for name in ("encoder", "decoder"):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps({"model_type": "roberta", "is_decoder": name == "decoder"}))

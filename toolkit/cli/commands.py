@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, port, positive, price, sweep
+from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature
 from toolkit.common import UserError, table
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -87,11 +87,14 @@ def show(options: argparse.Namespace) -> None:
 @_command(_RECIPE, _FOLDER, _flag("--all", "validate all your recipes (without any: the shipped ones)"))
 def validate(options: argparse.Namespace) -> int:
     """Report every problem of a recipe."""
-    from toolkit.recipe import list_recipes, recipe_folders
+    from toolkit.cli.local_data import data_problems
+    from toolkit.recipe import RecipeError, list_recipes, recipe_folders
     from toolkit.recipe.rules import load_checked
 
     if not options.all:
         loaded = _load(options)
+        if problems := data_problems(loaded):
+            raise RecipeError(loaded.name, problems)
         print(f"recipe {loaded.name}: valid")
         return 0
     if any(argument.startswith("recipe=") for argument in options.arguments):
@@ -305,9 +308,9 @@ def report(options: argparse.Namespace) -> None:
     _RUN,
     _option("--prompt", "TEXT", "a prompt; may be given several times", action="append"),
     _option("--max-new-tokens", "N", "longest answer (256)", type=positive, default=256),
-    _option("--temperature", "T", "0 is greedy, the default", type=float, default=0.0),
-    _option("--top-p", "P", "with a temperature: nucleus sampling", type=float, default=1.0),
-    _option("--seed", "N", "seed of the sampling (42)", type=int, default=42),
+    _option("--temperature", "T", "0 is greedy, the default", type=temperature, default=0.0),
+    _option("--top-p", "P", "with a temperature: nucleus sampling", type=share, default=1.0),
+    _option("--seed", "N", "seed of the sampling (42)", type=count, default=42),
 )
 def generate(options: argparse.Namespace) -> None:
     """Sample from a run; interactive without --prompt."""

@@ -27,13 +27,31 @@ def port(text: str) -> int:
 
 def price(text: str) -> float:
     """An amount of money."""
+    return _number(text, math.inf, f"{text} is not a price, such as 2.5")
+
+
+def temperature(text: str) -> float:
+    """What logits are divided by before sampling; 0 for greedy decoding."""
+    return _number(text, math.inf, f"{text} is not a temperature: 0, or a number above it such as 0.7")
+
+
+def share(text: str) -> float:
+    """A part of the whole."""
+    number = _number(text, 1 + sys.float_info.epsilon, f"{text} is not a number above 0 and up to 1, such as 0.9")
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and up to 1, such as 0.9")
+    return number
+
+
+def _number(text: str, below: float, wrong: str) -> float:
+    """A number from 0."""
     try:
-        amount = float(text)
+        number = float(text)
     except ValueError:
-        amount = math.nan
-    if not 0 <= amount < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a price, such as 2.5")
-    return amount
+        number = math.nan
+    if not 0 <= number < below:
+        raise argparse.ArgumentTypeError(wrong)
+    return number
 
 
 def sweep(text: str) -> tuple[str, list[str]]:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.cli.local_data import data_problems
 from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
@@ -59,7 +60,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None) ->
     """
     name, overrides, hardware = _parts(arguments, folder)
     loaded = load_checked(name, overrides, folder)
-    warn(loaded.warnings)
+    warn([*loaded.warnings, *data_problems(loaded)])
     _check_launch(loaded.recipe, hardware)
     return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price)
 

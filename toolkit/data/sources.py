@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import xxhash
 
 from toolkit.common import UserError, first_line
@@ -58,6 +57,10 @@ class Reader(ABC):
             raise UserError(f"data source `{self.source.path}` has no rows", "point `data.sources` to data, or fill it")
         yield first
         yield from rows
+
+    def files(self) -> list[Path]:
+        """Those of a local source."""
+        return []
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -100,6 +103,9 @@ class _Local(Reader):
     def __init__(self, source: Source, streaming: bool, paths: list[Path]) -> None:
         super().__init__(source, streaming)
         self.paths = paths
+
+    def files(self) -> list[Path]:
+        return self.paths
 
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_128()
@@ -170,12 +176,16 @@ class _Builtin(Reader):
 
 class _Hub(Reader):
     def fingerprint(self) -> str:
+        import datasets  # Takes a second, and only hub data sets need it.
+
         source = self.source
         with _hub_errors(source):
             builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
         return f"{source.path}/{source.name}/{builder.hash}"
 
     def _rows(self) -> Iterator[RawRow]:
+        import datasets
+
         source = self.source
         options: dict[str, Any] = {"split": source.split, "revision": source.revision, "streaming": self.streaming}
         with _hub_errors(source):

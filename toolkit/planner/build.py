@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics, statistics_of
+from toolkit.distributed.devices import check_cpu
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
@@ -145,6 +146,8 @@ def estimate(
         name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing
     )  # fmt: skip
     recipe, chosen = decide(recipe, hardware, config=question.config, tracing=tracing)
+    if hardware.device.kind == "cpu":
+        check_cpu(recipe)
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):

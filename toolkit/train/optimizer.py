@@ -31,8 +31,6 @@ def check_available(recipe: Recipe) -> None:
             f"optimizer.name={traits.name} needs the package {traits.module}, which is not installed",
             f"run `pip install {traits.package}`, or set optimizer.name=adamw",
         )
-    if traits.gpu_only and not torch.cuda.is_available():
-        raise UserError(f"optimizer.name={traits.name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
 
 
 def check_arguments(recipe: Recipe, arguments: Any, length: Length) -> None:

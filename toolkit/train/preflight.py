@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from toolkit.common import UserError, cache_dir
+from toolkit.distributed.devices import check_cpu
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
@@ -237,10 +238,8 @@ def check_devices(recipe: Recipe, world: World) -> None:
             f"start all of them with `toolkit launch recipe=… --gpus {gpus}`, or make one visible with "
             "CUDA_VISIBLE_DEVICES=0",
         )
-    if recipe.precision == "fp16" and not gpus and not (recipe.strategy.zero_stage and _deepspeed_takes_fp16()):
-        raise UserError(
-            "precision=fp16 needs a GPU: its loss scaling does not run on a CPU", "set precision=bf16 or fp32"
-        )
+    if not gpus:
+        check_cpu(recipe, not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16())
     if "bf16" in recipe.precision and gpus and not device.has_bf16():
         raise UserError(
             f"precision={recipe.precision}: {device.name()} has no bf16, which NVIDIA's GPUs have from Ampere on",
@@ -248,11 +247,6 @@ def check_devices(recipe: Recipe, world: World) -> None:
         )
     if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
-    if recipe.activation_checkpointing.mode == "offload" and not gpus:
-        raise UserError(
-            "activation_checkpointing.mode=offload moves activations from a GPU to host memory; there is no GPU here",
-            "set activation_checkpointing.mode=full",
-        )
     optimizer.check_available(recipe)
     for tracker in recipe.logging.trackers:
         if importlib.util.find_spec(tracker) is None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.common import UserError
 from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import Micro, run
@@ -32,6 +33,7 @@ def trace(setting: Setting) -> Trace:
     """Measures one setting.
 
     Raises:
+        UserError: If the method names modules or parameters that the model does not have.
         Exception: Whatever the model's own code raises when it cannot run on fake tensors.
     """
     deadline = time.process_time() + _LIMIT
@@ -48,7 +50,10 @@ def trace(setting: Setting) -> Trace:
         runs = []
         for depth in (small, large):
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            shallow = build(setting, depth, fake)
+            try:
+                shallow = build(setting, depth, fake)
+            except UserError as error:  # The whole model has what is named, in a layer that this one lacks.
+                raise RuntimeError(error.what) from error
             runs.append([run(shallow, setting, choice, fake, *shape, period, deadline) for shape in shapes])
     fit = _Fit(shapes, small, large)
     tensors, layer_elements, buffers = _inventory(inventory, setting)

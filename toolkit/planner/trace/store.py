@@ -57,6 +57,7 @@ def obtain(setting: Setting, tracing: Tracing = "worker") -> Trace:
     """The trace of a setting; made if it is not known, or estimated from the config if that cannot be done.
 
     Raises:
+        UserError: If the method names modules or parameters that the model does not have.
         UnknownSize: If it can be neither traced nor estimated.
     """
     known = find(setting)
@@ -70,6 +71,8 @@ def _trace_here(setting: Setting) -> Trace:
 
     try:
         made = trace(setting)
+    except UserError:
+        raise
     except Exception as error:  # A model's own code may raise anything, and a run must not end for its plan.
         return estimated(setting, in_a_line(error))
     keep(setting, made)
@@ -91,6 +94,8 @@ def _trace_in_worker(setting: Setting) -> Trace:
             answer = ask({"trace": dataclasses.asdict(setting)})
             if answer.get("error", "").startswith(TimeoutError.__name__):
                 _too_long[architecture] = answer["error"]
+            if answer.get("change"):
+                raise UserError(answer["error"], answer["change"])
             if "error" in answer:
                 return estimated(setting, answer["error"])
             known = Trace.from_json(answer["trace"])

@@ -16,6 +16,13 @@ def _is_local(recipe: Recipe) -> bool:
     return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).expanduser().is_dir()
 
 
+def _no_folder(path: str | None) -> bool:
+    """Whether it can only be a local path, and nothing is there: the hub's ids are `name` or `owner/name`."""
+    text = path or ""
+    local = text.startswith((".", "/")) or text.count("/") > 1 or "\\" in text or text.endswith(".gguf")
+    return local and not text.startswith("builtin:") and not Path(text).exists()
+
+
 def _twice(columns: Mapping[str, str] | None) -> bool:
     """Whether two columns are read from the same one."""
     return len(set((columns or {}).values())) < len(columns or {})
@@ -29,6 +36,18 @@ _RESERVED = {"messages", "conversation", "tools", "add_generation_prompt", "cont
 """Arguments of `apply_chat_template` that follow from the rows and from what they are used for."""
 
 INPUT_RULES = {
+    "model-no-folder": Rule(
+        "model.path",
+        lambda r, _: _no_folder(r.model.path),
+        "there is no such folder or file",
+        "set model.path to a folder with config.json, a GGUF file, or the id of a model on the hub",
+    ),
+    "tokenizer-no-folder": Rule(
+        "model.tokenizer",
+        lambda r, _: _no_folder(r.model.tokenizer),
+        "there is no such folder",
+        "set model.tokenizer to a folder with tokenizer.json, or the id of a model on the hub",
+    ),
     "gguf-twice": Rule(
         "model.gguf_file",
         lambda r, _: r.model.path.endswith(".gguf") and r.model.gguf_file is not None,

@@ -1,0 +1,73 @@
+"""What `validate` and `plan` say of the data before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import environment
+
+from recipes import write
+from toolkit.cli.main import main
+
+GOOD = [{"prompt": "a", "completion": "b"}] * 3
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
+    Path("chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": 5}]}) + "\n")
+    write("mine", "model: smollm2_135m_builtin\ndata:\n  sources:\n  - rows.jsonl\n  eval_split: 0.5\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["data=./nowhere.jsonl"], ["data.sources.0: ", "does not exist", "command line", "change"]),
+        (["data=row.jsonl"], ["did you mean `rows.jsonl`"]),
+        (["data=./elsewhere/*.jsonl"], ["no data files"]),
+        (["data=[rows.jsonl,./other/b.jsonl]"], ["data.sources.1: ", "there is no folder `other`"]),
+        (["data.columns={prompt: promt}"], ["data.sources.0: ", "no column `promt`", "mine.yaml:4", "prompt"]),
+        (["data.columns={prompt: completion, completion: prompts}"], ["no column `prompts`"]),
+        (["data.format=alpaca"], ["no column `instruction`"]),
+        (["data=[chats.jsonl]"], ["chats.jsonl:1", "content"]),
+        (["data.eval_split=validation"], ["data.eval_split: ", "command line", "no split `validation`"]),
+        (["data.eval_sources=[held.jsonl]"], ["data.eval_sources.0: ", "does not exist"]),
+        (["objective=language_modelling", "data.format=text"], ["no column `text`"]),
+    ],
+)
+def test_what_the_run_would_refuse_is_said_by_validate(
+    place: Path, changes: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "recipe=mine", *changes]) == 2
+    printed = capsys.readouterr().err
+    assert "1 problem\n" in printed
+    for word in words:
+        assert word in " ".join(printed.split()), printed
+
+
+def test_good_data_and_data_elsewhere_are_valid(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes in ([], ["data=owner/name"], ["data=builtin:stdlib-docstrings"], ["data=[s3://bucket/rows.jsonl]"]):
+        assert main(["validate", "recipe=mine", *changes]) == 0, changes
+
+
+def test_rows_are_checked_without_a_framework(place: Path) -> None:
+    program = (
+        "import sys; from toolkit.cli.main import main; code = main(['validate', 'recipe=mine']);"
+        "print(code, sorted({'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_a_plan_is_made_all_the_same_with_a_warning(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", "recipe=mine", "data=./nowhere.jsonl", "hardware=h100"]) == 0
+    printed = capsys.readouterr()
+    assert "nowhere.jsonl` does not exist" in printed.err and "fits" in printed.out
