@@ -52,7 +52,7 @@ def _check(source: Source, task: Task) -> None:
     if "://" in source.path or source.path.startswith("builtin:"):
         return
     reader = open_source(source, streaming=True)
-    files = reader.files()
+    files = reader.local_files()
     if not files or any(readers.kind(file) in _WHOLE and file.stat().st_size > _WHOLE_BYTES for file in files[:1]):
         return
     head = list(itertools.islice(reader.rows(), _ROWS))

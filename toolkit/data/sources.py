@@ -58,7 +58,7 @@ class Reader(ABC):
         yield first
         yield from rows
 
-    def files(self) -> list[Path]:
+    def local_files(self) -> list[Path]:
         """Those of a local source."""
         return []
 
@@ -104,7 +104,7 @@ class _Local(Reader):
         super().__init__(source, streaming)
         self.paths = paths
 
-    def files(self) -> list[Path]:
+    def local_files(self) -> list[Path]:
         return self.paths
 
     def fingerprint(self) -> str:
