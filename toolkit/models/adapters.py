@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.recipe import Recipe, did_you_mean
-from toolkit.recipe.sections import Method
+from toolkit.recipe.sections import MOVES_BASE, Method
 
 
 def keep_unpacked(model: torch.nn.Module) -> None:
@@ -60,6 +60,7 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
         alpha_pattern=dict(method.alpha_pattern),
         modules_to_save=saved or None,
         ensure_weight_tying=tied,
+        init_lora_weights=True if method.init_lora_weights == "default" else method.init_lora_weights,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
@@ -85,6 +86,37 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
     if recipe.model.adapter:
         _load_adapter(adapted, recipe.model.adapter)
     return adapted
+
+
+def part_of_base(adapted: Any, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Adapters that were taken out of the base when they were added, as they begin, by name; empty if none were."""
+    if recipe.method.init_lora_weights not in MOVES_BASE:
+        return {}
+    return {name: p.detach().cpu().clone() for name, p in adapted.named_parameters() if "lora_" in name}
+
+
+def on_whole_base(state: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Trained adapters as adapters for the base as it was: B A - B0 A0 is [B, -B0] [A; A0], of twice the rank."""
+    joined = dict(state)
+    for name, begun in start.items():
+        now = state[name].cpu()
+        if ".lora_A." in name:
+            joined[name] = torch.cat([now, begun.to(now.dtype)])
+        elif ".lora_B." in name:
+            joined[name] = torch.cat([now, -begun.to(now.dtype)], 1)
+    return joined
+
+
+def of_twice_the_rank(config: dict[str, Any]) -> dict[str, Any]:
+    """PEFT's settings for what `on_whole_base` returns, with the same scale."""
+    alpha = 2**0.5 if config["use_rslora"] else 2
+    return config | {
+        "init_lora_weights": True,
+        "r": 2 * config["r"],
+        "lora_alpha": alpha * config["lora_alpha"],
+        "rank_pattern": {key: 2 * rank for key, rank in config["rank_pattern"].items()},
+        "alpha_pattern": {key: alpha * value for key, value in config["alpha_pattern"].items()},
+    }
 
 
 def _load_adapter(adapted: Any, folder: str) -> None:

@@ -33,6 +33,9 @@ SCHEDULES = {
 }
 """Transformers' schedules and their arguments; the figures of warm-up and length come from the recipe."""
 
+MOVES_BASE = ("pissa", "olora")
+"""Values of `method.init_lora_weights` that take a part out of the base and put it into the adapter."""
+
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -122,6 +125,12 @@ class Method(Section):
     """Values of modules that differ from `lora_alpha`, written like `rank_pattern`."""
     modules_to_save: list[str] = []
     """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`."""
+    init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
+    """How adapters begin, always without changing what the model says: `default` and `gaussian` with one matrix at
+    zero, `orthogonal` with a product of zero, `pissa` (largest singular values) and `olora` (QR) with a part of the
+    base, which is published as an adapter of twice the rank for the base as it was."""
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
+    """How many times the learning rate the second matrix of each adapter gets (LoRA+, Hayou et al. 2024), e.g. 16."""
     use_rslora: bool = False
     """Whether LoRA adapters are scaled by lora_alpha / sqrt(r), which keeps high ranks stable (Kalajdzievski 2023)."""
     use_dora: bool = False

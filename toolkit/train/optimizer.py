@@ -86,6 +86,8 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     if traits.family == "muon":
         kind, kwargs = Muon, {**kwargs, "matrices": hidden_matrices(model)}
+    if recipe.method.loraplus_lr_ratio:
+        kwargs["params"] = _loraplus_groups(recipe, model)
     known = {} if "optimizer_dict" in kwargs else inspect.signature(kind.__init__).parameters
     ours = {"self", "params", "model", "matrices", "args", "kwargs"}
     allowed = sorted(key for key in {*traits.args, *known} - ours if not traits.key_of(key))
@@ -105,3 +107,21 @@ def optimizer_class(recipe: Recipe, arguments: Any, model: Any) -> tuple[Any, di
     if traits.momentum is not None:
         kwargs["momentum"] = settings.stated_momentum
     return kind, kwargs
+
+
+def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
+    """Groups of trained parameters: the second matrices of adapters have a learning rate of their own."""
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    groups: dict[tuple[bool, bool], list[Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((".lora_B." in name, name in decayed), []).append(parameter)
+    rate, ratio, decay = (
+        recipe.optimizer.learning_rate,
+        recipe.method.loraplus_lr_ratio or 1,
+        recipe.optimizer.weight_decay,
+    )
+    return [
+        {"params": parameters, "lr": rate * (ratio if second else 1), "weight_decay": decay if decays else 0.0}
+        for (second, decays), parameters in groups.items()
+    ]

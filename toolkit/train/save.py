@@ -12,17 +12,23 @@ from typing import Any
 import torch
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models.adapters import cast_parameters
+from toolkit.models.adapters import cast_parameters, on_whole_base
 
 
-def publish(trainer: Any, folder: Path, dtypes: Dtypes) -> None:
+def publish(trainer: Any, folder: Path, dtypes: Dtypes, start: dict[str, torch.Tensor]) -> None:
     """Writes model (in the precision it computes in) or adapter (as its masters), and tokenizer.
 
     Every process must call this: sharded weights are gathered from all, into host memory of the first.
+
+    Args:
+        start: See `adapters.part_of_base`.
     """
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     adapter = hasattr(model, "peft_config")
     state = _gathered(trainer, model, adapter)
+    if start:
+        trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+        state = on_whole_base(dict(trained) if state is None else state, start) if state != {} else state
     if not adapter:
         if state is None:
             # The masters have done their work. In place, so that what is evaluated is what was saved.

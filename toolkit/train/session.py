@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from toolkit.data.prepare import Prepared
 from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.layout import BatchLayout, Length, World
@@ -24,6 +26,7 @@ class Session:
         dtypes: What weights are stored, computed and saved in.
         attention: The attention backend, a key of `attention.IMPLEMENTATIONS`.
         stop_token_ids: Ids that end an answer.
+        start: See `adapters.part_of_base`.
         guard: The plan, on the first process; None where none can be made.
         trainer: The Trainer, with the model that is trained.
         progress: The terminal; that of other processes than the first is silent.
@@ -40,6 +43,7 @@ class Session:
     prepared: Prepared
     tokenizer: Any
     stop_token_ids: frozenset[int]
+    start: dict[str, torch.Tensor]
     guard: PlanGuard | None
     trainer: Any
     progress: Progress

@@ -23,7 +23,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
-from toolkit.models.adapters import add_method, cast_parameters
+from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, choose
@@ -104,6 +104,7 @@ def set_up(
     base = source.load(types, backend)
     require_quantized(base, recipe)
     model = add_method(base, recipe, types)
+    start = part_of_base(model, recipe)
 
     # Trainer
     trainer: Any = kind(
@@ -152,6 +153,7 @@ def set_up(
         prepared=prepared,
         tokenizer=tokenizer,
         stop_token_ids=stops,
+        start=start,
         guard=guard,
         trainer=trainer,
         progress=progress,

@@ -21,6 +21,7 @@ from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Rendezvous, connect
 from toolkit.models import device
+from toolkit.models.adapters import of_twice_the_rank
 from toolkit.models.load import ModelSource
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
@@ -149,12 +150,13 @@ def _save_final(session: Session) -> None:
         optimizer.eval()
     if recipe.method.name == "full":
         session.source.restore_config(session.module)
-    publish(trainer, session.folder.final, session.dtypes)
+    publish(trainer, session.folder.final, session.dtypes, session.start)
     if session.leads and recipe.method.name == "lora":
         # Names the base as the recipe does, not by where this machine keeps it. Only in the file: while saving, PEFT
         # would look the name up on the hub.
         file, path = session.folder.final / "adapter_config.json", recipe.model.path
         config = json.loads(file.read_text(encoding="utf-8"))
+        config = of_twice_the_rank(config) if session.start else config
         write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import SCHEDULES
+from toolkit.recipe.sections import MOVES_BASE, SCHEDULES
 
 
 def adapter_keys(recipe: Recipe) -> list[str]:
@@ -78,6 +78,42 @@ TRAINING_RULES = {
         lambda r, _: r.method.target_modules == [] and not r.method.target_parameters,
         "adapters must be added to some modules",
         "write all-linear, or a list: method.target_modules=[q_proj,v_proj]",
+    ),
+    "init-whole-base": Rule(
+        "method.init_lora_weights",
+        lambda r, _: (
+            r.method.init_lora_weights in ("orthogonal", *MOVES_BASE)
+            and (r.method.quantization != "none" or r.method.target_parameters)
+        ),
+        "is computed from whole linear layers",
+        "set method.init_lora_weights=default",
+    ),
+    "init-sharded": Rule(
+        "method.init_lora_weights",
+        lambda r, _: r.method.init_lora_weights in MOVES_BASE and r.strategy.shards_parameters,
+        "takes a part out of the base, of which no process has all under {r.strategy.name}",
+        "set strategy.name=zero2, or method.init_lora_weights=default",
+    ),
+    "init-odd": Rule(
+        "method.r",
+        lambda r, _: r.method.init_lora_weights == "orthogonal" and r.method.r % 2,
+        "init_lora_weights=orthogonal halves the rank",
+        "set method.r to an even number",
+    ),
+    "init-adapter": Rule(
+        "method.init_lora_weights",
+        lambda r, _: r.model.adapter is not None and r.method.init_lora_weights != "default",
+        "adapters begin as model.adapter has them",
+        "remove method.init_lora_weights",
+    ),
+    "loraplus-optimizer": Rule(
+        "method.loraplus_lr_ratio",
+        lambda r, _: (
+            r.method.loraplus_lr_ratio is not None
+            and (r.optimizer.traits.rank or r.optimizer.traits.in_backward or r.optimizer.traits.family == "muon")
+        ),
+        "optimizer {r.optimizer.name} has groups of parameters of its own",
+        "set optimizer.name=adamw, or remove method.loraplus_lr_ratio",
     ),
     "adapter-zero3": Rule(
         "model.adapter",
