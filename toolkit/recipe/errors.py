@@ -224,9 +224,14 @@ def _problem(
         return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
     kinds = {one["type"] for one, _ in findings}
-    close = did_you_mean(str(given), literals(*location)) if "literal_error" in kinds else ""
+    choices = literals(*location) if "literal_error" in kinds else []
+    # Of a list it is the one that is none of them.
+    wrong = next((each for each in given if each not in choices), given) if isinstance(given, list) else given
+    close = did_you_mean(str(wrong), choices)
     form = "{}='\"{}\"'" if where == COMMAND_LINE else "{}: '{}'"
     hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled)
+    if close and close == given and "list_type" in kinds:
+        hint = f"write [{given}]"
     if "string_type" in kinds and isinstance(given, bool | int | float):
         hint = f"quote it: {form.format(path, shown)}"
     return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
@@ -334,7 +339,8 @@ def _change(path: str, location: Sequence[Any], kinds: set[str], given: Any, fil
         return f"write {given:.0f}"
     if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given) and not filled:
         return f"write the keys of a section without dashes: {as_text(_merged(given))}"
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | int | float) and not filled:
+    is_one = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | int | float)
+    if is_one and not filled and ("literal_error" not in kinds or given[0] in literals(*location)):
         return f"write {path}: {as_text(given[0])}"
     if isinstance(given, str | int | float) and kinds == {"list_type"}:
         return f"write [{as_text(given)}]"
