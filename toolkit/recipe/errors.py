@@ -267,7 +267,7 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
         places = {**leaf_paths(), **places}
         close = key if key in places else did_you_mean(key, places)
     hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
-    if key not in places:
+    if key not in places or not prefix:
         hint = translation(key, value, given) or hint
     hint = hint or f"remove it; `toolkit schema --markdown` lists the keys{f' of {prefix}' if prefix else ''}"
     if key == prefix:
