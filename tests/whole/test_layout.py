@@ -7,8 +7,10 @@ from harness import ROOT
 TESTS = ROOT / "tests"
 ELSEWHERE = {
     # Tested by what a user does with them.
+    "cli/local_data": "cli/test_commands",
     "cli/main": "cli/test_commands",
     "cli/option_types": "cli/test_commands",
+    "recipe/adapter": "train/test_stages",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",
@@ -16,10 +18,14 @@ ELSEWHERE = {
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
     "data/chat_spans": "data/test_encode",
+    "data/columns": "data/test_published_forms",
+    "data/messages": "data/test_published_forms",
     "data/mixture": "data/test_prepare",
+    "data/pretokenised": "data/test_published_forms",
     "data/preview": "data/test_audit",
     "data/readers": "data/test_sources",
     "data/rows": "data/test_formats",
+    "distributed/devices": "train/test_main",
     "distributed/environment": "distributed/test_launcher",
     "distributed/launcher_flags": "distributed/test_launcher",
     "distributed/layout": "distributed/test_engines",
@@ -32,10 +38,9 @@ ELSEWHERE = {
     "train/arguments": "distributed/test_engines",
     # Tables and types, tested by what reads them.
     "recipe/optimizers": "train/test_optimizer",
+    "recipe/other_tools": "recipe/test_every_key",
     "recipe/schema": "recipe/test_show",
     "recipe/sections": "recipe/test_show",
-    # Adapters are tested by training them.
-    "models/adapters": "train/test_optimizer",
 }
 """Module to the file with its tests, where that has another name."""
 
