@@ -69,7 +69,7 @@ def test_gguf_file_of_the_hub_is_all_of_its_model(tmp_path: Path, monkeypatch: p
     [
         ("nothing/here", ["nothing/here", "model.path"]),
         ("meta-llama/Llama-3.2-1", ["meta-llama/Llama-3.2-1B"]),
-        ("nothing.gguf", ["no file nothing.gguf"]),
+        ("nothing.gguf", ["nothing.gguf", "no such folder or file"]),
         ("empty", ["empty", "config.json"]),
         ("damaged", ["damaged", "model.path"]),
         ("images", ["images is a vit", "causal language model"]),

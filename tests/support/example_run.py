@@ -33,7 +33,7 @@ _SIDE = {
     "rows": 3084,
     "tokens": 301_234,
     "trained_tokens": 201_234,
-    "untrained_rows": 4,
+    "untrained_rows": 4, "system_lost_rows": 0,
     "over_long": {"rows": 3, "action": "drop", "seq_len": 512},
     "longest": "rows.jsonl:17",
     "stop_trained_rows": 3084,

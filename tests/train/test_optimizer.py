@@ -227,24 +227,25 @@ def _trained(overrides: list[str]) -> tuple[list[float], Counter[str], dict[str,
         if name.endswith(("mlp.up_proj", "mlp.up_proj.base_layer", ".fc1", ".fc1.base_layer")):
             if hasattr(module, "base_layer"):
                 continue
-            module.register_forward_pre_hook(lambda *_: counts.update({"feed-forward": 1}))
-    with _Attentions(counts):
+            # What is scored before the first step is scored in evaluation mode.
+            module.register_forward_pre_hook(lambda m, _: counts.update({"feed-forward": int(m.training)}))
+    with _Attentions(counts, trainer.model):
         trainer.train()
     curve = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return curve, counts, {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 class _Attentions(TorchDispatchMode):
-    """Counts runs of the attention kernel, recomputed ones too."""
+    """Counts runs of the attention kernel in training, recomputed ones too."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], model: torch.nn.Module) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts, self.model = counts, model
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
         if "scaled_dot_product" in name and "backward" not in name:
-            self.counts["attention"] += 1
+            self.counts["attention"] += int(self.model.training)
         return function(*args, **(kwargs or {}))
 
 
