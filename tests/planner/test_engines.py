@@ -72,8 +72,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*_CASES, *(pytest.param(each, marks=pytest.mark.matrix) for each in _MORE_CASES)])
 def test_planned_peaks_are_those_of_the_engine(case, folder, ranks, monkeypatch):
-    """Within 3%; 5% for FSDP, where gloo's threads sometimes keep a copy of what they have reduced a little longer, and
-    6% for ZeRO-3, which holds a layer less in bf16 once forward passes without a backward pass came before step 1."""
+    """Within 3%; 5% for FSDP, where gloo's threads sometimes keep a copy of what they have reduced a little longer."""
     arguments = ["recipe=wide", f"output.name={case}", *(_CASES | _MORE_CASES)[case]]
     done = ranks.run(folder, *arguments, processes=2, entry="tracker")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -81,6 +80,6 @@ def test_planned_peaks_are_those_of_the_engine(case, folder, ranks, monkeypatch)
     plan, real = planned(*arguments, processes=2).phases, measured(Path(folder), 2)
     sums = {phase: sum(parts.values()) for phase, parts in plan.items()}
     training = ("forward", "backward", "step")
-    worst = {"fsdp": 0.05, "zero3": 0.06}.get(case.partition("_")[0], 0.03)
+    worst = 0.05 if case.startswith("fsdp") else 0.03
     assert max(sums[phase] for phase in training) == pytest.approx(max(real[phase] for phase in training), rel=worst)
-    assert sums["forward"] == pytest.approx(real["forward"], rel=worst)
+    assert sums["forward"] == pytest.approx(real["forward"], rel=0.03)

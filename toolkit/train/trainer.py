@@ -7,6 +7,7 @@ of processes, and what an engine needs to be told about weights that a loss read
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,7 @@ class _ExactMixin:
         super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)
+            _decide_releases_anew()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
@@ -174,6 +176,24 @@ def _gather_head_with_model(model: Any) -> None:
     for parameter in (head.weight, head.bias):
         if parameter is not None:
             deepspeed.zero.register_external_parameter(model, parameter)
+
+
+@functools.cache
+def _decide_releases_anew() -> None:
+    """ZeRO-3 records in which order modules are called, and a new order whenever the old one no longer holds. What it
+    releases at a step it decides once, in an `lru_cache` that DeepSpeed 0.19 does not empty with the order: after
+    forward passes alone before step 1 nothing would stay for the backward pass, and every layer be gathered twice."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    invalidate = Coordinator._invalidate_trace
+    # DeepSpeed's profiling decorator stands around the cache and does not show it as `__wrapped__`.
+    decided = inspect.getclosurevars(Coordinator._PartitionedParameterCoordinator__params_to_release).nonlocals["func"]
+
+    def invalidate_with_decisions(self: Any) -> None:
+        decided.cache_clear()
+        invalidate(self)
+
+    Coordinator._invalidate_trace = invalidate_with_decisions
 
 
 def _gather_for_dora(model: Any) -> None:
