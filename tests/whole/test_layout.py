@@ -25,7 +25,7 @@ ELSEWHERE = {
     "data/preview": "data/test_audit",
     "data/readers": "data/test_sources",
     "data/rows": "data/test_formats",
-    "distributed/devices": "train/test_main",
+    "distributed/cpu_limits": "train/test_main",
     "distributed/environment": "distributed/test_launcher",
     "distributed/launcher_flags": "distributed/test_launcher",
     "distributed/layout": "distributed/test_engines",

@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics, statistics_of
-from toolkit.distributed.devices import check_cpu
+from toolkit.distributed.cpu_limits import check_cpu
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout

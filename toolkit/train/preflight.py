@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from toolkit.common import UserError, cache_dir
-from toolkit.distributed.devices import check_cpu
+from toolkit.distributed.cpu_limits import check_cpu
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device

@@ -1,4 +1,4 @@
-"""What a recipe needs a GPU for."""
+"""What does not train on a CPU, asked by plans for one and by runs on one."""
 
 from __future__ import annotations
 
