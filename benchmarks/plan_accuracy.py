@@ -271,7 +271,7 @@ def main() -> int:
     """Runs the cases and writes the results. Returns 1 if a run that was said to fit did not, or one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny models, also for a CPU")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name holds one of these")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each run (12)")
     parser.add_argument("--minutes", type=float, default=10, metavar="N", help="at most, for each run (10)")
     parser.add_argument(
@@ -286,7 +286,12 @@ def main() -> int:
     if options.calibrate and not path_of(device.name).is_file():
         command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", str(options.calibrate)]
         subprocess.run(command, cwd=ROOT, check=True)
-    cases = [case for case in (SMALL if options.small else CASES) if options.only.lower() in case.name.lower()]
+    wanted = [text.lower() for text in options.only]
+    cases = [case for case in (SMALL if options.small else CASES) if any(text in case.name.lower() for text in wanted)]
+    about = _about(options.steps)
+    results = Path(options.results)
+    results.mkdir(parents=True, exist_ok=True)
+    name = f"plan_accuracy-{about['date']}-{device.name}{'-small' if options.small else ''}"
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary).resolve()
@@ -294,19 +299,15 @@ def main() -> int:
         for index, case in enumerate(cases):
             outcomes.append(run_case(case, folder, options.steps, options.minutes))
             last = outcomes[-1]
+            text = page(outcomes, about)
+            (results / f"{name}.md").write_text(text, encoding="utf-8")
+            kept = {"about": about, "outcomes": [asdict(each) for each in outcomes]}
+            (results / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
             errors = [f"{figure} {error:+.1%}" for figure in GOALS if (error := last.error(figure)) is not None]
             print(f"{index + 1}/{len(cases)} {case.name}: {last.status} {last.reason} {', '.join(errors)}", flush=True)
             if case.model not in {later.model for later in cases[index + 1 :]} and not options.folder:
                 shutil.rmtree(folder / "models" / case.model, ignore_errors=True)
-    about = _about(options.steps)
-    text = page(outcomes, about)
-    name = f"plan_accuracy-{about['date']}-{device.name}{'-small' if options.small else ''}"
-    results = Path(options.results)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / f"{name}.md").write_text(text, encoding="utf-8")
-    kept = {"about": about, "outcomes": [asdict(each) for each in outcomes]}
-    (results / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{text}\nwritten to {results / name}.md")
+    print(f"\n{page(outcomes, about)}\nwritten to {results / name}.md")
     return 0 if all(met for met, _ in verdicts(outcomes)[len(GOALS) :]) else 1
 
 

@@ -126,11 +126,11 @@ def test_a_document_does_not_see_its_neighbours(attention: str) -> None:
 def test_isolation_is_measured_on_the_model(attention: str) -> None:
     for name, config in ISOLATING.items():
         model = model_of(config, attention)
-        assert isolates(model, "packed"), name
+        assert isolates(model, Collator(0, "packed")), name
         assert model.training and all(parameter.grad is None for parameter in model.parameters())
     for name, config in LEAKING.items():
         if attention == "eager":
-            assert not isolates(model_of(config, attention), "packed"), name
+            assert not isolates(model_of(config, attention), Collator(0, "packed")), name
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -138,12 +138,12 @@ def test_isolation_with_frozen_weights_and_adapters() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model_of(ISOLATING["llama"]), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    assert isolates(model, "packed")
+    assert isolates(model, Collator(0, "packed"))
 
 
 def test_a_layout_that_the_backend_does_not_read_does_not_isolate() -> None:
     # With a cache, Transformers makes no mask from positions, and eager attention reads no lengths.
-    assert not isolates(model_of(ISOLATING["llama"]), "flat")
+    assert not isolates(model_of(ISOLATING["llama"]), Collator(0, "flat"))
 
 
 def test_flat_layout_states_boundaries_as_host_integers() -> None:
@@ -169,6 +169,17 @@ def test_padded_layout() -> None:
     assert batch["attention_mask"].sum(1).tolist() == [3, 5]
     assert batch["labels"][0].tolist() == [IGNORE, 2, 3] + [IGNORE] * 2
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_rows_are_filled_up_to_a_multiple() -> None:
+    row = example([1, 2, 3], [4, 5])
+    packed = Collator(7, "packed", 8)([row])
+    assert packed["input_ids"].tolist() == [[1, 2, 3, 4, 5, 7, 7, 7]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert packed["labels"][0, 5:].tolist() == [IGNORE] * 3
+    padded = Collator(7, "padded", 8)([example([1] * 9)])
+    assert padded["input_ids"].shape == (1, 16) and padded["attention_mask"].sum() == 9
+    assert isolates(model_of(ISOLATING["llama"]), Collator(0, "packed", 16))
 
 
 def test_first_token_of_a_document_must_not_be_trained() -> None:

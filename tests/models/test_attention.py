@@ -10,6 +10,7 @@ import pytest
 import torch
 from small import loss_and_gradients, populate, set_up
 from tiny import tiny_model
+from torch.torch_version import TorchVersion
 from transformers.integrations import sdpa_attention
 
 from toolkit.common import UserError
@@ -163,6 +164,24 @@ def test_variable_length_attention_equals_masked_attention_on_packed_documents(
     flat = ModelSource.open(recipe).load(dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
     assert flat.shape == masked.shape
     torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
+
+
+def test_variable_length_attention_runs_with_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel takes heads that share keys and values, but knows no `enable_gqa`."""
+
+    def kernel(
+        query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Any:  # fmt: skip
+        found = (query, key, value, cu_q, cu_k, max_q, max_k)
+        return reference(*found, scale=scale, window_size=window_size, enable_gqa=True)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    query, key = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
+    boundaries = torch.tensor([0, 4, 10], dtype=torch.int32)
+    out, _ = attention_kernels.varlen_attention(None, query, key, key, None, cu_seq_lens_q=boundaries, max_length_q=6)
+    assert out.shape == (1, 10, 4, 8)
 
 
 def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from harness import metrics
 from small import LORA, NF4, SEQ2SEQ, populate, set_up
 
-from toolkit.train.evaluate import answer, generated_metrics, held_out_loss
+from toolkit.train.evaluate import answer, generated_metrics, held_out_loss, inputs_on
 from toolkit.train.main import main
 
 
@@ -72,6 +73,17 @@ def test_answers_do_not_depend_on_the_other_prompts_of_the_batch(kind: list[str]
     alone = [answer(model, tokenizer, [prompt], 5, frozenset(), autocast)[0] for prompt in prompts]
     assert together == alone
     assert model.training
+
+
+def test_inputs_go_where_the_model_computes(place: Path) -> None:
+    """Under FSDP's offload that is not where the parameters are."""
+    adapted = set_up(*LORA).trainer.model
+    seen = []
+    adapted.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].device.type))
+    with inputs_on(adapted, torch.device("meta")), contextlib.suppress(NotImplementedError, RuntimeError):
+        adapted.generate(input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=1)
+    adapted.get_base_model()(input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert seen == ["meta", "cpu"]
 
 
 def test_generation_metrics_score_text_against_references() -> None:

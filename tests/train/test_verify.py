@@ -10,6 +10,11 @@ import pytest
 import small
 import torch
 from ranks import Ranks
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from toolkit.common import UserError
@@ -18,7 +23,7 @@ from toolkit.distributed.layout import batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.train.main import main
-from toolkit.train.verify import verify
+from toolkit.train.verify import reshard, verify
 
 SABOTAGED = """
 import cpu_engines
@@ -150,3 +155,22 @@ def test_an_engine_that_was_given_something_else_stops_the_run(place: Path, rank
         "reduce_dtype: the recipe asks for float32, bfloat16 runs",
     ):
         assert line in done.stderr, done.stderr[-3000:]
+
+
+def test_units_are_read_at_rest_when_a_module_of_theirs_was_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 leaves them gathered: with the fused head, the unit of the last norm and `lm_head`."""
+    monkeypatch.setattr(FSDPState, "_force_complete_incomplete_states", lambda self, output: output, raising=False)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model.forward = lambda x: model[0](x) @ model[1].weight
+        fully_shard([model[0], model[1]], mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            assert not any(isinstance(each, DTensor) for each in model.parameters())
+            reshard(model)
+            assert all(isinstance(each, DTensor) for each in model.parameters())
+    finally:
+        distributed.destroy_process_group()

@@ -8,6 +8,7 @@ the device, and wait for it. Many models take positions and ignore them, so `iso
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Layout = Literal["padded", "packed", "flat", "pairs"]
 
 
-def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.device | None = None) -> bool:
+def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: torch.device | None = None) -> bool:
     """Whether documents packed into one sequence cannot see each other, measured on the model itself.
 
     Many models take `position_ids` and still look across documents (OPT, Falcon, models with recurrent layers), so
@@ -34,7 +35,7 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.d
     Args:
         model: a causal language model with its attention backend set. If an engine has sharded it, every process must
             call this.
-        layout: how packed rows reach the model: `packed` for backends that mask, `flat` for those that take lengths.
+        collator: how packed rows reach the model: `packed` for backends that mask, `flat` for those that take lengths.
         device: where the model computes, if that is not where its embeddings are.
     """
     wrapped: Any = model
@@ -43,7 +44,7 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.d
         return False
     embeddings = base.get_input_embeddings()
     row = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
-    batch = Collator(0, layout)([row])
+    batch = collator([row])
     del batch["labels"]
     device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
@@ -59,7 +60,7 @@ def isolates(model: PreTrainedModel | PeftModel, layout: Layout, device: torch.d
     try:
         with torch.enable_grad():
             logits = model(**batch).logits[0].float()
-            (gradient,) = torch.autograd.grad(logits[4:].square().sum(), embedded[0])
+            (gradient,) = torch.autograd.grad(logits[4:8].square().sum(), embedded[0])
     finally:
         handle.remove()
         model.train(training)
@@ -84,10 +85,12 @@ class Collator:
     Args:
         pad_token_id: Fills up rows; never trained, never seen by other tokens.
         layout: One of the above.
+        pad_to_multiple_of: Rows are filled up to a multiple of this; those of `flat` and `pairs` are not.
     """
 
     pad_token_id: int
     layout: Layout
+    pad_to_multiple_of: int = 1
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels` and, where packed, `seq_lengths`."""
@@ -103,12 +106,13 @@ class Collator:
             documents = [[length for lengths in documents for length in lengths]]
         assert self.layout != "padded" or all(len(lengths) == 1 for lengths in documents), "packed rows need isolation"
 
+        multiple = self.pad_to_multiple_of if self.layout in ("padded", "packed") else 1
         batch: dict[str, Any] = {
-            "input_ids": _pad([ids for ids, _ in rows], self.pad_token_id),
-            "labels": _pad([labels for _, labels in rows], IGNORE),
+            "input_ids": _pad([ids for ids, _ in rows], self.pad_token_id, multiple),
+            "labels": _pad([labels for _, labels in rows], IGNORE, multiple),
         }
         if self.layout in ("padded", "pairs"):
-            return batch | {"attention_mask": _pad([[1] * len(ids) for ids, _ in rows], 0)}
+            return batch | {"attention_mask": _pad([[1] * len(ids) for ids, _ in rows], 0, multiple)}
         pads = [batch["labels"].shape[1] - len(ids) for ids, _ in rows]
         documents = [[*lengths, n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
         batch["position_ids"] = torch.tensor([[p for n in lengths for p in range(n)] for lengths in documents])
@@ -121,7 +125,7 @@ class Collator:
         return batch
 
 
-def _pad(rows: list[list[int]], value: int) -> torch.Tensor:
-    """The rows, padded on the right to the longest."""
-    width = max(map(len, rows))
+def _pad(rows: list[list[int]], value: int, multiple: int) -> torch.Tensor:
+    """The rows, padded on the right to the longest and on to a multiple."""
+    width = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])

@@ -15,6 +15,9 @@ VARLEN = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_atten
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", **{name: name for name in VARLEN}}
 """Recipe name to Transformers' `attn_implementation`."""
 
+FLEX_BLOCK = 128
+"""Tokens of a block of flex attention's masks. Shorter rows get a kernel for decoding that cannot do all shapes, and
+rows that are no multiple another one than those that are: measured with torch 2.11 on an H100."""
 _SOFTCAP = {"eager", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 _SINKS = {"eager", "flex", "flash_attention_3"}
 _HAS_SINKS = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from typing import Any
 
@@ -29,8 +28,6 @@ def available() -> dict[str, str]:
     reasons = attention.on_device(device.kind(), device.capability())
     if not torch.cuda.is_available():
         return reasons | dict.fromkeys(_FLASH_MODULES, "needs a GPU")
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        reasons["torch_varlen"] = "needs torch 2.10 or newer"
     for name, module in _FLASH_MODULES.items():
         reasons[name] = "ok" if _imports(module) else f"{module} does not import"
     return reasons
@@ -104,6 +101,8 @@ def varlen_attention(
     where = query.device.type
     dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
     left = -1 if sliding_window is None else sliding_window - 1
+    # Heads may share keys and values in every version; from torch 2.12 on this has to be said.
+    shared = {"enable_gqa": query.shape[1] != key.shape[1]} if torch.__version__ >= "2.12" else {}
     out = varlen_attn(
         query.squeeze(0).transpose(0, 1).to(dtype),
         key.squeeze(0).transpose(0, 1).to(dtype),
@@ -114,7 +113,7 @@ def varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **shared,
     )
     assert not isinstance(out, tuple)
     return out.unsqueeze(0), None

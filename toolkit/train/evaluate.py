@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 from accelerate.utils import gather_object, send_to_device
+from transformers.pytorch_utils import move_to_device
 
 from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
@@ -138,7 +139,7 @@ def answer(
     # While training, mixtures of experts return router logits for their auxiliary loss; generation cannot use them.
     routed = hasattr(model.config.get_text_config(), "output_router_logits")
     without_router_logits = {"output_router_logits": False} if routed else {}
-    with evaluating(model), torch.no_grad(), context, _padding_aware_attention(model):
+    with evaluating(model), torch.no_grad(), context, _generating_attention(model), inputs_on(model, device):
         generated = model.generate(
             **batch,
             max_new_tokens=max_new_tokens,
@@ -169,10 +170,25 @@ def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: i
 
 
 @contextmanager
-def _padding_aware_attention(model: Any) -> Iterator[None]:
-    """Generation pads on the left and keeps a cache, which document-boundary backends do not read."""
+def inputs_on(model: Any, device: torch.device) -> Iterator[None]:
+    """Has every forward pass take its inputs on a device. `generate` moves them to where the parameters are, which
+    under FSDP's offload is the host, though units compute on the GPU."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hook = base.register_forward_pre_hook(
+        lambda _, args, kwargs: (move_to_device(args, device), move_to_device(kwargs, device)), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _generating_attention(model: Any) -> Iterator[None]:
+    """Generation pads on the left and keeps a cache, which document-boundary backends do not read; flex attention has
+    no kernel for prompts shorter than a block."""
     trained_with = model.config._attn_implementation
-    if trained_with not in VARLEN:
+    if trained_with not in (*VARLEN, IMPLEMENTATIONS["flex"]):
         yield
         return
     model.set_attn_implementation(IMPLEMENTATIONS[with_mask(model.config.to_dict())])

@@ -224,7 +224,9 @@ def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[di
     if recipe.objective == "seq2seq":
         return Collator(tokenizer.pad_token_id, "pairs")
     layout: Layout = "packed" if recipe.data.packing else "padded"
-    return Collator(tokenizer.pad_token_id, "flat" if backend in attention.VARLEN else layout)
+    if backend in attention.VARLEN:
+        return Collator(tokenizer.pad_token_id, "flat")
+    return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK if backend == "flex" else 1)
 
 
 class Callbacks:

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
@@ -59,6 +60,7 @@ class Verify(TrainerCallback):
         if recipe.strategy.name == "fsdp":
             mesh = fsdp_mesh(recipe, session.world)
             expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+        reshard(session.trainer.model_wrapped)
         state = read(session.trainer)
         verify(expected, state)
         if session.leads:
@@ -98,7 +100,7 @@ def check_isolation(session: Session) -> None:
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
     flat = backend in attention.VARLEN
     with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        isolated = isolates(session.module, "flat" if flat else "packed", place)
+        isolated = isolates(session.module, session.trainer.data_collator, place)
     if not isolated:
         ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
         raise UserError(
@@ -121,9 +123,6 @@ def check_output_head(session: Session) -> None:
     batch = send_to_device(batch, trainer.args.device)
     compute = getattr(torch, session.dtypes.compute)
     difference, reason = output_head.compare(trainer.model_wrapped, batch, head, compute)
-    for module in trainer.model_wrapped.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # FSDP keeps the outermost unit gathered after a forward pass.
     largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
     head.fused = largest <= 1
     if session.leads and not head.fused:
@@ -237,6 +236,21 @@ def _fsdp(model: Any) -> dict[str, Any]:
         "offload_param": "cpu" if any(isinstance(each.offload_policy, CPUOffloadPolicy) for each in groups) else "none",
         "fsdp_units": len(groups),
     }
+
+
+def reshard(model: Any) -> None:
+    """Returns FSDP's units to their shards after forward passes that no backward pass followed.
+
+    FSDP keeps the outermost one gathered. Before torch 2.13 it also takes a unit to be within its forward pass until
+    each of its modules was called; the fused output head never calls `lm_head`.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._modules_to_run_forward.clear()
+            for part in (state, *_parameter_groups(module)):
+                part._training_state = TrainingState.IDLE
+            module.reshard()
 
 
 def _parameter_groups(module: Any) -> list[Any]:
