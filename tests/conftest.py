@@ -24,6 +24,8 @@ os.environ.update(
     WANDB_MODE="offline",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
+    # A compiler takes up to 1.7 GB for each of DeepSpeed's files; two workers may each compile an operation.
+    MAX_JOBS="2",
 )
 # A token or a launcher's settings of whoever runs the tests must not decide what they see.
 for name in list(os.environ):

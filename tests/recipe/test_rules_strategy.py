@@ -133,7 +133,7 @@ class Ran:
                 llama = tiny_model("meta-llama/Llama-3.2-1B", folder / f"{engine}_llama")
                 own = {"TINY_LLAMA": str(llama), "entry": "engine_failures"}
                 # DeepSpeed compiles its operations when they are used first.
-                done = ranks.run(folder, engine, str(file), processes=2, timeout=1500, **own)
+                done = ranks.run(folder, engine, str(file), processes=2, timeout=840, **own)
                 assert file.is_file(), done.stderr[-3000:]
         self._results = json.loads(file.read_text(encoding="utf-8"))
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.common import UserError, check_disk, first_line
+from toolkit.common import UserError, check_disk
+from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
-
-_log = logging.getLogger("toolkit.distributed")
-
-_STALE_SECONDS = 10 * 60
-"""Compiling writes a file every minute or so: where none was written for this long, the process was killed."""
 
 
 @contextlib.contextmanager
@@ -73,9 +67,8 @@ def _remove_abandoned(root: Path, own: Path) -> None:
 
 
 def _load_op() -> None:
-    """Compiles DeepSpeed's `async_io` at first use, before a process group exists that could time out."""
+    """Compiles DeepSpeed's `async_io` at first use."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    from torch.utils.cpp_extension import _get_build_directory
 
     builder: Any = AsyncIOBuilder()
     if not builder.is_compatible():
@@ -83,20 +76,4 @@ def _load_op() -> None:
             "offloading to NVMe needs libaio and a C++ compiler, to build DeepSpeed's async_io",
             "run `apt install libaio-dev g++` (libaio-devel gcc-c++ on Fedora and RHEL), or offload to cpu",
         )
-    build = Path(_get_build_directory(builder.name, verbose=False))
-    with FileLock(build.parent / "toolkit.lock"):
-        lock = build / "lock"
-        if lock.is_file():
-            if time.time() - max(file.stat().st_mtime for file in build.iterdir()) > _STALE_SECONDS:
-                lock.unlink()
-            else:
-                _log.info("Waiting for the process that compiles async_io; if none does, delete %s", lock)
-        if not any(build.glob("*.so")):
-            _log.info("Compiling DeepSpeed's async_io: once, a minute or two")
-        try:
-            builder.load()
-        except (RuntimeError, ImportError) as error:
-            raise UserError(
-                f"DeepSpeed's async_io cannot be built on this machine: {first_line(error)}",
-                "install libaio's headers and a C++ compiler, or offload to cpu",
-            ) from error
+    compiled_ops.load(builder, "install libaio's headers and a C++ compiler, or offload to cpu")

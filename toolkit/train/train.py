@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from toolkit.common import duration, table, write_json
+from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Rendezvous, connect
@@ -80,6 +81,8 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
         for warning in preflight.check(rendezvous, recipe, folder.path):
             if world.rank == 0:
                 _log.warning("%s", warning)
+        if recipe.strategy.zero_stage:
+            compiled_ops.wait_for_compilers()
         source = ModelSource.open(recipe)
         with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
             session = set_up(loaded, rendezvous, source, folder, swap, progress, force)

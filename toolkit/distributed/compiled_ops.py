@@ -1,0 +1,87 @@
+"""DeepSpeed's C++ operations: compiled at first use, once for all processes, before a group exists that could time out.
+
+torch keeps other processes from compiling the same operation by a file and waits for as long as that file is there. A
+process that is killed while it compiles leaves it behind, and every later run would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock
+
+from toolkit.common import UserError, first_line
+
+_log = logging.getLogger("toolkit.distributed")
+
+ELSEWHERE_SECONDS = 3 * 60
+"""Who compiles has the file open, which does not show on another machine that shares this folder; there, compiling
+writes a file every minute or so."""
+
+
+def load(builder: Any, needs: str) -> None:
+    """Compiles an operation if that was not done before.
+
+    Args:
+        builder: One of `deepspeed.ops.op_builder`.
+        needs: What to install where it cannot be compiled, or what to set instead.
+
+    Raises:
+        UserError: If it cannot be compiled.
+    """
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "toolkit.lock"):
+        wait_for_compilers()
+        if not any(folder.glob(f"**/{builder.name}/*.so")):
+            _log.info("Compiling DeepSpeed's %s: once, for some minutes", builder.name)
+        try:
+            builder.load()
+        except (RuntimeError, ImportError) as error:
+            message = f"DeepSpeed's {builder.name} cannot be built on this machine: {first_line(error)}"
+            raise UserError(message, needs) from error
+
+
+def wait_for_compilers() -> None:
+    """Waits for processes that compile operations, and removes what killed ones left behind."""
+    for lock in [*_folder().glob("*/lock"), *_folder().glob("*/*/lock")]:
+        told = False
+        while lock.is_file():
+            if not _held(lock) and _quiet_seconds(lock.parent) > ELSEWHERE_SECONDS:
+                lock.unlink(missing_ok=True)
+                _log.info("Removed %s: whoever compiled there was stopped", lock)
+                break
+            if not told:
+                _log.info("Waiting for the process that compiles %s", lock.parent.name)
+                told = True
+            time.sleep(0.5)
+
+
+def _folder() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process of this user on this machine has the file open."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == str(lock.resolve()) for file in process.open_files()):
+                return True
+    return False
+
+
+def _quiet_seconds(folder: Path) -> float:
+    """Since something was last written there."""
+    written = []
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            written.append(file.stat().st_mtime)
+    return time.time() - max(written, default=0.0)
