@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from toolkit.data.rows import IGNORE
 
@@ -94,38 +95,47 @@ class Collator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels` and, where packed, `seq_lengths`."""
-        rows = [(list(example["input_ids"]), list(example["labels"])) for example in examples]
-        documents = [list(example.get("seq_lengths") or [len(example["input_ids"])]) for example in examples]
+        ids = [np.asarray(example["input_ids"], dtype=np.int64) for example in examples]
+        labels = [np.asarray(example["labels"], dtype=np.int64) for example in examples]
+        lengths = [
+            np.asarray(example.get("seq_lengths", [len(row)])) for example, row in zip(examples, ids, strict=True)
+        ]
         if self.layout != "pairs":
-            for (_, labels), lengths in zip(rows, documents, strict=True):
-                assert sum(lengths) == len(labels), "seq_lengths do not add up to the row"
-                starts = accumulate(lengths[:-1], initial=0)
-                assert all(labels[start] == IGNORE for start in starts), "the first token of a document is trained"
+            for row, documents in zip(labels, lengths, strict=True):
+                assert documents.sum() == len(row), "seq_lengths do not add up to the row"
+                assert (row[documents.cumsum() - documents] == IGNORE).all(), "the first token of a document is trained"
         if self.layout == "flat":
-            rows = [([t for ids, _ in rows for t in ids], [t for _, labels in rows for t in labels])]
-            documents = [[length for lengths in documents for length in lengths]]
-        assert self.layout != "padded" or all(len(lengths) == 1 for lengths in documents), "packed rows need isolation"
+            ids, labels, lengths = ([np.concatenate(each)] for each in (ids, labels, lengths))
+        assert self.layout != "padded" or all(len(each) == 1 for each in lengths), "packed rows need isolation"
 
         multiple = self.pad_to_multiple_of if self.layout in ("padded", "packed") else 1
         batch: dict[str, Any] = {
-            "input_ids": _pad([ids for ids, _ in rows], self.pad_token_id, multiple),
-            "labels": _pad([labels for _, labels in rows], IGNORE, multiple),
+            "input_ids": _pad(ids, self.pad_token_id, multiple),
+            "labels": _pad(labels, IGNORE, multiple),
         }
         if self.layout in ("padded", "pairs"):
-            return batch | {"attention_mask": _pad([[1] * len(ids) for ids, _ in rows], 0, multiple)}
-        pads = [batch["labels"].shape[1] - len(ids) for ids, _ in rows]
-        documents = [[*lengths, n] if n else lengths for lengths, n in zip(documents, pads, strict=True)]
-        batch["position_ids"] = torch.tensor([[p for n in lengths for p in range(n)] for lengths in documents])
+            return batch | {"attention_mask": _pad([np.ones_like(row) for row in ids], 0, multiple)}
+        pads = [batch["labels"].shape[1] - len(row) for row in ids]
+        lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
+        batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
         if self.layout == "packed":
             batch["use_cache"] = False
         else:
-            boundaries = torch.tensor([0, *accumulate(documents[0])], dtype=torch.int32)
+            boundaries = torch.from_numpy(np.append(0, lengths[0].cumsum()).astype(np.int32))
             batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = boundaries
-            batch["max_length_q"] = batch["max_length_k"] = max(documents[0])
+            batch["max_length_q"] = batch["max_length_k"] = int(lengths[0].max())
         return batch
 
 
-def _pad(rows: list[list[int]], value: int, multiple: int) -> torch.Tensor:
+def _pad(rows: list[NDArray[np.int64]], value: int, multiple: int) -> torch.Tensor:
     """The rows, padded on the right to the longest and on to a multiple."""
     width = math.ceil(max(map(len, rows)) / multiple) * multiple
-    return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+    padded = np.full((len(rows), width), value)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def _positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of each token in its document."""
+    return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)

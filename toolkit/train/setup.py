@@ -110,7 +110,8 @@ def set_up(
     trainer: Any = kind(
         model=model,
         args=arguments,
-        train_dataset=prepared.train,
+        # Lists of numbers take longer to turn into tensors than the rest of a batch.
+        train_dataset=prepared.train.with_format("numpy"),
         eval_dataset=prepared.eval,
         data_collator=_collator(recipe, backend, tokenizer),
         processing_class=tokenizer,
