@@ -16,8 +16,8 @@ from toolkit.planner.workload import WIDTH, Division, Workload
 from toolkit.recipe import Recipe
 
 _PROCESS, _COLLECTIVES = 1_200 * 2**20, 1_200 * 2**20
-"""Resident memory of a process on a GPU beside what is listed: Python, torch, the host's side of CUDA, Transformers, TRL,
-the tokenizer, pages of the data (1.0 to 1.4 GiB on an H100); and of NCCL (1.1 to 1.2 GiB)."""
+"""Resident memory of a process on a GPU beside what is listed: Python, torch, the host's side of CUDA, Transformers,
+TRL, the tokenizer, pages of the data (1.0 to 1.4 GiB on an H100); and of NCCL (1.1 to 1.2 GiB)."""
 _CPU_PROCESS = 600 * 2**20
 """The same where there is no CUDA; 0.55 GiB were measured."""
 _SMALL_FILES = 2**25
