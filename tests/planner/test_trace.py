@@ -25,7 +25,6 @@ from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
-from toolkit.planner.trace.__main__ import _resolves as resolves
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.shallow import Shallow, _layers
@@ -300,14 +299,6 @@ def test_dropout_on_a_gpu_keeps_a_byte_for_each_element() -> None:
         dropped = torch.nn.functional.dropout(x, 0.5)
 
     assert dropped.grad_fn and dropped.grad_fn._saved_result1.dtype == torch.bool
-
-
-def test_a_hub_whose_name_is_not_known_is_not_waited_for(monkeypatch: Any) -> None:
-    monkeypatch.setattr("urllib.request.getproxies", dict)
-    assert not resolves("https://hub.invalid")
-    assert resolves("http://localhost")
-    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
-    assert resolves("https://hub.invalid")
 
 
 def test_a_size_that_is_not_stated_is_not_made_up(tmp_path: Path, monkeypatch: Any) -> None:

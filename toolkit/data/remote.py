@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 import xxhash
 
 from toolkit.common import UserError, build_once, cache_dir, first_line
+from toolkit.data import hub
 
 PACKAGES = {
     "s3": "s3fs",
@@ -119,6 +120,11 @@ def _file_system(address: str) -> tuple[Any, str]:
     import fsspec
 
     protocol = urlsplit(address).scheme
+    if protocol == "hf" and hub.offline():
+        raise UserError(
+            f"data source `{address}` lies on the hub, which is not reached",
+            "check the network and HF_ENDPOINT, or download the file and name its local path",
+        )
     try:
         system, root = fsspec.core.url_to_fs(address)
     except ImportError as error:

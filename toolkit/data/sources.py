@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from toolkit.common import UserError, first_line
-from toolkit.data import readers, remote
+from toolkit.data import hub, readers, remote
 from toolkit.data.readers import RawRow
 from toolkit.recipe.schema import Source
 
@@ -196,12 +196,14 @@ class _Hub(Reader):
 @contextmanager
 def _hub_errors(source: Source) -> Iterator[None]:
     """Turns what `datasets` raises about a missing or unreachable data set into a UserError."""
+    offline = hub.offline()
     try:
         yield
     except Exception as error:  # OSError, ValueError, RuntimeError and errors of its own: there is no common parent
+        failed = f"reading it from the hub failed: {first_line(error)}"
         raise UserError(
             f"data source `{source.path}` (split `{source.split}`) is no local file or folder, and "
-            f"reading it from the hub failed: {first_line(error)}",
+            f"{'it is not in the cache of hub data sets' if offline else failed}",
             "check `path`, `name`, `split` and `revision` of the source, the network, and HF_TOKEN for gated data",
         ) from error
 

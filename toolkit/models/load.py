@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from toolkit.common import UserError, first_line
+from toolkit.data import hub
 from toolkit.data.encode import load_chat_template
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, attention_kernels, device, experts
@@ -60,6 +61,7 @@ class ModelSource:
         Raises:
             UserError: If the model cannot be found, with the nearest known one; or if it is none for the objective.
         """
+        hub.ask_for(recipe.model.path, recipe.model.tokenizer)
         location = _locate(recipe)
         config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
@@ -170,7 +172,7 @@ def auto_class(objective: str) -> Any:
 
 def _locate(recipe: Recipe) -> dict[str, Any]:
     model = recipe.model
-    path, gguf = str(Path(model.path).expanduser()) if model.path.startswith("~") else model.path, model.gguf_file
+    path, gguf = model.path, model.gguf_file
     if path.startswith("builtin:"):
         from toolkit.models.builtin import builtin_model
 
@@ -199,6 +201,8 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         change += "Set model.path to a hub id, a folder with config.json and *.safetensors, or a GGUF file"
         if "trust_remote_code=True" in str(error):
             change = "set model.trust_remote_code=true, once you have read that code"
-        raise UserError(
-            f"model.path: {path} cannot be loaded as {kind.__name__}: {first_line(error)}", change
-        ) from error
+        what = f"cannot be loaded as {kind.__name__}: {first_line(error)}"
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            what = "is neither a folder here nor in the hub's cache"
+            change += f"; `hf download {path}` fills the cache where there is a network"
+        raise UserError(f"model.path: {path} {what}", change) from error

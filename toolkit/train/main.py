@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.common import UserError, add_help, add_verbosity, quiet_libraries, start_logging
+from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
@@ -66,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 os.environ[key] = value
         quiet_libraries()
+        model, data = loaded.recipe.model, loaded.recipe.data
+        sources = [each.path for each in (*data.sources, *data.eval_sources)]
+        hub.ask_for(model.path, model.tokenizer, *sources)
         # Only now: these imports take seconds and read the environment.
         from toolkit.train.train import train
 

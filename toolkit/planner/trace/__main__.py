@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
-import urllib.parse
-import urllib.request
 from typing import Any
 
 from toolkit.common import in_a_line, quiet_libraries
@@ -26,28 +23,14 @@ def main() -> int:
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     if "config" in question:
-        from huggingface_hub import constants
-
         from toolkit.models.load import ModelSource
         from toolkit.recipe import Recipe
 
-        constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE or not _resolves(constants.ENDPOINT)
         return {"config": ModelSource.open(Recipe.model_validate(question["config"])).config.to_dict()}
     from toolkit.planner.trace.fit import trace
     from toolkit.planner.trace.types import Setting
 
     return {"trace": trace(Setting(**question["trace"])).to_json()}
-
-
-def _resolves(endpoint: str) -> bool:
-    """Whether the hub's name is known here: its client would try for half a minute before it says no."""
-    if urllib.request.getproxies():
-        return True
-    try:
-        socket.getaddrinfo(urllib.parse.urlsplit(endpoint).hostname, None)
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from toolkit.common import UserError, cache_dir, in_a_line, write_atomically
+from toolkit.data import hub
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.types import Setting, Trace
 
@@ -153,6 +154,7 @@ def config_of(recipe: Any) -> dict[str, Any]:
     Raises:
         UserError: If it cannot be read; names the nearest known model.
     """
+    hub.ask_for(recipe.model.path)
     answer = ask({"config": recipe.model_dump(mode="json")})
     if "error" in answer:
         raise UserError(answer["error"], answer.get("change") or "set model.path to a model that can be read here")
