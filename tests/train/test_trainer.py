@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import losses, metrics, write_recipe
 from ranks import Ranks
+from small import set_up
 from tiny import chat_rows, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.prepare import prepare
@@ -129,6 +132,31 @@ def test_held_out_loss_is_a_mean_over_tokens_whatever_the_batch(place: Path) -> 
         assert before == pytest.approx(total / count, rel=1e-5)
         assert after == pytest.approx(results[0][1], rel=1e-5)
         assert math.exp(after) == pytest.approx(math.exp(results[0][1]), rel=1e-4)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).split(".")[1] in ("_local_scalar_dense", "nonzero", "masked_select"):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_does_not_wait_for_the_device(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the one or two questions by which Transformers decides what mask a batch needs."""
+    trainer = set_up().trainer
+    batches = iter(trainer.get_train_dataloader())
+    (first, _), tokens = trainer.get_batch_samples(batches, 2, trainer.args.device)
+    trainer.current_gradient_accumulation_steps = 2
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda value: pytest.fail("processes wait for each other"))
+    with Waits() as waits:
+        trainer.training_step(trainer.model, first, tokens)
+    assert len(waits.seen) <= 2
 
 
 def test_every_row_is_drawn_once_an_epoch_and_no_batch_is_short() -> None:

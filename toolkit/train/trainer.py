@@ -106,6 +106,28 @@ class _ExactMixin:
             _gather_for_dora(model)
             _decide_releases_anew()
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Loss over all trained tokens of the global batch.
+
+        Most encoder-decoders average over their own micro-batch whatever they are told, which would weigh short targets
+        more than long ones. TRL computes entropy and accuracy beside it, for which the device is waited for five times
+        in every micro-batch.
+        """
+        total, count, balance = self._score(model, inputs)  # type: ignore[attr-defined]
+        loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
+            loss = loss * self.accelerator.num_processes  # type: ignore[attr-defined]
+        if balance is not None:
+            # Of each micro-batch, and averaged over all.
+            loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        return loss
+
+    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a batch's trained tokens, summed, and their number; both on the device."""
+        return self._score(model, inputs)[:2]  # type: ignore[attr-defined]
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
 
@@ -162,9 +184,11 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         elif self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
             self.model.register_forward_pre_hook(_unshard_trained_head)
 
-    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
-        return -outputs.log_probs.sum(), outputs.label_mask.sum()
+    def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        outputs = model(**{**inputs, "use_cache": False}, **routed, fused_lm_head=True)
+        balance = self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
+        return -outputs.log_probs.sum(), outputs.label_mask.sum(), balance
 
 
 def _gather_head_with_model(model: Any) -> None:
@@ -219,19 +243,8 @@ def _unshard_trained_head(model: Any, inputs: Any) -> None:
 class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):
     """Encoder-decoder models."""
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Loss over all trained tokens of the global batch. Most encoder-decoders average over their own micro-batch
-        whatever they are told, which would weigh short targets more than long ones."""
-        total, count = self.negative_log_likelihood(model, inputs)
-        loss = total / (count if num_items_in_batch is None else num_items_in_batch)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes
-        return loss
-
-    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
         labels = inputs["labels"]
         logits = model(**inputs, use_cache=False).logits
         total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-        return total, labels.ne(-100).sum()
+        return total, labels.ne(-100).sum(), None
