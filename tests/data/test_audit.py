@@ -10,6 +10,7 @@ from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, rec
 
 from toolkit.common import UserError
 from toolkit.data.audit import DataError, check_batch
+from toolkit.data.messages import without_use
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import render
 
@@ -39,6 +40,26 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert sum(bucket.rows for bucket in train.lengths.histogram) == 3
     assert train.lengths.percentiles["max"] == max(len(row["input_ids"]) for row in prepared.train)
     assert {problem.level for problem in audited.problems} == {"warning"}
+
+
+def test_fields_of_messages_that_nobody_reads_are_listed_once(tmp_path: Path) -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": "hi", "name": "Ann", "id": 7, "text": "", "timestamp": None},
+            {"role": "assistant", "content": "yo", "id": 8, "weight": 1, "metadata": {"cost": 1}},
+        ]
+    }
+    tokenizer = chatml_tokenizer()
+    assert "name" not in tokenizer.chat_template
+    audited = audit(tmp_path, [row, row], tokenizer)
+    assert audited.sources[0].unused_fields == ["name", "id", "metadata"]
+    assert render(audited).count("unused fields of messages: name, id, metadata") == 1
+    left_out = audit(tmp_path, [row], tokenizer, ignore=["id", "metadata"])
+    assert left_out.sources[0].unused_fields == ["name"]
+    tokenizer.chat_template = "{{ messages[0].name }}" + tokenizer.chat_template
+    assert audit(tmp_path, [row], tokenizer).sources[0].unused_fields == ["id", "metadata"]
+    tokenizer.chat_template = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+    assert without_use(["id"], tokenizer.chat_template) == []
 
 
 def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:

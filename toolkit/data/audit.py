@@ -40,6 +40,8 @@ class SourceFigures(BaseModel):
     empty_rows: int = 0
     """Rows without content."""
     unused_columns: list[str] = []
+    unused_fields: list[str] = []
+    """Fields of messages that neither the toolkit nor the chat template reads."""
     role: Literal["train", "eval"] = "train"
     used_rows: int = 0
     """Rows that are trained on or held out, with their repeats."""

@@ -7,7 +7,8 @@ those formats reaches the template as it is; one that has a meaning which cannot
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from toolkit.common import UserError
@@ -25,6 +26,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of what the model thinks before it answers."""
 FLAGS = ("train", "training", "trainable", "loss", "loss_weight", "weight", "masked")
 """Names of what says whether a message, or a part of it, is trained."""
+_READ = ("role", "content", "tool_calls", "reasoning_content", "train", "untrained")
+"""Fields of a message in this form; it keeps others for the template."""
 
 Message = dict[str, Any]
 Ranges = list[list[int]]
@@ -50,6 +53,18 @@ def read_messages(value: Any, column: str, where: str, ignored: Collection[str] 
     if not isinstance(messages, list):
         raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
     return [_message(message, f"{where}: `{column}[{n}]`", ignored) for n, message in enumerate(messages)]
+
+
+def further_fields(messages: Iterable[Message]) -> list[str]:
+    """Fields with a content that only a template could use."""
+    return [key for message in messages for key, value in message.items() if key not in _READ and value]
+
+
+def without_use(fields: Iterable[str], template: str) -> list[str]:
+    """Those of `further_fields` that a chat template neither names nor prints with the whole message."""
+    if re.search(r"\bmessages?\s*\|\s*tojson", template):
+        return []
+    return [field for field in fields if not re.search(rf"\b{re.escape(field)}\b", template)]
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:

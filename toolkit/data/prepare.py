@@ -27,6 +27,7 @@ from toolkit.common import UserError, build_once, cache_dir, write_json
 from toolkit.data import audit as auditing
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
+from toolkit.data.messages import without_use
 from toolkit.data.mixture import Indices, mix
 from toolkit.data.rows import Chat, Sample, from_json
 from toolkit.data.sources import Reader, open_source
@@ -169,6 +170,7 @@ def _build(
     for number, figures in enumerate(sources):
         figures.role = "train" if number < len(train) else "eval"
         used = tokens.usable(sides[figures.role][source[distinct[sides[figures.role]]] == number])
+        figures.unused_fields = without_use(figures.unused_fields, str(chunker.encoder.tokenizer.chat_template))
         figures.used_rows, figures.repeats = len(used), len(used) / max(len(np.unique(used)), 1)
     total = sum(figures.used_rows for figures in sources if figures.role == "train") or 1
     for figures in sources:

@@ -72,9 +72,10 @@ def render(audit: Audit) -> str:
     lines = [head]
     for source, line in zip(audit.sources, described, strict=True):
         lines.append(line)
-        if unused := source.unused_columns:
-            more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
-            lines += _wrap(f"  unused columns: {', '.join(unused[:20])}{more}", width)
+        for what, unused in (("columns", source.unused_columns), ("fields of messages", source.unused_fields)):
+            if unused:
+                more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
+                lines += _wrap(f"  unused {what}: {', '.join(unused[:20])}{more}", width)
     lines.append("")
     for role, side in (("train", audit.train), ("eval", audit.eval)):
         if side is not None:

@@ -29,8 +29,9 @@ from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import RowFormat, Task, recognise
+from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
 from toolkit.data.sources import Reader
 
 FIRST_ROWS = 100
@@ -66,7 +67,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
 
     Returns:
         The table (columns: row, where, source, content), and for every source its format, rows, rows without
-        content and unused columns.
+        content, unused columns, and fields of messages that are left to the chat template.
     """
     sources = []
     with (
@@ -78,6 +79,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
             row_format, rows = open_rows(reader, task)
             figures = SourceFigures(path=reader.source.path, split=reader.source.split, format=row_format.name)
             columns: dict[str, None] = {}
+            fields: dict[str, None] = {}
             while batch := list(itertools.islice(rows, 1000)):
                 columns.update(dict.fromkeys(name for _, raw in batch for name in raw))
                 converted = [(row_format.convert(raw, where), where) for where, raw in batch]
@@ -85,8 +87,11 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
                 figures.rows += len(batch)
                 figures.empty_rows += len(batch) - len(records)
+                for row, _ in converted:
+                    fields.update(dict.fromkeys(further_fields(row.messages) if isinstance(row, Chat) else ()))
                 progress.update(len(batch))
             figures.unused_columns = [name for name in columns if name not in row_format.used_columns()]
+            figures.unused_fields = list(fields)
             sources.append(figures)
     return Dataset.from_file(str(path)), sources
 
