@@ -83,7 +83,7 @@ def test_path_that_cannot_be_written_is_refused(place: Path) -> None:
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_parameters_and_optimizer_lie_on_the_drive_and_losses_are_the_same(place: Path, ranks: Ranks) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

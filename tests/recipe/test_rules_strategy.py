@@ -150,6 +150,11 @@ def zero(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ranks: Ranks)
 
 
 @pytest.fixture(scope="session")
+def nvme(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ranks: Ranks) -> Ran:
+    return Ran("nvme", shared(tmp_path_factory, worker_id), ranks)
+
+
+@pytest.fixture(scope="session")
 def fsdp(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ranks: Ranks) -> Ran:
     return Ran("fsdp", shared(tmp_path_factory, worker_id), ranks)
 
@@ -194,7 +199,6 @@ def test_zero_never_evaluates_what_schedule_free_optimizers_average(zero: Ran) -
         ("", "clipping left out", 1.0),
         ("", "gather", ["weights.bin"]),
         ("", "no gather", []),
-        ("nf4-param-nvme", "nf4 nvme", "RuntimeError: shape"),
         ("zero3-nf4-dora", "nf4 dora", "AttributeError: 'Params4bit' object has no attribute 'ds_status'"),
         ("zero3-selective", "selective", "RuntimeError: c10d._allgather_base_.default encountered during backward"),
     ],
@@ -204,6 +208,12 @@ def test_zero_case(zero: Ran, rule: str, case: str, expected: Any) -> None:
     assert rule in ("", *STRATEGY_RULES)
     found = zero[case]
     assert found[: len(expected)] == expected if isinstance(expected, str) else found == expected
+
+
+@pytest.mark.matrix
+def test_zero3_does_not_move_4_bit_weights_to_a_drive(nvme: Ran) -> None:
+    rule, case = ("nf4-param-nvme", "nf4 nvme")
+    assert rule in STRATEGY_RULES and nvme[case].startswith("RuntimeError: shape")
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """What DeepSpeed and FSDP2 do with combinations that the rules refuse, and with those beside them that are allowed.
 
-Given `zero|fsdp FILE`, `main` runs every case of `zero_failures.py` or `fsdp_failures.py` on two gloo ranks and writes
-what came of it: name to a value, or to the error's text.
+Given `zero|nvme|fsdp FILE`, `main` runs every case of `zero_failures.py`, `nvme_failures.py` or `fsdp_failures.py` on
+two gloo ranks and writes what came of it: name to a value, or to the error's text.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     engine, file = arguments
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    if engine == "zero":
+    if engine != "fsdp":
         import deepspeed
 
         deepspeed.init_distributed("gloo", dist_init_required=False)

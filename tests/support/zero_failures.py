@@ -156,23 +156,6 @@ def zero_quantized(kind: str, **adapter: Any) -> list[float]:
     return [difference(losses, wanted), (layer.weight.ds_tensor.numel() if kept is None else kept.numel()) / whole]
 
 
-def zero_nf4_nvme() -> str:
-    """A 4-bit weight whose part is large enough for DeepSpeed to move it to the drive."""
-    from bitsandbytes.nn import Linear4bit
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        raise ModuleNotFoundError(name="libaio")
-    base = Linear4bit(2048, 2048, bias=False, quant_type="nf4").to("cpu")
-    base.support_avx512bf16_for_cpu = False
-    base.weight.requires_grad_(False)
-    module = nn.Sequential(base, nn.Linear(2048, 4))
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {"offload_param": {"device": "nvme", "nvme_path": folder}}
-        zero_engine(module, 3, zero_optimization=offload)(torch.ones(2, 2048))
-    return "computes"
-
-
 def zero_selective() -> str:
     """Selective checkpointing, after an evaluation."""
     from transformers import AutoModelForCausalLM
@@ -222,7 +205,6 @@ CASES |= {
     "gather": lambda: zero_gather(True),
     "no gather": lambda: zero_gather(False),
     "nf4": lambda: zero_quantized("nf4"),
-    "nf4 nvme": zero_nf4_nvme,
     "nf4 dora": lambda: zero_quantized("nf4", use_dora=True),
     "int8": lambda: zero_quantized("int8"),
     "selective": zero_selective,

@@ -1,0 +1,31 @@
+"""The case of ZeRO-3 on a drive, see `engine_failures.py`; it compiles DeepSpeed's async_io, which takes minutes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from zero_failures import zero_engine
+
+
+def zero_nf4_nvme() -> str:
+    """A 4-bit weight whose part is large enough for DeepSpeed to move it to the drive."""
+    from bitsandbytes.nn import Linear4bit
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise ModuleNotFoundError(name="libaio")
+    base = Linear4bit(2048, 2048, bias=False, quant_type="nf4").to("cpu")
+    base.support_avx512bf16_for_cpu = False
+    base.weight.requires_grad_(False)
+    module = nn.Sequential(base, nn.Linear(2048, 4))
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {"offload_param": {"device": "nvme", "nvme_path": folder}}
+        zero_engine(module, 3, zero_optimization=offload)(torch.ones(2, 2048))
+    return "computes"
+
+
+CASES: dict[str, Callable[[], Any]] = {"nf4 nvme": zero_nf4_nvme}
