@@ -220,7 +220,51 @@ def stand_ins(folder: Path) -> dict[str, str]:
     return environment() | job | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
-@pytest.mark.slow
+# Instead of Python: a launcher whose training goes on until it is told to stop and saves; once saved, it finishes.
+LAUNCHER = """#!/usr/bin/env bash
+bash -c 'trap "touch saved-$SLURM_NODEID" TERM; printf "%q " "$@" >> "started-$SLURM_NODEID"
+    until [ -e "saved-$SLURM_NODEID" ]; do sleep 0.02; done' -- "$@" &
+wait $!
+"""
+
+
+def test_batch_script_stops_every_node_at_its_time_limit_and_continues(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = folder / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text(LAUNCHER)
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    asked = ["recipe=small", BATCH, "output.name=it's mine"]
+    assert main(["launch", *asked, "--slurm", "--gpus", "2", "--nodes", "2", "--output", "job.sbatch"]) == 0
+    env, started = stand_ins(folder), [folder / f"started-{node}" for node in range(2)]
+    with subprocess.Popen(["bash", "job.sbatch"], env=env) as job:
+        deadline = time.monotonic() + 30
+        while not all(file.is_file() for file in started):
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=30) == 0
+    assert sorted(file.name for file in folder.glob("saved-*")) == ["saved-0", "saved-1"]
+    log = folder / "scontrol.log"
+    assert log.read_text().splitlines() == ["show hostnames n[1-2]", f"requeue {env['SLURM_JOB_ID']}"]
+    lines = [file.read_text() for file in started]
+    for node, line in enumerate(lines):
+        module, start, *words = shlex.split(line)
+        assert (module, start) == ("-m", "toolkit.cli.start")
+        options = understood(["accelerate", "launch", *words])[1]
+        assert (options["num_processes"], options["num_machines"], options["machine_rank"]) == (4, 2, node)
+        assert (options["main_process_ip"], options["multi_gpu"]) == ("127.0.0.1", True)
+        assert (options["training_script"], options["training_script_args"]) == ("toolkit.run", asked)
+        assert Path(str(options["config_file"])).is_file()
+    # Slurm starts the same file again; the run is finished then, and the job is not queued once more.
+    assert subprocess.run(["bash", "job.sbatch"], env=env, timeout=30).returncode == 0
+    assert [file.read_text() for file in started] == [2 * line for line in lines]
+    assert len(log.read_text().splitlines()) == 3
+
+
+@pytest.mark.matrix
 def test_batch_script_trains_on_two_nodes_and_continues_after_its_time_limit(folder: Path) -> None:
     populate(folder, "llama")
     # What the user's accelerate is set up for has no say.

@@ -84,7 +84,7 @@ def test_errors_and_verdicts_follow_from_manifests(benchmark: ModuleType, tmp_pa
     assert [met for met, _ in benchmark.verdicts([crashed])] == [None] * 4 + [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_small_case_runs_through_the_normal_command(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -362,7 +362,8 @@ def test_measured_steps_on_an_h200(row: str, tmp_path: Any, monkeypatch: pytest.
         **sections,
     )
     found = store.obtain(
-        setting_of(wanted, model_configs.bundled()[model].config, "cuda", "flash_attention_2", batch_layout(wanted, 1))
+        setting_of(wanted, model_configs.bundled()[model].config, "cuda", "flash_attention_2", batch_layout(wanted, 1)),
+        "in_process",
     )
     assert found.origin == "traced"
     rows, documents = 1000, 1000 * 4096 // 700
