@@ -400,6 +400,17 @@ def test_text_is_trained_whole_and_ends_with_the_end_of_sequence() -> None:
     assert encoded.labels == [IGNORE, *encoded.input_ids[1:]]
 
 
+def test_a_token_that_the_model_has_no_embedding_for_is_refused_where_a_row_has_it() -> None:
+    tokenizer = plain_tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<tool>"], special_tokens=True)
+    encoder = Encoder(tokenizer, "auto", frozenset({0}), vocab_size=size)
+    assert encoder(Text("fox")) == Encoder(tokenizer, "auto", frozenset({0}))(Text("fox"))
+    for row in (Text("fox <tool>"), Pair("fox", "<tool>")):
+        with pytest.raises(UserError, match=rf"'<tool>' \({size}\), but the model has embeddings for {size} tokens"):
+            encoder(row)
+
+
 def test_only_the_completion_is_trained() -> None:
     encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
     row = Completion("The quick brown", " fox jumps")

@@ -111,6 +111,16 @@ def test_tokenizer_takes_the_recipes_template_and_always_pads(place: Path) -> No
     assert ModelSource.open(recipe("model.path=bare")).tokenizer().pad_token is not None
 
 
+def test_padding_that_the_model_has_no_embedding_for_is_refused(place: Path) -> None:
+    source = ModelSource.open(recipe())
+    tokenizer = source.tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(place / "padded")
+    with pytest.raises(UserError, match=rf"'\[PAD\]' \({source.vocab_size}\)") as refused:
+        ModelSource.open(recipe("model.tokenizer=padded")).tokenizer()
+    assert "model.tokenizer" in refused.value.change and "resize_token_embeddings" in refused.value.change
+
+
 def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(place: Path) -> None:
     source = ModelSource.open(recipe())
     tokenizer = source.tokenizer()

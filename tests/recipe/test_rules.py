@@ -36,6 +36,8 @@ CASES = [
     ("model-no-folder", ["model.path=./nowhere"], ["model.path=existing"]),
     ("model-no-folder", ["model.path=m/x.gguf"], ["model.path=a/b"]),
     ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
+    ("tokenizer-vocabulary", ["model.tokenizer=larger"], ["~model.tokenizer"]),
+    ("tokenizer-larger", ["model.tokenizer=grown"], ["model.path=resized"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model.gguf_file=null"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model=someone/folder"]),
     ("revision-local", ["model.revision=main"], ["model.revision=null"]),
@@ -283,6 +285,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("existing").mkdir()
     Path("existing", "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
     Path("m.gguf").touch()
+    vocabulary = {str(number): number for number in range(49_160)}
+    for name, model, added in (
+        ("larger", {"vocab": vocabulary}, []),
+        ("grown", {"vocab": [["a", 0.5]]}, [{"id": 49_152, "content": "<tool>"}]),
+    ):
+        Path(name).mkdir()
+        Path(name, "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
+    Path("resized").mkdir()
+    Path("resized", "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 49_153}))
     for name in ("encoder", "decoder"):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps({"model_type": "roberta", "is_decoder": name == "decoder"}))

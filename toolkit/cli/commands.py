@@ -286,7 +286,7 @@ def data(options: argparse.Namespace) -> None:
     source = ModelSource.open(loaded.recipe)
     tokenizer = source.tokenizer()
     try:
-        prepared = prepare(loaded.recipe, tokenizer, source.stop_tokens(tokenizer))
+        prepared = prepare(loaded.recipe, tokenizer, source.stop_tokens(tokenizer), vocab_size=source.vocab_size)
     except DataError as error:
         print(render(error.audit))
         raise

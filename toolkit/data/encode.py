@@ -68,6 +68,16 @@ def load_chat_template(name_or_path: str) -> str:
     return template
 
 
+def no_embedding(holder: str, tokenizer: Any, token: int, vocab_size: int) -> UserError:
+    """What to say of a token that the tokenizer has and the model does not."""
+    text = tokenizer.convert_ids_to_tokens(token)
+    return UserError(
+        f"{holder} has the token {text!r} ({token}), but the model has embeddings for {vocab_size} tokens",
+        "set model.tokenizer to the model's own, or set model.path to a folder where the model was saved after "
+        "`model.resize_token_embeddings(len(tokenizer))`",
+    )
+
+
 class Encoder:
     """Turns normalised rows into tokens and labels. Picklable.
 
@@ -76,6 +86,7 @@ class Encoder:
         train_on: `data.train_on` of the recipe; that it suits the rows is checked where their format is recognised.
         stop_token_ids: Every token that ends generation for this model.
         template_kwargs: `data.chat_template_kwargs` of the recipe; those of a row come before them.
+        vocab_size: Number of tokens that the model has embeddings for; None where it is not known.
 
     Raises:
         UserError: If the tokenizer has no offsets.
@@ -87,6 +98,7 @@ class Encoder:
         train_on: str | Sequence[str],
         stop_token_ids: frozenset[int],
         template_kwargs: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
@@ -95,6 +107,7 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self.vocab_size = vocab_size
         self.template_kwargs = dict(template_kwargs or {})
         self.stop_token_ids = stop_token_ids | ({tokenizer.eos_token_id} - {None})
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
@@ -107,12 +120,16 @@ class Encoder:
         """Tokens and labels of one row.
 
         Raises:
-            UserError: If the row does not suit the tokenizer or its chat template.
+            UserError: If the row does not suit the tokenizer, its chat template or the model's vocabulary.
         """
         encoders: dict[type[Row], Callable[[Any], Encoded]]
         encoders = {Text: self._text, Completion: self._completion, Chat: self._chat, Pair: self._pair}
         encoders |= {Segments: self._segments, Tokens: self._tokens}
-        return encoders[type(row)](row)
+        encoded = encoders[type(row)](row)
+        largest = max(max(encoded.input_ids, default=0), max(encoded.labels, default=0))
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise no_embedding("The row", self.tokenizer, largest, self.vocab_size)
+        return encoded
 
     def prompt_text(self, row: Row) -> tuple[str, str]:
         """What the model is asked for this row, and the reference answer.

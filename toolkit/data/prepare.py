@@ -66,7 +66,11 @@ class Prepared:
 
 
 def prepare(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], cache: Path | None = None
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: frozenset[int],
+    cache: Path | None = None,
+    vocab_size: int | None = None,
 ) -> Prepared:
     """Turns the sources of a recipe into token sequences.
 
@@ -75,6 +79,7 @@ def prepare(
         tokenizer: With the chat template that shall be used.
         stop_token_ids: Tokens that end generation.
         cache: Folder of prepared data; by default `data/` in the toolkit's cache.
+        vocab_size: Number of tokens that the model has embeddings for, where it is known.
 
     Example:
         >>> source = ModelSource.open(load_checked("smollm2_135m_lora_demo").recipe)
@@ -89,10 +94,10 @@ def prepare(
     data = recipe.data
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
-    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, train + held_out)
+    fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
     task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template))
     train_on = "all" if task.objective == "language_modelling" else data.train_on
-    encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs)
+    encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
     chunker = Chunker(encoder, recipe.batch.seq_len, data.over_long)
     audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
@@ -283,7 +288,11 @@ def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
 
 
 def _fingerprint(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_token_ids: frozenset[int], readers: list[Reader]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: frozenset[int],
+    vocab_size: int | None,
+    readers: list[Reader],
 ) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
     for state in ("truncation", "padding"):  # what the last call left behind
@@ -294,6 +303,7 @@ def _fingerprint(
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.objective,
         "seq_len": recipe.batch.seq_len,
+        "vocab_size": vocab_size,
         "seed": recipe.seed,
         "samples": _num_samples(recipe),
         "template": [recipe.model.chat_template, tokenizer.chat_template],

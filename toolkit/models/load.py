@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 
 from toolkit.common import UserError, first_line
 from toolkit.data import hub
-from toolkit.data.encode import load_chat_template
+from toolkit.data.encode import load_chat_template, no_embedding
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, quantization_config
@@ -72,11 +72,19 @@ class ModelSource:
             )
         return cls(recipe, location, config)
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of tokens that the model has embeddings for; None for the few configs that do not say."""
+        return getattr(self.config.get_text_config(), "vocab_size", None)
+
     def tokenizer(self, saved: Path | None = None) -> PreTrainedTokenizerBase:
         """The tokenizer, with the recipe's chat template and a padding token.
 
         Args:
             saved: Folder of a trained model, whose tokenizer is taken as it was saved.
+
+        Raises:
+            UserError: If it cannot be loaded, or the model has no embedding for what it pads with.
         """
         model, arguments = self.recipe.model, {**self.location, "config": self.config}
         if other := saved or model.tokenizer:
@@ -87,6 +95,8 @@ class ModelSource:
         if tokenizer.pad_token is None:
             # Labels are masked by position, not by token, so any token can pad without being lost as a label.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        if self.vocab_size is not None and (tokenizer.pad_token_id or 0) >= self.vocab_size:
+            raise no_embedding("model.tokenizer, for padding,", tokenizer, tokenizer.pad_token_id, self.vocab_size)
         return tokenizer
 
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

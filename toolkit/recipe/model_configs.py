@@ -167,6 +167,33 @@ def fused_experts(config: Mapping[str, Any]) -> int:
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
 
 
+def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Tokens of a local `model.tokenizer` that the model has no embedding for.
+
+    Returns:
+        Those of its vocabulary, and those that were added to it, such as Gemma's for pictures that text never has.
+    """
+    file, size = Path(model.tokenizer or "") / "tokenizer.json", text_config(config).get("vocab_size")
+    if not (model.tokenizer and size and file.is_file()):
+        return [], []
+    added, vocabulary = _tokens(file, file.stat().st_mtime_ns)
+    own = [token for token, number in vocabulary.items() if number >= size and token not in added]
+    return own, [token for token, number in added.items() if number >= size]
+
+
+@functools.cache
+def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Added tokens and the vocabulary of a `tokenizer.json`, with their numbers."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = content["model"].get("vocab") or {}
+        if isinstance(vocabulary, list):  # Of [token, score].
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return {token["content"]: token["id"] for token in content.get("added_tokens") or ()}, vocabulary
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, {}  # What is wrong with it is said when it is loaded.
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part that describes the language model: multimodal configs nest it under `text_config`."""
     return config.get("text_config") or config

@@ -188,7 +188,7 @@ def _final(run: Path) -> Path:
 
 
 def _proof_rows(source: ModelSource, tokenizer: Any) -> list[dict[str, Any]]:
-    prepared = prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer))
+    prepared = prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer), vocab_size=source.vocab_size)
     dataset = prepared.eval if prepared.eval is not None else prepared.train
     return [row for row, _ in zip(dataset, range(_PROOF_ROWS), strict=False)]
 

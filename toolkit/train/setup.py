@@ -80,7 +80,7 @@ def set_up(
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
-    prepared = _prepare(recipe, tokenizer, stops, folder if first else None, progress)
+    prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
 
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
@@ -169,7 +169,7 @@ def _adapter_hash(recipe: Recipe) -> dict[str, str]:
 
 
 def _prepare(
-    recipe: Recipe, tokenizer: Any, stops: frozenset[int], folder: RunFolder | None, progress: Progress
+    source: ModelSource, tokenizer: Any, stops: frozenset[int], folder: RunFolder | None, progress: Progress
 ) -> Prepared:
     """Tokenised data; its audit is printed and saved, also when it ends the run."""
 
@@ -179,11 +179,11 @@ def _prepare(
             progress.message(render(audit))
 
     try:
-        prepared = prepare(recipe, tokenizer, stops)
+        prepared = prepare(source.recipe, tokenizer, stops, vocab_size=source.vocab_size)
     except DataError as error:
         show(error.audit)
         raise
-    show(check_batch(prepared.audit, recipe.batch.sequences_per_step))
+    show(check_batch(prepared.audit, source.recipe.batch.sequences_per_step))
     return prepared
 
 

@@ -97,6 +97,7 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
 def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the texts of the rules may name in braces."""
     batch, foreign = recipe.batch, foreign_keys(recipe)
+    lost = [token for tokens in model_configs.without_embedding(recipe.model, config) for token in tokens]
     low, high = recipe.optimizer.traits.usual_rates
     owners = [name for name in STRATEGIES if foreign and all(name in KEYS[key] for key in foreign)]
     return {
@@ -105,6 +106,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "causal_change": f", or set {key}: true in its config.json"
         if (key := model_configs.causal_key(config))
         else "",
+        "tokens_without_embedding": f"the model has no embedding for {len(lost)}, such as {lost[0]!r}" if lost else "",
         "fused_experts": model_configs.fused_experts(config),
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
         "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),

@@ -48,6 +48,12 @@ INPUT_RULES = {
         "there is no such folder",
         "set model.tokenizer to a folder with tokenizer.json, or the id of a model on the hub",
     ),
+    "tokenizer-vocabulary": Rule(
+        "model.tokenizer",
+        lambda r, c: model_configs.without_embedding(r.model, c)[0],
+        "it is another model's: of its tokens {tokens_without_embedding}",
+        "remove model.tokenizer",
+    ),
     "gguf-twice": Rule(
         "model.gguf_file",
         lambda r, _: r.model.path.endswith(".gguf") and r.model.gguf_file is not None,

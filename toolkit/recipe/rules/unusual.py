@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
 
@@ -22,6 +23,13 @@ def _decays_before_the_start(recipe: Recipe) -> bool:
 
 
 UNUSUAL_RULES = {
+    "tokenizer-larger": Rule(
+        "model.tokenizer",
+        lambda r, c: model_configs.without_embedding(r.model, c)[1],
+        "of its tokens {tokens_without_embedding}; a row that holds one ends the run",
+        "set model.path to a folder where the model was saved after `model.resize_token_embeddings(len(tokenizer))`",
+        warns=True,
+    ),
     "learning-rate-high": Rule(
         "optimizer.learning_rate",
         lambda r, _: r.optimizer.learning_rate > r.optimizer.traits.usual_rates[1],
