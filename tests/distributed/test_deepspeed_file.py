@@ -188,6 +188,19 @@ def test_what_no_recipe_states_is_taken_over_to_deepspeed(launched: Any, tmp_pat
     )
 
 
+def test_what_the_recipe_passes_on_reaches_deepspeed_and_stands_against_a_file(launched: Any) -> None:
+    extra = {"deepspeed": {"zero_optimization": {"round_robin_gradients": True}, "flops_profiler": {"enabled": True}}}
+    made, plain = recipe("zero2", extra=extra), deepspeed_config(recipe("zero2"))
+    zero = plain["zero_optimization"] | {"round_robin_gradients": True}
+    wanted = plain | {"zero_optimization": zero, "flops_profiler": {"enabled": True}}
+    arguments = training_arguments(made, batch_layout(made, 1), Length(1, None, 0, None))
+    assert arguments["deepspeed"] == deepspeed_config(made) == wanted
+    assert launched(made, {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}).lines() == []
+    launch = launched(made, {"zero_optimization": {"stage": 2, "round_robin_gradients": False}, "dump_state": True})
+    assert launch.ignored == ("zero_optimization.round_robin_gradients=false",)
+    assert deepspeed_config(made, launch.taken_over) == wanted | {"dump_state": True}
+
+
 def test_the_example_of_the_field_starts_a_recipe_of_the_same_strategy(launched: Any) -> None:
     offloads = {"name": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}
     made = recipe(offloads, precision="fp16", schedule={"name": "constant_with_warmup"})

@@ -58,6 +58,8 @@ SELECTED = {
     "experts": ["model.path=moe", "method.target_modules=[q_proj]", EXPERTS],
     "only-experts": ["model.path=moe", "method.target_modules=[]", EXPERTS, "method.rank_pattern={down_proj: 2}"],
     "gpt2": ["model.path=gpt2", "method.layers_to_transform=[1]"],
+    "biases": ["model.path=gpt2", "extra.lora.bias=all"],
+    "excluded": ["extra.lora.exclude_modules=[down_proj]"],
     "seq2seq": ["model.path=blenderbot", "objective=seq2seq", "method.layers_to_transform=[0]"],
 }
 
@@ -83,9 +85,20 @@ def test_adapters_are_where_the_recipe_wants_them() -> None:
     assert {rank for name, rank in experts.items() if "experts" in name} == {4 * 16}
 
 
+def test_settings_of_peft_reach_it() -> None:
+    model = adapted("model.path=gpt2", "extra.lora.bias=all")
+    assert model.peft_config["default"].bias == "all"
+    assert all(p.requires_grad == ("lora_" in name or "bias" in name) for name, p in model.named_parameters())
+    names = ranks(adapted("extra.lora.exclude_modules=[down_proj, v_proj]"))
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"}
+    some = adapted("model.path=gpt2", "method.layers_to_transform=[1]", "extra.lora.layers_pattern=h")
+    assert some.peft_config["default"].layers_pattern == "h" and all(".1." in name for name in ranks(some))
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["extra.lora.exclude_modules=[downproj]"], ["exclude_modules", "downproj"]),
         (["method.rank_pattern={qproj: 4}"], ["rank_pattern", "'qproj' matches nothing"]),
         ([{"method.alpha_pattern": {"(": 4}}], ["PEFT cannot add", "missing )"]),
         (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),

@@ -238,6 +238,22 @@ def test_secrets_stay_out_of_the_run_folder(place: Path, monkeypatch: pytest.Mon
             assert b"hunter2hunter2" not in file.read_bytes(), file
 
 
+def test_settings_of_the_libraries_reach_them_and_are_noted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = "extra.training_arguments.neftune_noise_alpha=50"
+    assert main(["recipe=small", "max_steps=2", "output.name=plain"]) == 0
+    assert main(["recipe=small", "max_steps=2", noise, "extra.lora.exclude_modules=[down_proj]"]) == 0
+    passed = {"training_arguments.neftune_noise_alpha": 50, "lora.exclude_modules": ["down_proj"]}
+    run = place / "runs" / "small"
+    assert json.loads((run / "manifest.json").read_text(encoding="utf-8"))["extra"] == passed
+    shown = capsys.readouterr()
+    assert "passed to the libraries: training_arguments.neftune_noise_alpha=50" in shown.out + shown.err
+    adapter = json.loads((run / "final" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert adapter["exclude_modules"] == ["down_proj"]
+    assert losses(run)[0] != losses(place / "runs" / "plain")[0]
+    assert metrics(run)[0]["eval_loss"] == metrics(place / "runs" / "plain")[0]["eval_loss"]
+    assert main(["recipe=small", "max_steps=2", noise.replace("50", "5")]) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "override", "words"),
     [

@@ -18,6 +18,7 @@ from toolkit.distributed.engines import deepspeed_config
 from toolkit.distributed.launcher_flags import STAGES, Difference, Row, same, text_of
 from toolkit.distributed.layout import BatchLayout
 from toolkit.recipe import Recipe
+from toolkit.recipe.libraries import flat, uncounted
 
 NVME_PLACEHOLDER = "/local_nvme"
 """Stands in rendered files for the folder that only the recipe knows."""
@@ -28,19 +29,6 @@ _UNSAID = (None, "auto", NVME_PLACEHOLDER)
 _OFF: tuple[Any, ...] = (False, 0, -1, "none", "", [])
 
 _TAKEN_OVER_SECTIONS = ("aio", "comms_logger", "flops_profiler")
-_TAKEN_OVER = (
-    *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
-    *("fp16.consecutive_hysteresis", "fp16.min_loss_scale", "bf16.immediate_grad_update"),
-    *("wall_clock_breakdown", "memory_breakdown", "dump_state"),
-    *("zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients"),
-    *("zero_optimization.zero_hpz_partition_size", "zero_optimization.use_multi_rank_bucket_allreduce"),
-    *("zero_optimization.stage3_model_persistence_threshold", "zero_optimization.stage3_module_granularity_threshold"),
-    *("zero_optimization.stage3_use_all_reduce_for_fetch_params", "zero_optimization.stage3_allgather_sequential"),
-    *("zero_optimization.parameter_alignment", "zero_optimization.leaf_module.*"),
-    *("zero_optimization.offload_*.buffer_count", "zero_optimization.offload_param.buffer_size"),
-    *("zero_optimization.offload_param.max_in_cpu", "zero_optimization.offload_optimizer.pipeline_*"),
-    "zero_optimization.offload_optimizer.fast_init",
-)
 # Sections and keys of which a recipe has nothing, and which would train something else.
 _OTHER = (
     *("amp", "fp8", "torch_autocast", "compile", "data_efficiency", "curriculum_learning", "progressive_layer_drop"),
@@ -68,19 +56,21 @@ def compare(recipe: Recipe, layout: BatchLayout, file: str) -> tuple[list[Differ
     Raises:
         UserError: If the file cannot be read.
     """
-    stated, own = _stated(_read(file)), _flat(deepspeed_config(recipe))
-    rows = _rows(recipe, layout, stated)
+    stated, own = _stated(_read(file)), flat(deepspeed_config(recipe))
+    rows, extra = _rows(recipe, layout, stated), flat(recipe.extra.deepspeed)
     differences: list[Difference] = []
     taken_over: dict[str, Any] = {}
     for key, value in stated.items():
         section, said = key.partition(".")[0], f"{key}={text_of(value)}"
         if key in rows:
             differences += rows[key].differs(value, said, _VARIABLE, file)
+        elif key in extra:
+            differences += [] if same(value, extra[key]) else [Difference(said, "", _VARIABLE)]
         elif section in _TAKEN_OVER_SECTIONS:
             taken_over[key] = value
         elif same(value, own.get(key)) or _is_unused(recipe, key, own) or (key not in own and value in _OFF):
             continue
-        elif _matches(key, _TAKEN_OVER):
+        elif uncounted("deepspeed", key) is not None:
             taken_over[key] = value
         elif section in _OTHER or _matches(key, _OTHER):
             differences.append(Difference(said, "nothing of it", _VARIABLE, file=file))
@@ -101,26 +91,19 @@ def _read(file: str) -> dict[str, Any]:
 
 def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
     """What a file says, by dotted key, without what is left open and sections that are switched off."""
-    flat = _flat(content)
-    switches = [key for key, value in flat.items() if key.endswith(".enabled") and value in (False, "auto")]
+    stated = flat(content)
+    switches = [key for key, value in stated.items() if key.endswith(".enabled") and value in (False, "auto")]
     off = tuple(key.removesuffix("enabled") for key in switches if not key.startswith(("fp16.", "bf16.")))
-    flat = {key: value for key, value in flat.items() if value not in _UNSAID and not key.startswith(off)}
+    stated = {key: value for key, value in stated.items() if value not in _UNSAID and not key.startswith(off)}
     # DeepSpeed's own progress lines do not appear.
-    flat.pop("steps_per_print", None)
-    if "zero_optimization.stage" in flat:
+    stated.pop("steps_per_print", None)
+    if "zero_optimization.stage" in stated:
         # DeepSpeed's own defaults: a file that names a stage and no offloading means none.
         for part in ("offload_optimizer", "offload_param"):
-            flat.setdefault(f"zero_optimization.{part}.device", "none")
-    if str(flat.get("scheduler.type")).startswith("Warmup"):
-        flat.setdefault(_WARMUP_TYPE, _UNSAID_WARMUP)
-    return flat
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
+            stated.setdefault(f"zero_optimization.{part}.device", "none")
+    if str(stated.get("scheduler.type")).startswith("Warmup"):
+        stated.setdefault(_WARMUP_TYPE, _UNSAID_WARMUP)
+    return stated
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

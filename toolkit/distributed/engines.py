@@ -13,6 +13,7 @@ from typing import Any, Literal
 from toolkit.common import Partial, UserError
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Recipe
+from toolkit.recipe.libraries import flat
 from toolkit.recipe.sections import ActivationCheckpointing
 
 _NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
@@ -103,7 +104,7 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
         # Masters, gradients and moments in bf16 too, which is what the recipe asks for.
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         config |= {"bf16": {"enabled": True, **pure}, "fp16": {"enabled": False}}
-    for key, value in (further or {}).items():
+    for key, value in (flat(recipe.extra.deepspeed) | dict(further or {})).items():
         section = config
         *parents, name = key.split(".")
         for parent in parents:
@@ -247,7 +248,7 @@ def training_arguments(
         arguments |= {"fsdp": True, "fsdp_config": fsdp_config(recipe)}
         if strategy.sync_each_batch:
             arguments["accelerator_config"] |= {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    return arguments
+    return arguments | recipe.extra.training_arguments
 
 
 def checkpointing_kwargs(checkpointing: ActivationCheckpointing) -> dict[str, Any]:

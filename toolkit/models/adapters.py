@@ -64,13 +64,15 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,
+        **recipe.extra.lora,
     )
     try:
         with warnings.catch_warnings():
             # Patterns that match nothing are refused below, in words of the recipe.
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+            warnings.filterwarnings("error", message="You have passed exclude_modules")
             adapted = get_peft_model(model, adapter)
-    except (ValueError, RuntimeError, re.error) as error:
+    except (ValueError, RuntimeError, UserWarning, re.error) as error:
         raise UserError(
             f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
             "change method.target_modules, or the key that it names",

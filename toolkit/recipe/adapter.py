@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
+from toolkit.recipe.libraries import PASSED
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.recipe.schema import Recipe
 
@@ -20,8 +21,8 @@ _KEYS = (
     *("r", "lora_alpha", "target_modules", "target_parameters", "layers_to_transform", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "use_rslora", "use_dora"),
 )
-_PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False}
-"""Settings of PEFT that a recipe has no key for, and the only value with which an adapter is trained on."""
+_PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False, "exclude_modules": None}
+"""Settings of PEFT that a recipe has no key for, and the value that they have unless `extra.lora` says otherwise."""
 
 
 def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[Problem]]:
@@ -45,9 +46,9 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         what = f"there is no readable {_FILE} in this folder" if isinstance(error, OSError) else f"{_FILE}: {error}"
         return recipe, {}, [problem("model.adapter", what, recipe.model.adapter, hint)]
     problems = [
-        problem("model.adapter", f"has {key}={config[key]}, which cannot be trained on", "", "name another adapter")
-        for key, value in _PLAIN.items()
-        if config.get(key, value) != value
+        problem("model.adapter", f"has {key}={config.get(key, plain)}, unlike the recipe", "", _follow(key))
+        for key, plain in _PLAIN.items()
+        if _sorted(config.get(key, plain)) != _sorted(recipe.extra.lora.get(key, plain))
     ]
     base, path = config.get("base_model_name_or_path"), BUILTIN_MODELS.get(recipe.model.path, recipe.model.path)
     if base and base != path and not Path(path).expanduser().exists():
@@ -60,7 +61,7 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         given = getattr(recipe.method, key.removeprefix("method."))
         if not _stated(key, origins) or given == "all-linear":
             taken[key] = value
-        elif (sorted(given) if isinstance(given, list) else given) != value:
+        elif _sorted(given) != value:
             what = f"the adapter in {recipe.model.adapter} has {as_text(value)}"
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
     return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
@@ -75,6 +76,15 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     if key in ("r", "lora_alpha") or isinstance(value, str):
         return value
     return sorted(value if isinstance(value, list) else [] if value is None else [value])
+
+
+def _follow(key: str) -> str:
+    # What else PEFT has is none of what adapters here can be.
+    return f"set extra.lora.{key} to that" if key in PASSED["lora"] else "name another adapter"
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, list) else value
 
 
 def _stated(key: str, origins: Origins) -> bool:

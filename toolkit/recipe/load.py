@@ -22,6 +22,7 @@ from toolkit.recipe.adapter import start_from
 from toolkit.recipe.compose import compose_recipe, interpolated, remove, value_at
 from toolkit.recipe.errors import Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import first_lines, read
+from toolkit.recipe.libraries import flat
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import Section
 
@@ -44,6 +45,11 @@ class Loaded:
     """Settings of DeepSpeed that the launcher's file states and no key of a recipe does, by dotted key."""
     warnings: tuple[Problem, ...] = ()
     """What can be trained and is probably not meant."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What is passed to the libraries, by dotted key; values from the environment as they were written."""
+        return flat(_overlay(self.recipe.extra.model_dump(), self.unresolved.get("extra")))
 
     def decided(self, recipe: Recipe, chosen: Mapping[str, str]) -> Loaded:
         """This recipe with what it left to the plan decided; the run folder keeps the values, not `auto`."""

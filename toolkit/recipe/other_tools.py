@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from toolkit.recipe.libraries import PASSED
+
 _SAME = {
     "batch.micro_batch_size": (
         *("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -121,12 +123,10 @@ _ADVICE = {
     "remove_unused_columns": "remove it: columns that no format has are not read",
     "wandb_project": "set logging.trackers: [wandb], and the environment variable WANDB_PROJECT={given}",
     "use_wandb": "set logging.trackers: [wandb]",
-    "dataloader_num_workers": "remove it: rows are tokenised before training, by data.num_proc processes",
     "overwrite_output_dir": "set checkpoint.resume: never for a new run folder",
     "lora_target_linear": "set method.target_modules: all-linear",
     "dataset_text_field": "set data.columns: {{text: {given}}}",
     "dataset_dir": "write the folder into data.sources",
-    "neftune_noise_alpha": "remove it: noise on embeddings is not supported",
     "label_smoothing_factor": "remove it: label smoothing is not supported",
     "torch_compile": "remove it: kernels are compiled where it is known to pay off",
     "push_to_hub": "remove it; upload the folder `final` of the run with `huggingface-cli upload`",
@@ -158,7 +158,8 @@ def translation(key: str, given: Any, text: str) -> str:
         if plain in values:
             return f"write {values[plain]}"
         return f"write {' or '.join(dict.fromkeys(values.values()))}"
-    return ""
+    part = next((part for part, keys in PASSED.items() if key in keys), "")
+    return f"write extra: {{{part}: {{{key}: {text}}}}}" if part else ""
 
 
 def translated_keys() -> dict[str, list[str]]:
@@ -167,4 +168,4 @@ def translated_keys() -> dict[str, list[str]]:
         key: _ADVICE.get(key) or _PLACES.get(key) or " ".join(_OTHERWISE[key].values())
         for key in (*_ADVICE, *_PLACES, *_OTHERWISE)
     }
-    return {key: re.findall(r"\b[a-z_]+\.[a-z_]+(?=[ :,;]|$)", text) for key, text in texts.items()}
+    return {key: re.findall(r"\b[a-z_]+\.[a-z_0-9]+(?=[ :,;]|$)", text) for key, text in texts.items()}

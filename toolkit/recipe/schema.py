@@ -19,6 +19,7 @@ from toolkit.recipe.sections import (
     Batch,
     Checkpoint,
     Evaluation,
+    Extra,
     Logging,
     Method,
     Optimizer,
@@ -196,6 +197,7 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
     output: Output = Output()
+    extra: Extra = Extra()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, initialisation and dropout."""
 

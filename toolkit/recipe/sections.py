@@ -41,7 +41,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 Scalar = bool | int | float | str
 # Names of a Python function's arguments; never `_target_`, which other tools take for code to run.
-Arguments = dict[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], Scalar]
+ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
+Arguments = dict[ArgumentName, Scalar]
 
 
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -361,3 +362,14 @@ class Output(Section):
     """Folder in which run folders are made."""
     name: str | None = None
     """Name of the run folder; by default the recipe's name."""
+
+
+class Extra(Section):
+    """Settings of the libraries that a recipe has no key for, by the libraries' own names."""
+
+    training_arguments: dict[ArgumentName, Any] = {}
+    """For Transformers' and TRL's TrainingArguments, e.g. `{neftune_noise_alpha: 5}`."""
+    lora: dict[ArgumentName, Any] = {}
+    """For PEFT's LoraConfig, e.g. `{bias: all}`."""
+    deepspeed: dict[ArgumentName, Any] = {}
+    """For DeepSpeed's configuration, e.g. `{zero_optimization: {round_robin_gradients: true}}`."""

@@ -105,6 +105,8 @@ class Manifest(Partial):
     """What `auto` came to, and why."""
     taken_over: dict[str, Any] = {}
     """DeepSpeed's settings that only the launcher's file states, by dotted key."""
+    extra: dict[str, Any] = {}
+    """What the recipe passes to the libraries by their own names, by dotted key."""
     started_from: list[str] = []
     """Adapters that this run goes on from, the first stage's first."""
     hashes: dict[str, str] = {}

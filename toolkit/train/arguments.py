@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import Seq2SeqTrainingArguments
 from trl import SFTConfig
 
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import dtypes, fsdp_mesh, training_arguments
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Loaded, Recipe
@@ -40,7 +40,7 @@ def build_arguments(
     kwargs |= {
         "output_dir": str(folder.checkpoints),
         "run_name": folder.path.name,
-        "dataloader_pin_memory": cuda,
+        "dataloader_pin_memory": kwargs.get("dataloader_pin_memory", cuda),
         "use_cpu": not cuda and plain,
     }
     if "tensorboard" in recipe.logging.trackers:
@@ -62,10 +62,15 @@ def build_arguments(
         kind, kwargs = SFTConfig, kwargs | prepared
     try:
         arguments = kind(**kwargs)
-    except ValueError as error:
-        if cuda or plain:
+    except (TypeError, ValueError) as error:
+        if not cuda and not plain:
+            raise no_engine from error
+        if not recipe.extra.training_arguments:
             raise
-        raise no_engine from error
+        raise UserError(
+            f"extra.training_arguments: {kind.__name__} does not take them: {first_line(error)}",
+            f"change {', '.join(recipe.extra.training_arguments)}",
+        ) from error
     if arguments.world_size != world.world_size:
         if not cuda and not plain:
             raise no_engine

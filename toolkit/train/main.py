@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loaded = dataclasses.replace(loaded, taken_over=launch.taken_over)
         for line in launch.lines():
             _log.info("%s", line)
+        if loaded.extra:
+            _log.info("passed to the libraries: %s", ", ".join(f"{key}={each}" for key, each in loaded.extra.items()))
         for key, value in environment(loaded.recipe, world, os.environ).items():
             if value is None:
                 os.environ.pop(key, None)

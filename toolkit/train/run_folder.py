@@ -40,7 +40,7 @@ _PACKAGES = (
 )
 _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
-    *("batch.micro_batch_size", "data.num_proc"),
+    *("batch.micro_batch_size", "data.num_proc", "extra.deepspeed"),
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
 
@@ -120,6 +120,7 @@ class RunFolder:
             saved_by=checkpoint.writer(loaded.recipe, layout.world_size),
             chosen=dict(loaded.chosen),
             taken_over=dict(loaded.taken_over),
+            extra=loaded.extra,
             hashes={"recipe": recipe_hash(loaded.recipe), **hashes},
             batch=layout,
             resumed_from=str(self.resume_from) if self.resume_from else None,
@@ -137,7 +138,7 @@ class RunFolder:
 
 
 def _has_effect(path: str) -> bool:
-    return not {path, path.split(".")[0]} & _WITHOUT_EFFECT
+    return not any(f"{path}.".startswith(f"{key}.") for key in _WITHOUT_EFFECT)
 
 
 def recipe_hash(recipe: Recipe) -> str:

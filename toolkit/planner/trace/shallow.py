@@ -20,7 +20,7 @@ from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.types import Setting
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Data, Model, Source
-from toolkit.recipe.sections import Method
+from toolkit.recipe.sections import Extra, Method
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
@@ -138,8 +138,10 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
 
 def _recipe(setting: Setting) -> Recipe:
     data = Data(sources=[Source(path="unread")])
-    method = Method(**setting.method)
-    return Recipe(model=Model(path="unread"), data=data, objective=setting.objective, method=method)  # type: ignore[arg-type]
+    stated = dict(setting.method)
+    extra = Extra(lora=stated.pop("extra", {}))
+    method = Method(**stated)
+    return Recipe(model=Model(path="unread"), data=data, objective=setting.objective, method=method, extra=extra)  # type: ignore[arg-type]
 
 
 def _dtypes(setting: Setting) -> Dtypes:

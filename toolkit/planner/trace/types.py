@@ -234,7 +234,8 @@ class Setting:
         config: The model's `config.json`.
         device: What it will run on; kernels and rounding differ.
         objective: As in the recipe.
-        method: The recipe's section `method`, without what leaves memory and work as they are.
+        method: The recipe's section `method`, without what leaves memory and work as they are; `extra` holds
+            `extra.lora`, where there is any.
         load: Dtype of frozen weights, see `engines.Dtypes`.
         local: Dtype of trained weights as the forward pass sees them.
         autocast: Dtype of autocast, or None.
@@ -296,11 +297,12 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     checkpointing = recipe.activation_checkpointing
     on_cpu = device == "cpu"
     rows = _layout(recipe, backend)
+    stated = method.model_dump(include={*_ADAPTER_KEYS, *rare} if adapters else set(_FULL_KEYS))
     return Setting(
         config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
         device="cpu" if on_cpu else "cuda",
         objective=recipe.objective,
-        method=method.model_dump(include={*_ADAPTER_KEYS, *rare} if adapters else set(_FULL_KEYS)),
+        method=stated | ({"extra": dict(recipe.extra.lora)} if recipe.extra.lora else {}),
         load=types.load if adapters else seen,
         local=seen,
         autocast=types.autocast,

@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
+from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys
@@ -44,10 +45,14 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bo
     """
     config = model_configs.config_of(recipe.model) or {}
 
-    def broken(decided: Recipe) -> list[Rule]:
-        return [rule for rule in RULES.values() if rule.warns == warns and rule.broken(decided, config)]
+    of_extra = extra_warnings if warns else extra_problems
 
-    nearest, rules = min(((decided, broken(decided)) for decided in _decided(recipe)), key=lambda pair: len(pair[1]))
+    def broken(decided: Recipe) -> tuple[list[Rule], list[Problem]]:
+        rules = [rule for rule in RULES.values() if rule.warns == warns and rule.broken(decided, config)]
+        return rules, list(of_extra(decided, origins or {}))
+
+    choices = ((decided, *broken(decided)) for decided in _decided(recipe))
+    nearest, rules, others = min(choices, key=lambda choice: len(choice[1]) + len(choice[2]))
     figures = _figures(nearest, config)
     return [
         Problem(
@@ -58,7 +63,7 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bo
             hint=rule.change.format(**figures),
         )
         for rule in rules
-    ]
+    ] + others
 
 
 def _decided(recipe: Recipe) -> Iterator[Recipe]:

@@ -1,0 +1,127 @@
+"""What `extra` passes to the libraries, and what it says of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes import BASE, write
+from toolkit.recipe import RecipeError
+from toolkit.recipe.rules import check, load_checked
+from toolkit.recipe.show import with_origins
+
+LORA, ZERO2, ZERO3 = "method.name=lora", "strategy.name=zero2", "strategy.name=zero3"
+ARGUMENTS, OF_LORA, ENGINE = "extra.training_arguments", "extra.lora", "extra.deepspeed"
+ZERO = f"{ENGINE}.zero_optimization"
+
+REFUSED = [
+    # Misspelt.
+    ([f"{ARGUMENTS}.neftune_alpha=5"], ["unknown key", "did you mean `neftune_noise_alpha`"]),
+    ([LORA, f"{OF_LORA}.bais=all"], ["unknown key", "did you mean `bias`"]),
+    ([ZERO2, f"{ZERO}.round_robin_gradient=true"], ["did you mean `zero_optimization.round_robin_gradients`"]),
+    ([LORA, f"{OF_LORA}.neftune_noise_alpha=5"], ["did you mean `extra.training_arguments.neftune_noise_alpha`"]),
+    # The recipe's own.
+    ([f"{ARGUMENTS}.output_dir=x"], ["set output.dir"]),
+    ([f"{ARGUMENTS}.per_device_train_batch_size=4"], ["set batch.micro_batch_size"]),
+    ([f"{ARGUMENTS}.bf16=true"], ["set precision"]),
+    ([f"{ARGUMENTS}.seed=1"], ["set seed"]),
+    ([LORA, f"{OF_LORA}.r=4"], ["set method.r"]),
+    ([LORA, f"{OF_LORA}.init_lora_weights=pissa"], ["set method.init_lora_weights"]),
+    ([ZERO2, f"{ZERO}.stage=3"], ["set strategy.name"]),
+    ([ZERO3, f"{ZERO}.stage3_prefetch_bucket_size=4"], ["set strategy.prefetch_bucket_size"]),
+    ([ZERO2, f"{ENGINE}.optimizer.params.lr=1"], ["set optimizer.name"]),
+    ([ZERO2, f"{ENGINE}.train_batch_size=1"], ["set batch.global_batch_size"]),
+    # What the toolkit's promises rest on.
+    ([f"{ARGUMENTS}.remove_unused_columns=true"], ["before the Trainer sees them"]),
+    ([f"{ARGUMENTS}.accelerator_config={{split_batches: true}}"], ["follows from the seed"]),
+    ([f"{ARGUMENTS}.save_only_model=true"], ["all that a run needs to go on"]),
+    ([LORA, f"{OF_LORA}.trainable_token_indices=[1]"], ["would miss it"]),
+    ([ZERO2, f"{ZERO}.contiguous_gradients=false"], ["rest on"]),
+    ([ZERO2, f"{ENGINE}.compile.deepcompile=true"], ["rest on"]),
+    # Without effect.
+    ([f"{OF_LORA}.bias=all"], ["would be ignored", "method.name=lora"]),
+    ([f"{ENGINE}.wall_clock_breakdown=true"], ["would be ignored", "zero1, zero2 or zero3"]),
+    ([ZERO2, f"{ENGINE}.fp16.loss_scale_window=9"], ["would be ignored", "precision=fp16"]),
+    ([ZERO2, f"{ZERO}.offload_optimizer.buffer_count=9"], ["would be ignored", "zero2_offload"]),
+    ([ZERO2, f"{ARGUMENTS}.ddp_bucket_cap_mb=9"], ["would be ignored", "strategy.name=ddp"]),
+    ([f"{ARGUMENTS}.dataloader_prefetch_factor=9"], ["would be ignored", "dataloader_num_workers"]),
+    # Values.
+    ([f"{ARGUMENTS}.neftune_noise_alpha=much"], ["a number or null"]),
+    ([f"{ARGUMENTS}.dataloader_num_workers=true"], ["a whole number"]),
+    ([LORA, f"{OF_LORA}.bias=lora"], ["none, all, lora_only", "did you mean `lora_only`"]),
+    ([ZERO2, f"{ZERO}.round_robin_gradients=1"], ["true or false"]),
+    ([ZERO2, f"{ENGINE}.aio=1"], ["must be a section"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), REFUSED, ids=lambda case: str(case[-1]).partition("=")[0][6:])
+def test_what_cannot_be_passed_on_is_one_problem(mine: Path, overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine", overrides)
+    (problem,) = caught.value.problems
+    assert overrides[-1].startswith(problem.path) and problem.where == "command line" and problem.hint
+    text = " ".join(str(problem).split())
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cost"),
+    [
+        ([LORA, f"{OF_LORA}.bias=all", f"{OF_LORA}.exclude_modules=[lm_head]"], ""),
+        ([f"{ARGUMENTS}.neftune_noise_alpha=5", f"{ARGUMENTS}.ddp_timeout=60"], ""),
+        ([f"{ARGUMENTS}.dataloader_num_workers=2"], "memory and time"),
+        ([ZERO2, f"{ZERO}.round_robin_gradients=true"], "time"),
+        (["strategy=zero2_offload", f"{ZERO}.offload_optimizer.buffer_count=9"], "memory"),
+        ([ZERO2, "precision=fp16", f"{ENGINE}.fp16.loss_scale_window=9"], ""),
+        ([ZERO3, f"{ZERO}.leaf_module.classes=[Block]"], "memory and time"),
+    ],
+)
+def test_what_is_passed_on_says_what_the_plan_leaves_out(mine: Path, overrides: list[str], cost: str) -> None:
+    warnings = [each.what for each in load_checked("mine", overrides).warnings if each.path.startswith("extra")]
+    assert warnings == ([f"changes {cost}, which the plan does not count"] if cost else [])
+
+
+def test_auto_keeps_to_the_strategies_that_read_what_is_passed_on(mine: Path) -> None:
+    recipe = load_checked("mine", ["strategy.name=auto", f"{ENGINE}.dump_state=true"]).recipe
+    assert check(recipe.with_values({"strategy.name": "ddp"})) and not check(
+        recipe.with_values({"strategy.name": "zero1"})
+    )
+
+
+def test_values_are_shown_with_their_origin_and_those_of_the_environment_as_written(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "hunter2hunter2")
+    variable = "${oc.env:MY_VARIABLE}"
+    content: dict[str, Any] = {"training_arguments": {"project": variable, "neftune_noise_alpha": 5}}
+    write("mine", f"{BASE}logging: {{trackers: [trackio]}}\nextra: {yaml.safe_dump(content, default_flow_style=True)}")
+    loaded = load_checked("mine")
+    assert loaded.recipe.extra.training_arguments["project"] == "hunter2hunter2"
+    key = "training_arguments.project"
+    assert loaded.extra == {key: variable, "training_arguments.neftune_noise_alpha": 5}
+    text = with_origins(loaded)
+    assert (
+        "hunter2" not in text and yaml.safe_load(text)["extra"]["training_arguments"] == content["training_arguments"]
+    )
+    assert any("neftune_noise_alpha" in line and line.endswith("mine.yaml:3") for line in text.splitlines())
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine", [f"{ARGUMENTS}.neftune_noise_alpha='{variable}'"])
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("neftune_noise_alpha: 5", "write extra: {training_arguments: {neftune_noise_alpha: 5}}"),
+        ("method: {bias: all}", "write extra: {lora: {bias: all}}"),
+        ("wall_clock_breakdown: true", "write extra: {deepspeed: {wall_clock_breakdown: true}}"),
+    ],
+)
+def test_a_setting_in_another_place_points_to_extra(mine: Path, line: str, change: str) -> None:
+    write("mine", f"{BASE}{line}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_checked("mine")
+    assert change in caught.value.problems[0].hint
