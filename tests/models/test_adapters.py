@@ -89,6 +89,10 @@ def test_settings_of_peft_reach_it() -> None:
     model = adapted("model.path=gpt2", "extra.lora.bias=all")
     assert model.peft_config["default"].bias == "all"
     assert all(p.requires_grad == ("lora_" in name or "bias" in name) for name, p in model.named_parameters())
+    counts, trained = parameter_counts(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    biases = sum(p.numel() for name, p in model.named_parameters() if "bias" in name)
+    assert counts["base"] == counts["total"] - (trained - biases)
+    assert counts["reached"] == biases + parameter_counts(adapted("model.path=gpt2"))["reached"]
     names = ranks(adapted("extra.lora.exclude_modules=[down_proj, v_proj]"))
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"}
     some = adapted("model.path=gpt2", "method.layers_to_transform=[1]", "extra.lora.layers_pattern=h")

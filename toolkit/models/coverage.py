@@ -35,8 +35,10 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
         counts["trainable"] += count if parameter.requires_grad else 0
         counts["quantized"] += count if _is_quantized(parameter) else 0
     if hasattr(model, "peft_config"):
-        adapted = {id(each): _numel(each) for each in _adapted(model)}
-        return counts | {"base": counts["total"] - counts["trainable"], "reached": sum(adapted.values())}
+        adapted = {id(each): each for each in _adapted(model)}.values()
+        itself = sum(_numel(each) for each in adapted if each.requires_grad)
+        base = counts["total"] - counts["trainable"] + itself
+        return counts | {"base": base, "reached": sum(map(_numel, adapted))}
     return counts | {"base": counts["total"], "reached": counts["trainable"]}
 
 
@@ -69,7 +71,7 @@ def _outside(model: Any) -> Iterator[torch.nn.Module]:
 
 
 def _adapted(model: torch.nn.Module) -> Iterable[Any]:
-    """Parameters of the base that have an adapter, or a trained copy."""
+    """Parameters of the base that have an adapter or a trained copy, or are trained themselves, as biases may be."""
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -81,6 +83,9 @@ def _adapted(model: torch.nn.Module) -> Iterable[Any]:
             yield module.get_base_layer().weight
         elif isinstance(module, ModulesToSaveWrapper):
             yield from module.original_module.parameters()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" not in name and ".modules_to_save." not in name:
+            yield parameter
 
 
 def _is_quantized(parameter: Any) -> bool:
