@@ -447,6 +447,20 @@ def test_what_is_left_out_on_purpose(row: dict[str, Any], ignored: str) -> None:
     assert outcome(row, ignore=[ignored]) == ANSWER
 
 
+def test_a_field_of_messages_that_says_what_is_trained_is_named_in_columns() -> None:
+    row = {"messages": [ASK, REPLY | {"keep": 0}, ASK | {"keep": None}, REPLY | {"keep": True}]}
+    assert outcome(row) == [*ANSWER, *ANSWER]
+    assert outcome(row, columns={"train": "keep"}) == ANSWER
+    assert outcome({"talk": row["messages"]}, columns={"messages": "talk", "train": "keep"}) == ANSWER
+    pair = {"prompt": [ASK, REPLY, ASK], "completion": [REPLY | {"keep": False}, ASK, REPLY]}
+    assert outcome(pair, columns={"train": "keep"}) == ANSWER
+    assert "no message of the first rows has the field `kept`" in outcome(row, columns={"train": "kept"})
+    assert "no message" in outcome({"prompt": "a", "completion": "b"}, columns={"train": "keep"})
+    masked = {"messages": [ASK, REPLY | {"mask": 0}, ASK, REPLY | {"mask": 1}]}
+    assert "data.columns={train: mask}" in outcome(masked)
+    assert outcome(masked, columns={"train": "mask"}) == ANSWER
+
+
 def test_roles_to_train() -> None:
     rows = {"messages": [says("system", "Be brief."), ASK, REPLY, says("user", "Sure?", train=False), REPLY]}
     assert outcome(rows, ["user", "assistant"]) == [f"Is it late?{STOP}", *ANSWER, *ANSWER]

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, refuse_meaning, refuse_other_forms, value_at
-from toolkit.data.messages import read_messages, read_tools
+from toolkit.data.messages import FLAGS, read_messages, read_tools
 from toolkit.data.pretokenised import read_segments, read_tokens
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 from toolkit.recipe.schema import Source
@@ -70,6 +70,8 @@ class RowFormat:
     task: Task
     ignored: frozenset[str] = frozenset()
     """Columns, and fields of messages, that are left out on purpose."""
+    flags: tuple[str, ...] = FLAGS
+    """Fields that say whether a message is trained."""
 
     def used_columns(self) -> set[str]:
         """The columns in the data that are read; all others have no influence on training."""
@@ -143,7 +145,7 @@ class RowFormat:
         return Chat([*messages, {"role": "user", "content": user}, answer])
 
     def _chat(self, row: Mapping[str, Any], column: str, where: str) -> Chat:
-        messages = read_messages(row[column], column, where, self.ignored)
+        messages = read_messages(row[column], column, where, self.ignored, self.flags)
         if system := _string(row, "system", where):
             if messages and messages[0]["role"] == "system":
                 raise UserError(
@@ -156,7 +158,7 @@ class RowFormat:
         messages = []
         for column, role, trained in (("prompt", "user", self.task.trains_prompts), ("completion", "assistant", True)):
             value = row[column] if _holds_messages(row[column]) else {"role": role, "content": row[column]}
-            turns = read_messages(value, column, where, self.ignored)
+            turns = read_messages(value, column, where, self.ignored, self.flags)
             messages += turns if trained else [turn | {"train": False} for turn in turns]
         return self._with_tools(messages, row, where)
 
@@ -177,13 +179,14 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     """
     rows = list(rows)
     present = dict.fromkeys(name for row in rows for name in row)
-    columns, ignored = source.columns or {}, frozenset(source.ignore or ())
+    columns, ignored = dict(source.columns or {}), frozenset(source.ignore or ())
+    flag = columns.pop("train", None)  # Of messages, not of rows.
     known = sorted({column for required, optional in FORMATS.values() for column in required + optional})
     for expected, actual in columns.items():
         if expected not in known:
             raise UserError(
                 f"`data.columns` renames to `{expected}`, which no format has",
-                f"write {{expected: column in the data}}, where expected is one of {', '.join(known)}",
+                f"write {{expected: column in the data}}, where expected is one of {', '.join([*known, 'train'])}",
             )
         if actual not in present and all(value_at(row, actual) is None for row in rows):
             raise UserError(
@@ -208,7 +211,16 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
             "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
         )
     _check_task(name, source, task)
-    return RowFormat(name, columns, task, ignored)
+    if flag is None:
+        return RowFormat(name, columns, task, ignored)
+    places = [columns.get(column, column) for column in FORMATS[name][0]]
+    if not any(flag in message for row in rows for place in places for message in _dicts(value_at(row, place))):
+        raise UserError(
+            f"data source `{source.path}`: no message of the first rows has the field `{flag}` that `data.columns` "
+            "names for `train`",
+            "name the field of messages that says whether they are trained, or remove `train` from `data.columns`",
+        )
+    return RowFormat(name, columns, task, ignored, (*FLAGS, flag))
 
 
 def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str], has_chat_template: bool) -> str:
@@ -277,6 +289,12 @@ def _check_task(name: str, source: Source, task: Task) -> None:
             f"{where} has nothing that `data.train_on: {task.train_on}` could mean",
             f"set `data.train_on` to one of {', '.join(allowed)}",
         )
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    """The messages that a column may hold."""
+    value = parsed(value)
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
 
 
 def _holds_messages(value: Any) -> bool:

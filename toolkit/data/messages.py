@@ -34,7 +34,9 @@ Ranges = list[list[int]]
 """[start, end) of characters."""
 
 
-def read_messages(value: Any, column: str, where: str, ignored: Collection[str] = ()) -> list[Message]:
+def read_messages(
+    value: Any, column: str, where: str, ignored: Collection[str] = (), flags: Collection[str] = FLAGS
+) -> list[Message]:
     """A conversation, or one message of it; a JSON string of either, too.
 
     Args:
@@ -42,6 +44,7 @@ def read_messages(value: Any, column: str, where: str, ignored: Collection[str] 
         column: Its name.
         where: Where its row stands.
         ignored: Fields of messages that are left out on purpose.
+        flags: Fields that say whether a message is trained.
 
     Raises:
         UserError: Something is no message, or would be lost; it names the message.
@@ -52,7 +55,7 @@ def read_messages(value: Any, column: str, where: str, ignored: Collection[str] 
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list):
         raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
-    return [_message(message, f"{where}: `{column}[{n}]`", ignored) for n, message in enumerate(messages)]
+    return [_message(message, f"{where}: `{column}[{n}]`", ignored, flags) for n, message in enumerate(messages)]
 
 
 def further_fields(messages: Iterable[Message]) -> list[str]:
@@ -91,7 +94,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-def _message(message: Any, where: str, ignored: Collection[str]) -> Message:
+def _message(message: Any, where: str, ignored: Collection[str], flags: Collection[str]) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
     message = {key: value for key, value in message.items() if value is not None and key not in ignored}
@@ -101,7 +104,7 @@ def _message(message: Any, where: str, ignored: Collection[str]) -> Message:
         raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
     if media := next((name for name in MEDIA if message.get(name)), None):
         raise _media(where, media)
-    flag = _flag(message, where)
+    flag = _flag(message, where, flags)
     given = [message.pop(name) for name in ("content", "value", "text", "refusal") if message.get(name)]
     if len(given) > 1:
         raise UserError(f"{where} has its text twice (content, value, text or refusal)", "keep one of them")
@@ -203,12 +206,15 @@ def _media(where: str, name: str) -> UserError:
     )
 
 
-def _flag(holder: dict[str, Any], where: str) -> bool | None:
+def _flag(holder: dict[str, Any], where: str, names: Collection[str] = FLAGS) -> bool | None:
     """Takes the fields that say whether a message or part is trained out of it; None if there is none."""
-    if "mask" in holder:
-        raise UserError(f"{where} has `mask`, which some trainers take for trained and some for not", "write `train`")
+    if "mask" in holder and "mask" not in names:
+        raise UserError(
+            f"{where} has `mask`, which some trainers take for trained and some for not",
+            "write `train`, or set 'data.columns={train: mask}' if what it marks is trained",
+        )
     flags = set()
-    for name in FLAGS:
+    for name in names:
         value = holder.pop(name, None)
         if value is None:
             continue
@@ -219,7 +225,7 @@ def _flag(holder: dict[str, Any], where: str) -> bool | None:
         flags.add(bool(value) != (name == "masked"))
     if len(flags) > 1:
         raise UserError(
-            f"{where} says twice whether it is trained, and not the same", f"keep one of {', '.join(FLAGS)}"
+            f"{where} says twice whether it is trained, and not the same", f"keep one of {', '.join(names)}"
         )
     return next(iter(flags), None)
 

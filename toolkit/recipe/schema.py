@@ -120,7 +120,8 @@ class Data(Section):
     """How rows are laid out: which columns they have and what these mean. `auto` recognises it from the columns."""
     columns: dict[str, str] = {}
     """Column names that differ from the expected ones, as `expected: actual`, e.g. `{prompt: question, completion:
-    answer}`. What lies inside a column is named with a dot: `{messages: body.messages}`."""
+    answer}`. What lies inside a column is named with a dot: `{messages: body.messages}`.
+    `train` names the field of messages that says whether they are trained: `{train: keep}`."""
     ignore: list[str] = []
     """Columns, and fields of messages, to leave out though they change what should be learnt, e.g. `[images]`."""
     eval_split: Annotated[float, Field(gt=0, lt=1)] | str | None = None
