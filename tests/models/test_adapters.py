@@ -103,7 +103,10 @@ def test_settings_of_peft_reach_it() -> None:
     ("overrides", "words"),
     [
         (["extra.lora.exclude_modules=[downproj]"], ["exclude_modules", "downproj"]),
-        (["method.rank_pattern={qproj: 4}"], ["rank_pattern", "'qproj' matches nothing"]),
+        (["method.target_modules=[q_prj]"], ["target_modules", "no module 'q_prj'", "did you mean 'q_proj'?"]),
+        (["method.modules_to_save=[lm_hed]"], ["modules_to_save", "did you mean 'lm_head'?", "modules with weights"]),
+        (["method.rank_pattern={qproj: 4}"], ["rank_pattern", "'qproj' matches nothing", "did you mean 'q_proj'?"]),
+        (["method.name=full", "method.freeze=['*.emb_tokens.*']"], ["freeze", "did you mean 'embed_tokens'?"]),
         ([{"method.alpha_pattern": {"(": 4}}], ["PEFT cannot add", "missing )"]),
         (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),
         (["model.path=moe", "lora_dropout=0.1"], ["lora_dropout", "PEFT cannot add"]),

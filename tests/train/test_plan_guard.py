@@ -53,6 +53,14 @@ def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(folder: Path, capsy
     assert "Planned and measured" in report
 
 
+def test_modules_that_the_model_lacks_are_refused_before_weights_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("toolkit.models.load.ModelSource.load", lambda *_: pytest.fail("the weights were loaded"))
+    assert main(["recipe=small", "method.name=lora", "method.target_modules=[q_prj]"]) == 1
+    assert "did you mean 'q_proj'?" in capsys.readouterr().err
+
+
 def test_a_finished_run_keeps_the_plan_it_was_measured_against(folder: Path, ranks: Ranks) -> None:
     assert main(["recipe=small"]) == 0
     before = manifest(folder)

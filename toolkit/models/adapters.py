@@ -170,7 +170,7 @@ def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
         if not fnmatch.filter(names, pattern):
             raise UserError(
                 f"method.freeze: no parameter of this model matches {pattern!r}",
-                f"parameters are named like {names[0]}, {names[len(names) // 2]}",
+                f"{_meant(pattern, names)}parameters are named like {names[0]}, {names[len(names) // 2]}",
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
@@ -190,11 +190,18 @@ def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list
         )
     for key, module in wanted:
         if not any(_matches(path, [module]) for path in paths):
-            close = did_you_mean(module, names)
             raise UserError(
                 f"{key}: this model has no module {module!r}",
-                (f"did you mean {close!r}? " if close else "") + f"modules with weights: {', '.join(sorted(names))}",
+                f"{_meant(module, paths)}modules with weights: {', '.join(sorted(names))}",
             )
+
+
+def _meant(pattern: str, names: Iterable[str]) -> str:
+    """Asks for the part of some names that comes closest to the last word of a pattern; empty if none does."""
+    words = re.findall(r"[A-Za-z]\w*", pattern)
+    parts = {part for name in names for part in name.split(".")} - {"weight", "bias"}
+    close = next((close for word in reversed(words) if word not in parts and (close := did_you_mean(word, parts))), "")
+    return f"did you mean {close!r}? " if close else ""
 
 
 def _linear_modules(model: PreTrainedModel) -> list[str]:
@@ -216,7 +223,7 @@ def _check_adapted(adapted: Any, method: Method) -> None:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise UserError(
                 f"method.{key}: {given!r} matches nothing that has an adapter",
-                f"adapters are on parameters and modules named like {names[0]}, {names[-1]}",
+                f"{_meant(given, names)}adapters are on parameters and modules named like {names[0]}, {names[-1]}",
             )
 
 
