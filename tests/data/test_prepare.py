@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
 
 from toolkit.common import UserError
+from toolkit.data import prepare as prepare_module
 from toolkit.data import sources
 from toolkit.data.audit import DataError
 from toolkit.data.mixture import mix
@@ -98,22 +100,24 @@ def test_fingerprint_covers_settings_template_and_tokenizer(tmp_path: Path, cach
     assert prepare(recipe(path, num_proc=2), chatml_tokenizer(), STOP, cache).fingerprint in fingerprints
 
 
-def test_two_processes_build_once(tmp_path: Path, cache: Path) -> None:
+FORK = multiprocessing.get_context("fork")
+
+
+def test_two_processes_build_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = documents(tmp_path / "a.jsonl", 50)
-    code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
-from pathlib import Path
-import toolkit.data.prepare as module
-from data_fixtures import chatml_tokenizer
-from data_fixtures import STOP, recipe
-collect = module.collect
-module.collect = lambda *args: (print("built"), collect(*args))[1]
-prepared = module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
-print("rows", len(prepared.train))
-"""
-    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    output = "".join(process.communicate()[0] for process in started)
-    assert output.count("built") == 1 and output.count("rows 50") == 2
+    collect, told = prepare_module.collect, FORK.SimpleQueue()
+    monkeypatch.setattr(prepare_module, "collect", lambda *args: (told.put("built"), collect(*args))[1])
+
+    def one() -> None:
+        told.put(len(prepare(recipe(path), chatml_tokenizer(), STOP, cache).train))
+
+    started = [FORK.Process(target=one) for _ in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0]
+    assert sorted((told.get() for _ in range(3)), key=str) == [50, 50, "built"] and told.empty()
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, cache: Path) -> None:
@@ -323,16 +327,15 @@ def test_conversations_that_the_assistant_begins_are_trained(tmp_path: Path, cac
 
 def test_an_interrupted_build_is_neither_used_nor_left_behind(tmp_path: Path, cache: Path) -> None:
     path = documents(tmp_path / "a.jsonl", 20)
-    code = f"""
-import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
-from pathlib import Path
-import toolkit.data.prepare as module
-from data_fixtures import chatml_tokenizer
-from data_fixtures import STOP, recipe
-module.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-module.prepare(recipe({str(path)!r}), chatml_tokenizer(), STOP, Path({str(cache)!r}))
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+
+    def killed() -> None:
+        prepare_module.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+
+    process = FORK.Process(target=killed)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert [entry for entry in cache.iterdir() if entry.is_dir()]
     prepared = prepare(recipe(path), chatml_tokenizer(), STOP, cache)
     assert len(prepared.train) == 20

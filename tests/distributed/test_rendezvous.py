@@ -72,22 +72,25 @@ def wait(started: list[subprocess.Popen[str]], seconds: float = 240) -> list[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "processes"),
+    ("strategy", "processes", "launched"),
     [
-        pytest.param(["zero2"], 2, id="zero2", marks=pytest.mark.matrix),
-        pytest.param(["fsdp", "strategy.sharding=hybrid_shard"], 4, id="hybrid_shard"),
-        pytest.param(["fsdp"], 2, id="fsdp", marks=pytest.mark.matrix),
+        pytest.param(["fsdp"], 2, False, id="fsdp-without-launcher"),
+        pytest.param(["zero2"], 2, True, id="zero2", marks=pytest.mark.matrix),
+        pytest.param(["fsdp", "strategy.sharding=hybrid_shard"], 4, True, id="hybrid_shard", marks=pytest.mark.matrix),
+        pytest.param(["fsdp"], 2, True, id="fsdp", marks=pytest.mark.matrix),
     ],
 )
 def test_two_nodes_train_as_one_process_does(
-    nodes: tuple[Node, Node], place: Path, strategy: list[str], processes: int
+    nodes: tuple[Node, Node], place: Path, strategy: list[str], processes: int, launched: bool
 ) -> None:
-    name = strategy[-1].replace("strategy.sharding=", "")
+    name = strategy[-1].replace("strategy.sharding=", "") + ("" if launched else "-without-launcher")
     arguments = [*OVERRIDES, f"output.name={name}", f"strategy.name={strategy[0]}", *strategy[1:]]
-    started = [
-        node.start(place, [*accelerate(index, nodes, processes, CPU_ENGINES), *arguments])
-        for index, node in enumerate(nodes)
-    ]
+    started = []
+    for index, node in enumerate(nodes):
+        alone = [sys.executable, str(CPU_ENGINES)]
+        command = accelerate(index, nodes, processes, CPU_ENGINES) if launched else alone
+        own = None if launched else without_launcher(index, nodes)
+        started.append(node.start(place, [*command, *arguments], own))
     printed = wait(started)
     assert [process.returncode for process in started] == [0, 0], "\n".join(each[-3000:] for each in printed)
     run = place / "runs" / name
@@ -102,7 +105,7 @@ def test_two_nodes_train_as_one_process_does(
     print(f"{name}: losses {losses(run)}, one process {losses(place / 'runs' / 'alone')}")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_node_with_another_recipe_and_other_packages_stops_both(
     nodes: tuple[Node, Node], place: Path, tmp_path: Path
 ) -> None:

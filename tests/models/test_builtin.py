@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -56,6 +57,15 @@ def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
 
 
+@pytest.fixture
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers reads a file's list of 49,152 tokens, which takes seconds, each time that it looks into the file."""
+    import gguf
+
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+
+
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.slow
 def test_weights_and_logits_are_exactly_those_of_the_gguf_file(model_folder, tokenizer):
     import gguf

