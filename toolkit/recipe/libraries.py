@@ -20,8 +20,8 @@ PASSED: dict[str, dict[str, str]] = {
     "training_arguments": {
         **dict.fromkeys(("neftune_noise_alpha", "logging_first_step", "ddp_timeout"), ""),
         **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), ""),
-        **dict.fromkeys(("torch_empty_cache_steps", "full_determinism", "debug", "ddp_broadcast_buffers"), _TIME),
-        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_static_graph"), _TIME),
+        **dict.fromkeys(("torch_empty_cache_steps", "full_determinism", "debug"), _TIME),
+        **dict.fromkeys(("ddp_broadcast_buffers", "ddp_find_unused_parameters"), _TIME),
         **dict.fromkeys(("ddp_bucket_cap_mb", "dataloader_num_workers", "dataloader_prefetch_factor"), _BOTH),
         **dict.fromkeys(("dataloader_persistent_workers", "dataloader_pin_memory", "router_aux_loss_coef"), _BOTH),
     },

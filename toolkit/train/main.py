@@ -20,7 +20,7 @@ from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.recipe import split_arguments
-from toolkit.recipe.errors import warn
+from toolkit.recipe.errors import as_text, warn
 from toolkit.recipe.hydra_habits import refuse_flags
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import keys_text
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in launch.lines():
             _log.info("%s", line)
         if loaded.extra:
-            _log.info("passed to the libraries: %s", ", ".join(f"{key}={each}" for key, each in loaded.extra.items()))
+            passed = ", ".join(f"{key}={as_text(value)}" for key, value in loaded.extra.items())
+            _log.info("passed to the libraries: %s", passed)
         for key, value in environment(loaded.recipe, world, os.environ).items():
             if value is None:
                 os.environ.pop(key, None)

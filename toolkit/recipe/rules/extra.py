@@ -77,6 +77,9 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             *("disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter"),
             *("include_num_input_tokens_seen", "skip_memory_metrics"),
         ),
+        "gradients are accumulated, and the model evaluated before step 1, which torch's static graph does not allow": (
+            "ddp_static_graph",
+        ),
         "launcher and machine decide it": (
             *("local_rank", "use_cpu", "ddp_backend", "dataloader_multiprocessing_context", "do_train"),
         ),
