@@ -102,6 +102,15 @@ def test_a_manifest_of_wrong_types_still_gives_a_page(run: Path, manifest: dict[
     assert "python run.py" in text, "the readable keys are shown"
 
 
+@pytest.mark.parametrize("change", [{"memory": []}, {"peak_phase": "x"}, {"phases": {}}, {"work": None}], ids=str)
+def test_a_plan_without_what_is_shown_of_it_is_left_out_and_named(run: Path, change: dict[str, Any]) -> None:
+    plan, manifest = FITS.model_dump(mode="json"), json.loads((run / "manifest.json").read_text())
+    (plan["memory"][0] if change.keys() & plan["memory"][0].keys() else plan).update(change)
+    (run / "manifest.json").write_text(json.dumps({**manifest, "plan": plan, "measured": {"step_seconds": 1.0}}))
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "what this version cannot read, and it is left out: plan" in text and "100 of 100 steps" in text
+
+
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "manifest.json" in text

@@ -6,9 +6,9 @@ Bytes, seconds and FLOPs everywhere, without rounding. The texts beneath the fie
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from toolkit.common import UserError
 
@@ -75,6 +75,12 @@ class Memory(Figures):
     libraries."""
     total: Range
     """Reserved memory and context together: the bytes that must fit on the device."""
+
+    @model_validator(mode="after")
+    def _has_its_peak(self) -> Self:
+        if self.peak_phase not in self.phases:
+            raise ValueError(f"peak_phase {self.peak_phase!r} is none of phases")
+        return self
 
 
 class Host(Figures):
@@ -238,7 +244,7 @@ class Plan(Figures):
     """Tokens per sequence, at most."""
     chosen: dict[str, str]
     """Keys that `auto` decided: key to value and reason."""
-    memory: list[Memory]
+    memory: list[Memory] = Field(min_length=1)
     """Device memory per kind of rank, the fullest first."""
     host: Host
     """Host RAM that one node needs."""
