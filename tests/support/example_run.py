@@ -52,6 +52,7 @@ AUDIT: dict[str, Any] = {
             "rows": 3246,
             "empty_rows": 1,
             "unused_columns": ["<u>kind</u>"],
+            "unused_fields": ["<i>id</i>"],
             "role": "train",
             "used_rows": 3084,
             "repeats": 1.0,
