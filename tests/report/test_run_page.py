@@ -50,6 +50,13 @@ def test_the_header_names_model_data_method_and_learning_rate(run: Path) -> None
         write_report(run)
 
 
+def test_what_has_to_be_known_to_read_the_figures_stands_above_them(tmp_path: Path) -> None:
+    text = Page(write_report(example_run(tmp_path / "demo", notes=["the <b>loss</b> holds two"])).read_text()).text
+    assert "the <b>loss</b> holds two" in text
+    (tmp_path / "demo" / "manifest.json").write_text('{"notes": [7]}')
+    assert "left out: notes" in Page(write_report(tmp_path / "demo").read_text()).text
+
+
 def test_a_report_is_self_contained_and_complete_without_scripts(run: Path) -> None:
     html = write_report(run).read_text(encoding="utf-8")
     page = Page(html)

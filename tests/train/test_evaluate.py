@@ -50,6 +50,8 @@ def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
     assert found["eval_loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
     assert found["eval_tokens"] == count
+    notes = training.folder.manifest().notes
+    assert len(notes) == (model == "moe") and all("routers' balance loss" in note for note in notes)
 
 
 def test_logits_of_decoders_are_never_all_built() -> None:

@@ -113,6 +113,8 @@ class Manifest(Partial):
     """Of recipe, data and model."""
     batch: BatchLayout | None = None
     parameters: Parameters | None = None
+    notes: list[str] = []
+    """What has to be known to read the figures."""
     total_steps: int | None = None
     resumed_from: str | None = None
     plan: Plan | None = None

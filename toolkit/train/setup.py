@@ -45,6 +45,11 @@ from toolkit.train.verify import Verify
 
 _log = logging.getLogger("toolkit.train")
 
+_BALANCE = (
+    "the training loss includes the routers' balance loss, which is one of each micro-batch: it depends on "
+    "batch.micro_batch_size, packing and the number of processes; the held-out loss does not include it"
+)
+
 
 def set_up(
     loaded: Loaded,
@@ -116,11 +121,7 @@ def set_up(
         data_collator=_collator(recipe, backend, tokenizer),
         processing_class=tokenizer,
     )
-    if first and getattr(trainer, "aux_loss_enabled", False):
-        _log.warning(
-            "the training loss includes the routers' balance loss, which is one of each micro-batch: it depends on "
-            "batch.micro_batch_size, packing and the number of processes; the held-out loss does not include it"
-        )
+    notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
@@ -132,6 +133,8 @@ def set_up(
 
     counts = Parameters(**parameter_counts(trainer.model))
     if first:
+        for note in notes:
+            _log.warning("%s", note)
         if recipe.method.name == "lora":
             progress.message(f"{counts.base:,} parameters: {counts.shares}")
         folder.describe(
@@ -139,6 +142,7 @@ def set_up(
             layout,
             {"data": prepared.fingerprint, "model": hash_files(source.weight_files()), **_adapter_hash(recipe)},
             parameters=counts,
+            notes=notes,
             started_from=stages(recipe.model.adapter),
             total_steps=length.total_steps,
         )
