@@ -68,7 +68,7 @@ SELECTED = {
 def test_plan_counts_what_the_run_trains(kind: str) -> None:
     asked = recipe(*SELECTED[kind])
     setting = setting_of(asked, ModelSource.open(asked).config.to_dict(), "cuda", "sdpa", batch_layout(asked, 1))
-    planned, _, _ = _inventory(build(setting, None, FakeTensorMode()), setting)
+    planned, _ = _inventory(build(setting, None, FakeTensorMode()), setting)
     trained = sum(each.numel * each.count for each in planned if each.trained)
     assert trained == parameter_counts(adapted(*SELECTED[kind]))["trainable"]
 

@@ -77,7 +77,6 @@ def estimated(setting: Setting, note: str) -> Trace:
 
     trained = sum(each.numel * each.count * _BYTES[setting.local] for each in tensors if each.trained)
     gradients = Amount((float(trained), 0.0, 0.0))
-    per_layer = sum(each.numel * each.count for each in tensors if each.place == "layer") // layers
     return Trace(
         layers=layers,
         tensors=tensors,
@@ -97,7 +96,6 @@ def estimated(setting: Setting, note: str) -> Trace:
         },
         boundary=Amount((0.0, float(between), 0.0)),
         buffers=0,
-        layer_elements=(per_layer,) * layers,
         origin="formulas",
         note=note,
     )

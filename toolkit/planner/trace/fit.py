@@ -56,7 +56,7 @@ def trace(setting: Setting) -> Trace:
                 raise RuntimeError(error.what) from error
             runs.append([run(shallow, setting, choice, fake, *shape, period, deadline) for shape in shapes])
     fit = _Fit(shapes, small, large)
-    tensors, layer_elements, buffers = _inventory(inventory, setting)
+    tensors, buffers = _inventory(inventory, setting)
     return Trace(
         layers=layers,
         tensors=tensors,
@@ -64,7 +64,6 @@ def trace(setting: Setting) -> Trace:
         passes=_passes(runs, fit, choice.fused and not encoder_decoder),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
-        layer_elements=layer_elements,
         fused_head=choice.fused,
     )
 
@@ -220,18 +219,14 @@ def _passes(runs: list[list[Micro]], fit: _Fit, fused_head: bool) -> dict[str, P
     return passes | {"recompute": again}
 
 
-def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tuple[int, ...], int]:
-    """Parameters of the whole model, elements of each layer, and bytes of buffers."""
+def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], int]:
+    """Parameters of the whole model, and bytes of buffers."""
     base = shallow.base
     place: dict[int, Any] = {}
     for module, name in ((base.get_output_embeddings(), "head"), (base.get_input_embeddings(), "embeddings")):
         for parameter in module.parameters() if module is not None else ():
             place[id(parameter)] = name
-    sizes = []
-    for layer in shallow.layers:
-        for parameter in layer.parameters():
-            place[id(parameter)] = "layer"
-        sizes.append(sum(parameter.numel() for parameter in layer.parameters()))
+    place |= {id(parameter): "layer" for layer in shallow.layers for parameter in layer.parameters()}
     counts = Counter(
         (place.get(id(each), "other"), tuple(each.shape), each.requires_grad, _kind(each, setting))
         for each in shallow.model.parameters()
@@ -240,7 +235,7 @@ def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], tup
         Tensors(where, shape, count, trained, kind) for (where, shape, trained, kind), count in counts.items()
     )
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in shallow.model.buffers())
-    return tensors, tuple(sizes), buffers
+    return tensors, buffers
 
 
 def _kind(parameter: torch.nn.Parameter, setting: Setting) -> Any:

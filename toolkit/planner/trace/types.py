@@ -151,7 +151,6 @@ class Trace:
         passes: `forward`, `backward` (with what it recomputes), `recompute` (that part alone), `evaluation`.
         boundary: Bytes of the hidden states between two layers, which offloaded checkpointing keeps on the host.
         buffers: Bytes of what the model holds beside parameters (rotary frequencies, position tables).
-        layer_elements: Elements of each layer, in order; the unit that sharded engines gather.
         origin: `traced`, or `formulas` where the model's code could not be traced.
         note: Why it could not be traced.
         fused_head: Whether TRL's fused output head is what a decoder computes, or labels are scored by the model's own
@@ -164,7 +163,6 @@ class Trace:
     passes: Mapping[str, Pass]
     boundary: Amount
     buffers: int
-    layer_elements: tuple[int, ...]
     origin: Literal["traced", "formulas"] = "traced"
     note: str = ""
     fused_head: bool = True
