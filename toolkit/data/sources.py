@@ -210,7 +210,7 @@ def _hub_errors(source: Source) -> Iterator[None]:
 
 def _local_files(source: Source) -> list[Path] | None:
     """The files of a local source, or None if the path can only mean a hub data set."""
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     if path.is_file():
         return _one_file(source, path)
     if path.is_dir():

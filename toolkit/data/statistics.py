@@ -115,6 +115,6 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
 
 def _files(name: str, pattern: str) -> list[Path]:
     """The local files that a path or glob stands for; `pattern` chooses those of a folder."""
-    path = Path(name).expanduser()
+    path = Path(name)
     paths = path.glob(pattern) if path.is_dir() else {path, *map(Path, glob.glob(str(path), recursive=True))}
     return [path for path in paths if path.is_file()]

@@ -34,7 +34,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
     if "nvme" not in (strategy.offload_optimizer, strategy.offload_param):
         yield None
         return
-    root = Path(str(strategy.nvme_path)).expanduser()
+    root = Path(str(strategy.nvme_path))
     # The processes of a node share their launcher; other nodes may share the drive.
     folder = root / f"toolkit-{socket.gethostname()}-{os.getppid()}"
     try:

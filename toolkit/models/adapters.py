@@ -6,7 +6,6 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,9 +126,7 @@ def _load_adapter(adapted: Any, folder: str) -> None:
     from peft.utils import load_peft_weights
 
     try:
-        result: Any = set_peft_model_state_dict(
-            adapted, load_peft_weights(str(Path(folder).expanduser()), device="cpu")
-        )
+        result: Any = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"model.adapter: {folder} does not fit this model: {first_line(error)}",

@@ -33,7 +33,7 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
     """
     if recipe.model.adapter is None:
         return recipe, {}, []
-    folder = Path(recipe.model.adapter).expanduser()
+    folder = Path(recipe.model.adapter)
 
     def problem(key: str, what: str, given: str, hint: str) -> Problem:
         return Problem(key, what, origin_of(key, origins), given, hint=hint)
@@ -51,7 +51,7 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         if _sorted(config.get(key, plain)) != _sorted(recipe.extra.lora.get(key, plain))
     ]
     base, path = config.get("base_model_name_or_path"), BUILTIN_MODELS.get(recipe.model.path, recipe.model.path)
-    if base and base != path and not Path(path).expanduser().exists():
+    if base and base != path and not Path(path).exists():
         problems.append(
             problem("model.adapter", f"was trained on {base}", recipe.model.adapter, f"set model.path={base}")
         )

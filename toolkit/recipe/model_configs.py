@@ -103,7 +103,7 @@ def config_of(model: Model) -> dict[str, Any] | None:
     Raises:
         UserError: A local `config.json` is not valid JSON, or something in it is not what it must be.
     """
-    folder = Path(model.path).expanduser()
+    folder = Path(model.path)
     if folder.is_dir():
         return _read(folder / "config.json")
     cached = _hub_snapshot(model)

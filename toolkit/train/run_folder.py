@@ -202,7 +202,7 @@ def stages(adapter: str | None) -> list[str]:
     """The adapters that led to this one, and itself; as far as each one's run folder still tells."""
     if adapter is None:
         return []
-    return [*read_manifest(Path(adapter).expanduser().parent)[0].started_from, adapter]
+    return [*read_manifest(Path(adapter).parent)[0].started_from, adapter]
 
 
 def versions() -> dict[str, str]:

@@ -169,7 +169,7 @@ def _adapter_hash(recipe: Recipe) -> dict[str, str]:
     """Of the adapter that the run starts from, which must be the same when it is continued."""
     if recipe.model.adapter is None:
         return {}
-    return {"adapter": hash_files(Path(recipe.model.adapter).expanduser().glob("adapter_*"))}
+    return {"adapter": hash_files(Path(recipe.model.adapter).glob("adapter_*"))}
 
 
 def _prepare(

@@ -13,7 +13,7 @@ from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
 
 def _is_local(recipe: Recipe) -> bool:
     path = recipe.model.path
-    return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).expanduser().is_dir()
+    return path.startswith("builtin:") or path.endswith(".gguf") or Path(path).is_dir()
 
 
 def _no_folder(path: str | None) -> bool:
