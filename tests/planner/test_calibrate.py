@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from ranks import Ranks
 
 from toolkit.planner.hardware import find, this_machine
 from toolkit.planner.hardware.calibrate import _Bench, calibrate
 from toolkit.planner.hardware.calibration import describe, load
+
+# As `torchrun -m toolkit.planner.hardware.calibrate` runs it.
+LAUNCHED = """
+import runpy
+
+def main(arguments):
+    runpy.run_module("toolkit.planner.hardware.calibrate", run_name="__main__")
+    return 0
+"""
 
 
 class Small(_Bench):
@@ -73,21 +80,12 @@ def test_figures_that_cannot_be_kept_are_not_measured(tmp_path: Path, monkeypatc
     assert time.process_time() - started < 1
 
 
-@pytest.mark.slow
-def test_several_processes_add_what_passes_between_them(stored: Path) -> None:
+def test_several_processes_add_what_passes_between_them(stored: Path, ranks: Ranks, tmp_path: Path) -> None:
     before = yaml.safe_load(stored.read_text())
-    environment = {**os.environ, "TOOLKIT_CACHE": str(stored.parent.parent)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    shown = subprocess.run(
-        [*launcher, "-m", "toolkit.planner.hardware.calibrate"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    done = ranks.run(tmp_path, processes=2, entry="launched", TOOLKIT_CACHE=str(stored.parent.parent))
+    assert done.returncode == 0, done.stderr
     after = load(stored)
     assert after.processes == 2 and after.link is not None and after.link[0] > 1e6
     assert after.matmul == before["matmul"]
-    assert "all-reduce of 2" in shown
+    assert "all-reduce of 2" in done.stdout

@@ -75,9 +75,14 @@ def test_masters_gradients_and_optimizer_state_have_the_promised_types(
 METHODS = {"full": [], "lora": LORA, "nf4": NF4, "int8": INT8}
 TRAININGS = [*itertools.product(("llama", "gpt2", "gemma", "qwen"), METHODS), ("moe", "full"), ("moe", "lora")]
 """Fused experts cannot be quantized, see `tests/models/test_coverage.py`."""
+MORE_TRAININGS = [("gpt2", "lora"), ("gpt2", "int8"), ("gemma", "nf4"), ("qwen", "int8")]
+"""Of architectures and methods that others have."""
 
 
-@pytest.mark.parametrize(("model", "method"), TRAININGS)
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [pytest.param(*each, marks=[pytest.mark.matrix] if each in MORE_TRAININGS else []) for each in TRAININGS],
+)
 def test_every_method_trains_evaluates_and_answers_on_every_architecture(model: str, method: str) -> None:
     name = f"{model}-{method}"
     arguments = [

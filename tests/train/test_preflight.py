@@ -28,7 +28,7 @@ from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
 
 Body = Callable[[Rendezvous, int], Any]
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 FOLDER = Path("runs/small")
 
 
@@ -85,7 +85,7 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
         outcomes = {}
         for rank, (process, report) in started.items():
             # What ends one ends all of them.
-            process.join(60 if not outcomes else 8)
+            process.join(60 if not outcomes else 5)
             if process.exitcode is None:
                 process.kill()
             result, error = json.loads(report.read_text(encoding="utf-8")) if report.exists() else (None, "")
@@ -154,7 +154,7 @@ def test_a_missing_process_is_named(ranks: Callable[..., dict[int, Outcome]]) ->
     outcomes = ranks(lambda rendezvous, rank: None, processes=4, per_node=1, absent=(2, 3))
     assert time.monotonic() - started < 10 * TIMEOUT
     for rank in (0, 1):
-        assert "ranks 2-3 (host unknown) did not answer within 3 s" in outcomes[rank].error
+        assert f"ranks 2-3 (host unknown) did not answer within {TIMEOUT:g} s" in outcomes[rank].error
     # Whoever shares a node with it knows where it should have been.
     outcomes = ranks(lambda rendezvous, rank: None, processes=4, per_node=2, absent=(3,))
     assert f"rank 3 ({socket.gethostname()} 127.0.0.1) did not answer" in outcomes[1].error
@@ -281,9 +281,9 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
 
     outcomes = ranks(body)
     wanted = {
-        "late": "error: rank 1 did not come to the first all-reduce: nothing for 3 s",
+        "late": f"error: rank 1 did not come to the first all-reduce: nothing for {TIMEOUT:g} s",
         "frozen": "error: rank 1 stopped answering while the process group started",
-        "alone": "error: the processes are all there, but cannot exchange data: nothing for 3 s",
+        "alone": f"error: the processes are all there, but cannot exchange data: nothing for {TIMEOUT:g} s",
     }[how]
     assert outcomes[0].printed.startswith(wanted)
     assert outcomes[0].exit_code == 1
