@@ -125,7 +125,6 @@ def phases(tracker: Tracker) -> Iterator[None]:
     from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
     from transformers import Trainer
-    from trl import SFTTrainer
 
     from toolkit.models.load import ModelSource
     from toolkit.train import evaluate, train, trainer
@@ -151,7 +150,7 @@ def phases(tracker: Tracker) -> Iterator[None]:
     wrap(ModelSource, "load", "load")
     wrap(Trainer, "_load_optimizer_and_scheduler", "resume")
     wrap(Trainer, "_run_epoch", "step", "end")
-    for kind in (SFTTrainer, trainer.EncoderDecoderTrainer):
+    for kind in (trainer.CausalTrainer, trainer.EncoderDecoderTrainer):
         wrap(kind, "compute_loss", "forward")
     wrap(Accelerator, "backward", "backward")
     wrap(DeepSpeedEngine, "step", "step")

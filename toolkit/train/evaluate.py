@@ -60,7 +60,7 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
             index = turn * world + rank
             rows = batches[min(index, len(batches) - 1)]
             inputs = send_to_device(trainer.data_collator([dataset[row] for row in rows]), accelerator.device)
-            total, count = trainer.negative_log_likelihood(model, inputs)
+            total, count, _ = trainer.score(model, inputs)
             if index < len(batches):
                 sums += torch.stack([total.double(), count.double()]).to(sums.device)
             on_batch(turn + 1, rounds)

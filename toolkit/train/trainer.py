@@ -115,7 +115,7 @@ class _ExactMixin:
         more than long ones. TRL computes entropy and accuracy beside it, for which the device is waited for five times
         in every micro-batch.
         """
-        total, count, balance = self._score(model, inputs)  # type: ignore[attr-defined]
+        total, count, balance = self.score(model, inputs)  # type: ignore[attr-defined]
         loss = total / (count if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
             loss = loss * self.accelerator.num_processes  # type: ignore[attr-defined]
@@ -123,10 +123,6 @@ class _ExactMixin:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         return loss
-
-    def negative_log_likelihood(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a batch's trained tokens, summed, and their number; both on the device."""
-        return self._score(model, inputs)[:2]  # type: ignore[attr-defined]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.order
@@ -184,7 +180,8 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         elif self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
             self.model.register_forward_pre_hook(_unshard_trained_head)
 
-    def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Of a batch: minus the log-likelihood of its trained tokens, their number, and the routers' balance loss."""
         routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(**{**inputs, "use_cache": False}, **routed, fused_lm_head=True)
         balance = self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
@@ -243,7 +240,8 @@ def _unshard_trained_head(model: Any, inputs: Any) -> None:
 class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):
     """Encoder-decoder models."""
 
-    def _score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """As `CausalTrainer.score`."""
         labels = inputs["labels"]
         logits = model(**inputs, use_cache=False).logits
         total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
