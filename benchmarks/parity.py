@@ -21,21 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from tiny import chat_rows, pair_rows, tiny_model  # noqa: E402
+from tiny import models_and_rows  # noqa: E402
 
 from toolkit.planner.hardware import this_machine  # noqa: E402
-from toolkit.recipe import model_configs  # noqa: E402
 
-_LLAMA, _BLENDERBOT = "meta-llama/Llama-3.2-1B", "facebook/blenderbot-400M-distill"
 MODELS = {
-    "llama": _LLAMA,
+    "llama": "meta-llama/Llama-3.2-1B",
     "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
     "qwen3": "Qwen/Qwen3-8B",
     "qwen3_moe": "Qwen/Qwen3-30B-A3B",
     "gemma2": "google/gemma-2-2b-it",
     "gemma3": "google/gemma-3-1b-it",
     "gpt2": "openai-community/gpt2-xl",
-    "blenderbot": _BLENDERBOT,
+    "blenderbot": "facebook/blenderbot-400M-distill",
 }
 LIMITS = {"fp32": 1e-6, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-3}
 """Largest relative difference of a loss; 16 bits round each activation by up to 2**-9."""
@@ -108,13 +106,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name, hub_id in MODELS.items():
-            config = model_configs.bundled()[hub_id].config
-            # Masks are drawn by each device's own generator.
-            tiny_model({key: 0.0 if "drop" in key and value else value for key, value in config.items()}, folder / name)
-        for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        models_and_rows(folder, MODELS)
         (folder / "recipes").mkdir()
         (folder / "recipes" / "parity.yaml").write_text(_RECIPE, encoding="utf-8")
 

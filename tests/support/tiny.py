@@ -95,6 +95,19 @@ def tiny_gguf(model: Path, file: Path) -> Path:
     return file
 
 
+def models_and_rows(folder: Path, models: dict[str, str]) -> None:
+    """Saves a tiny model for each of the hub ids in a folder of its name, `chat.jsonl` and `pairs.jsonl`.
+
+    The models drop nothing, since masks are drawn by each process and device for the rows that it has.
+    """
+    for name, hub_id in models.items():
+        config = model_configs.bundled()[hub_id].config
+        tiny_model({key: 0.0 if "drop" in key and value else value for key, value in config.items()}, folder / name)
+    for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
     """The config with two layers, narrow widths and few experts; what makes the architecture special is kept."""
     small = copy.deepcopy(config)

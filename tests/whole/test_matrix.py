@@ -7,7 +7,6 @@ of them. The figures are printed at the end.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,8 @@ from figures import record
 from harness import write_recipe
 from matrix import ENGINES, METHODS, RECIPE, SEQUENCES, Difference, Launcher
 from ranks import Ranks
-from tiny import chat_rows, pair_rows, tiny_model
+from tiny import models_and_rows
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-from toolkit.recipe import model_configs
 
 ARCHITECTURES = {
     "llama": "meta-llama/Llama-3.2-1B",
@@ -96,13 +93,7 @@ FULL = [
 def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher:
     """A folder with tiny models and data, and the processes to train them on."""
     folder = tmp_path_factory.mktemp("matrix")
-    for name, hub_id in ARCHITECTURES.items():
-        config = model_configs.bundled()[hub_id].config
-        # Masks are drawn by each process for the rows that it has.
-        tiny_model({key: 0.0 if "drop" in key and value else value for key, value in config.items()}, folder / name)
-    for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    models_and_rows(folder, ARCHITECTURES)
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)
 

@@ -86,7 +86,7 @@ class Collator:
     Args:
         pad_token_id: Fills up rows; never trained, never seen by other tokens.
         layout: One of the above.
-        pad_to_multiple_of: Rows are filled up to a multiple of this; those of `flat` and `pairs` are not.
+        pad_to_multiple_of: Rows are filled up to a multiple of this.
     """
 
     pad_token_id: int
@@ -108,7 +108,7 @@ class Collator:
             ids, labels, lengths = ([np.concatenate(each)] for each in (ids, labels, lengths))
         assert self.layout != "padded" or all(len(each) == 1 for each in lengths), "packed rows need isolation"
 
-        multiple = self.pad_to_multiple_of if self.layout in ("padded", "packed") else 1
+        multiple = self.pad_to_multiple_of
         batch: dict[str, Any] = {
             "input_ids": _pad(ids, self.pad_token_id, multiple),
             "labels": _pad(labels, IGNORE, multiple),
