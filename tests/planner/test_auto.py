@@ -69,14 +69,26 @@ def test_what_the_recipe_says_stands() -> None:
     asked = recipe(strategy={"name": "auto", "sharding": "shard_grad_op"})
     made, chosen = resolve(asked, hardware, plans)
     assert (made.strategy.name, made.strategy.sharding) == ("fsdp", "shard_grad_op")
-    assert chosen.keys() == {"strategy.name"}
+    assert chosen.keys() == {"strategy.name", "batch.micro_batch_size"}
     made, _ = resolve(recipe(strategy={"name": "auto", "offload_optimizer": "cpu"}), hardware, plans)
     assert (made.strategy.name, made.strategy.offload_optimizer) == ("zero2", "cpu")
     asked = recipe(activation_checkpointing={"mode": "auto", "every_n_layers": 3})
     made, _ = resolve(asked, find("h200x2"), Arithmetic(1))
     assert (made.activation_checkpointing.mode, made.activation_checkpointing.every_n_layers) == ("full", 3)
-    made, chosen = resolve(recipe(batch={"micro_batch_size": "auto"}, method={"name": "lora"}), hardware, plans)
+    made, chosen = resolve(recipe(method={"name": "lora"}), hardware, plans)
     assert decided(made) == ("ddp", "none", "none", 2) and chosen.keys() == {"batch.micro_batch_size"}
+
+
+def test_by_default_the_micro_batch_fits_the_card() -> None:
+    asked = recipe(method={"name": "lora"})
+    sizes = {
+        name: resolve(asked, find(name), Arithmetic(10.5))[0].batch.micro_batch_size for name in ("h200", "rtx4090")
+    }
+    assert sizes == {"h200": 4, "rtx4090": 1}
+    # What fits in no way is planned with the least, and the plan says what is missing.
+    made, chosen = resolve(recipe(), find("rtx4090"), Arithmetic(8))
+    assert made.batch.micro_batch_size == 1
+    assert re.match(r"1: 4 would not fit \(\d+\.\d of 23\.\d GiB of device memory\);", chosen["batch.micro_batch_size"])
 
 
 def test_reasons_name_what_does_not_fit_and_what_is_slower() -> None:
@@ -160,8 +172,12 @@ def test_a_run_takes_it_and_says_so(place: Path, capsys: pytest.CaptureFixture[s
     # The same command finds the same run, and the choice moves no weight.
     assert main(["recipe=small", *ON_THE_LINE]) == 0
     assert "This run is finished" in capsys.readouterr().out
-    assert main(["recipe=small", "output.name=stated"]) == 0
-    assert losses(place / "runs" / "stated") == pytest.approx(losses(run), rel=1e-5)
+    capsys.readouterr()
+    assert main(["recipe=small", "~batch.micro_batch_size", "output.name=default"]) == 0
+    assert re.search(r"auto +batch\.micro_batch_size=4: ", capsys.readouterr().out)
+    manifest = json.loads((place / "runs" / "default" / "manifest.json").read_text())
+    assert manifest["batch"]["micro_batch_size"] == 4 and manifest["chosen"].keys() == {"batch.micro_batch_size"}
+    assert losses(place / "runs" / "default") == pytest.approx(losses(run), rel=1e-5)
 
 
 def test_the_value_may_come_from_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Arithmetic:
         self.asked = 0
 
     def __call__(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
-        assert not recipe.undecided
+        assert recipe.knows_engine
         mode, every = recipe.activation_checkpointing.mode, recipe.activation_checkpointing.every_n_layers
         if mode in self.without and not may_trace:
             return None

@@ -88,14 +88,15 @@ def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
         UserError: If the recipe's strategy or batch does not fit the machines; or if nothing would that the recipe
             leaves to the plan.
     """
-    if recipe.undecided and not cluster.elsewhere:
+    if not recipe.knows_engine and not cluster.elsewhere:
         from toolkit.planner.build import decide, launched_on
 
         environment = os.environ if cluster.gpus else {"ACCELERATE_USE_CPU": "true"}
         recipe, _ = decide(recipe, launched_on(cluster.world, folder, environment))
     # Of other machines it is only certain how the batch divides over them.
-    plainest = {"strategy.name": "ddp", "activation_checkpointing.mode": "none", "batch.micro_batch_size": None}
-    check_launch(recipe.with_values({key: plainest[key] for key in recipe.undecided}), cluster.world, {})
+    plainest = {"strategy.name": "ddp", "activation_checkpointing.mode": "none"}
+    values = {key: value for key, value in plainest.items() if key in recipe.undecided}
+    check_launch(recipe.with_values(values), cluster.world, {})
 
 
 def gpu_names() -> list[str]:

@@ -96,7 +96,7 @@ def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str]
 
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:
     """Refuses a recipe that so many processes cannot take; one that is undecided will take none of those."""
-    if not recipe.undecided:
+    if recipe.knows_engine:
         check_launch(recipe, World(0, 0, hardware.devices, hardware.devices_per_node), {})
 
 

@@ -43,7 +43,7 @@ def render(folders: Sequence[Path]) -> dict[str, str]:
     files = {}
     for name in options("strategy", folders):
         recipe = _default_recipe(name, folders[0])
-        if recipe.undecided:
+        if not recipe.knows_engine:
             # Such a strategy is another one on other devices; `toolkit launch` needs no file for it.
             continue
         files[f"{ACCELERATE}/{name}.yaml"] = _accelerate_yaml(name, recipe)

@@ -52,7 +52,7 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str]) -
         UserError: If it would train something else, naming both sides of every such difference; or if these processes
             cannot take the recipe.
     """
-    assert not recipe.undecided, recipe.undecided
+    assert recipe.knows_engine, recipe.undecided
     _check_processes(recipe, world, environment)
     layout = batch_layout(recipe, world.world_size)
     fsdp_mesh(recipe, world)

@@ -144,31 +144,31 @@ class BatchLayout:
 
 
 def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
-    """Divides the global batch over processes and accumulation steps.
+    """Divides the global batch over processes and accumulation steps; of `auto` it takes the largest micro-batch.
 
     Raises:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
     batch = recipe.batch
-    assert batch.micro_batch_size != "auto", "the micro-batch is not decided yet"
+    stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
-    unit = world_size * (batch.micro_batch_size or 1)
+    unit = world_size * (stated or 1)
     if total % unit:
         parts = f"{world_size} process" + ("es" if world_size > 1 else "")
-        parts += f" x batch.micro_batch_size {batch.micro_batch_size}" if batch.micro_batch_size else ""
+        parts += f" x batch.micro_batch_size {stated}" if stated else ""
         nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
         scale = batch.seq_len if tokens else 1
         key = "batch.tokens_per_step" if tokens else "batch.global_batch_size"
         change = f"set {key}=" + " or ".join(str(size * scale) for size in nearest)
         sizes = [size for size in range(1, total + 1) if total % (world_size * size) == 0]
-        if batch.micro_batch_size and sizes:
-            smaller = [size for size in sizes if size < batch.micro_batch_size][-1:]
-            larger = [size for size in sizes if size > batch.micro_batch_size][:1]
+        if stated and sizes:
+            smaller = [size for size in sizes if size < stated][-1:]
+            larger = [size for size in sizes if size > stated][:1]
             change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     per_process = total // world_size
-    micro_batch = batch.micro_batch_size or micro_batch_sizes(recipe, world_size)[-1]
+    micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
     return BatchLayout(total, micro_batch, per_process // micro_batch, world_size, batch.seq_len)
 
 

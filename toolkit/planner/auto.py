@@ -7,8 +7,10 @@ of memory, takes minutes on the rented devices and finds no strategy.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.planner.advice import remedies
@@ -35,14 +37,24 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
         139.8 GiB of device memory)`.
 
     Raises:
-        UserError: If nothing fits, with the least that is needed and what to change; or if the devices cannot take the
-            recipe at all.
+        UserError: If nothing fits, with the least that is needed and what to change (a recipe that leaves only its
+            micro-batch open gets the smallest); or if the devices cannot take the recipe at all.
     """
-    explored = explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
+    explored = [
+        dataclasses.replace(each, changes={**each.changes, **_values(each.recipe, recipe.undecided)})
+        for each in explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
+    ]
     best = fastest(explored)
+    if best is None and explored and recipe.knows_engine:
+        # The default must not stand between a user and the plan, which says what is missing and what to change.
+        best = least(explored)
     if best is None:
         raise _nothing_fits(recipe, hardware, estimate, explored)
     return best.recipe, _reasons(best, explored)
+
+
+def _values(recipe: Recipe, paths: Iterable[str]) -> Changes:
+    return {path: attrgetter(path)(recipe) for path in paths}
 
 
 def _reasons(best: Candidate, explored: Sequence[Candidate]) -> dict[str, str]:

@@ -145,7 +145,10 @@ def estimate(
     question = _Question(
         name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing
     )  # fmt: skip
-    recipe, chosen = decide(recipe, hardware, config=question.config, tracing=tracing)
+    asked = recipe
+    # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
+    known = question.statistics if recipe.knows_engine else None
+    recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
     if hardware.device.kind == "cpu":
         check_cpu(recipe)
     plan = question.plan(recipe, hardware, may_trace=True)
@@ -153,28 +156,33 @@ def estimate(
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):
         # Formulas take any config; what Transformers can make no model of will not train.
         store.config_of(recipe)
-    suggestions = advise(recipe, hardware, plan, question.plan) if advice else []
+    # Other settings may choose other micro-batches.
+    changeable = recipe.with_values({"batch.micro_batch_size": asked.batch.micro_batch_size})
+    suggestions = advise(changeable, hardware, plan, question.plan) if advice else []
     if advice and plan.fit.answer == "no" and all(each.kind == "option" for each in suggestions):
         # Advice knows what has been traced, which may be too little. These settings take the least memory.
         least = recipe.with_values({"batch.micro_batch_size": 1, "activation_checkpointing.mode": "full"})
         explore(least, hardware, functools.partial(question.plan, may_trace=True), ("strategy.name",))
-        suggestions = advise(recipe, hardware, plan, question.plan)
+        suggestions = advise(changeable, hardware, plan, question.plan)
     return plan.model_copy(update={"chosen": chosen, "advice": suggestions})
 
 
 def decide(
-    recipe: Recipe, hardware: Hardware, *, config: Mapping[str, Any] | None = None, tracing: Tracing = "worker"
+    recipe: Recipe,
+    hardware: Hardware,
+    *,
+    config: Mapping[str, Any] | None = None,
+    statistics: DataStatistics | None = None,
+    tracing: Tracing = "worker",
 ) -> tuple[Recipe, dict[str, str]]:
     """The recipe with all that it leaves to the plan decided, and the reasons; see `auto.resolve`.
-
-    Whether the data is prepared plays no part: a run that is continued must find what it began with.
 
     Raises:
         UserError: If nothing fits, or as in `estimate`.
     """
     if not recipe.undecided:
         return recipe, {}
-    question = _Question("", (), None, config or _config_of(recipe), None, tracing)
+    question = _Question("", (), None, config or _config_of(recipe), statistics, tracing)
     return resolve(recipe, hardware, question.plan)
 
 

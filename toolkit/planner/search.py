@@ -285,7 +285,7 @@ def consider(recipe: Recipe, hardware: Hardware, estimate: Estimate, changes: Ch
     if plan is None:
         return None
     differences, size = _changed(recipe, changes), changed.batch.micro_batch_size
-    if recipe.batch.micro_batch_size is None and size == batch_layout(recipe, hardware.devices).micro_batch_size:
+    if recipe.batch.micro_batch_size == "auto" and size == batch_layout(recipe, hardware.devices).micro_batch_size:
         # It would have been taken anyway.
         differences.pop("batch.micro_batch_size", None)
     return Candidate(differences, changed, plan)

@@ -215,6 +215,11 @@ class Recipe(Section):
         keys = ("strategy.name", "activation_checkpointing.mode", "batch.micro_batch_size")
         return tuple(key for key in keys if attrgetter(key)(self) == "auto")
 
+    @property
+    def knows_engine(self) -> bool:
+        """Whether at most the micro-batch is left to the plan, which no engine depends on."""
+        return set(self.undecided) <= {"batch.micro_batch_size"}
+
     def with_values(self, values: Mapping[str, Any]) -> Recipe:
         """This recipe with other values at some dotted keys, which are taken as they are."""
         changed: dict[str, Any] = {}

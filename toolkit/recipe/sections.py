@@ -286,9 +286,9 @@ class Batch(Section):
     tokens_per_step: PositiveInt | None = None
     """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this many over
     `seq_len`."""
-    micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Sequences per process and forward pass; by default as many as stay within 16,384 tokens. `auto`: the number that
-    fits and is fastest by the plan."""
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Sequences per process and forward pass. `auto`: the number that fits and is fastest by the plan, up to 16,384
+    tokens, more of which only cost memory."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loaded = load_checked(*split_arguments(rest), options.recipes)
         if world.rank == 0:
             warn(loaded.warnings)
-        if loaded.recipe.undecided:
+        if not loaded.recipe.knows_engine:
             from toolkit.planner.build import decide_for_launch
 
             loaded = decide_for_launch(loaded, world, options.recipes)

@@ -90,7 +90,7 @@ class PlanGuard:
             statistics=self.statistics,
             tracing="in_process",
         )
-        return plan.model_copy(update={"chosen": dict(self.loaded.chosen)})
+        return plan.model_copy(update={"chosen": {**plan.chosen, **self.loaded.chosen}})
 
 
 def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: DataStatistics | None = None) -> PlanGuard:

@@ -20,7 +20,7 @@ from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.distributed.engines import dtypes
-from toolkit.distributed.layout import batch_layout, run_length
+from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
@@ -89,6 +89,7 @@ def set_up(
 
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
+    loaded, layout = _with_micro_batch(loaded, layout, guard, rendezvous)
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
@@ -208,6 +209,20 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard
+
+
+def _with_micro_batch(
+    loaded: Loaded, layout: BatchLayout, guard: PlanGuard | None, rendezvous: Rendezvous
+) -> tuple[Loaded, BatchLayout]:
+    """The recipe with the micro-batch that the first process's plan has chosen, and its layout."""
+    if not loaded.recipe.undecided:
+        return loaded, layout
+    key = "batch.micro_batch_size"
+    unplanned = {key: f"{layout.micro_batch_size}: the largest that keeps a device busy; no plan can be made"}
+    own = [guard.plan.micro_batch_size, dict(guard.plan.chosen)] if guard else [layout.micro_batch_size, unplanned]
+    size, chosen = rendezvous.exchange("micro-batch", own, lambda values: values[0])
+    loaded = loaded.decided(loaded.recipe.with_values({key: size}), chosen)
+    return loaded, batch_layout(loaded.recipe, layout.world_size)
 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:

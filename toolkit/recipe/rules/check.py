@@ -68,13 +68,10 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bo
 
 def _decided(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with each choice for what it leaves to the plan; the rules know decided recipes only."""
-    choices: dict[str, tuple[str | None, ...]] = {
-        "strategy.name": STRATEGIES[1:],
-        "activation_checkpointing.mode": ("none", "full"),
-        "batch.micro_batch_size": (None,),
-    }
-    for values in itertools.product(*(choices[key] for key in recipe.undecided)):
-        yield recipe.with_values(dict(zip(recipe.undecided, values, strict=True)))
+    choices = {"strategy.name": STRATEGIES[1:], "activation_checkpointing.mode": ("none", "full")}
+    undecided = [key for key in recipe.undecided if key in choices]
+    for values in itertools.product(*(choices[key] for key in undecided)):
+        yield recipe.with_values(dict(zip(undecided, values, strict=True)))
 
 
 def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | None = None) -> Loaded:
