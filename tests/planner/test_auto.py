@@ -88,7 +88,7 @@ def test_by_default_the_micro_batch_fits_the_card() -> None:
     # What fits in no way is planned with the least, and the plan says what is missing.
     made, chosen = resolve(recipe(), find("rtx4090"), Arithmetic(8))
     assert made.batch.micro_batch_size == 1
-    assert re.match(r"1: 4 would not fit \(\d+\.\d of 23\.\d GiB of device memory\);", chosen["batch.micro_batch_size"])
+    assert re.match(r"1: 4 would not fit \(\d+\.\d of 23\.\d GiB of device memory\)", chosen["batch.micro_batch_size"])
 
 
 def test_reasons_name_what_does_not_fit_and_what_is_slower() -> None:
