@@ -12,8 +12,12 @@ from figures import pytest_terminal_summary  # noqa: F401
 from harness import untraced
 from ranks import Ranks
 
+from toolkit.planner.trace import store
+from toolkit.planner.trace.__main__ import answer
+
 # Kept between sessions and shared by parallel workers: the built-in model is converted once.
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
+RANKS = pytest.StashKey[Ranks]()
 
 os.environ.setdefault("TOOLKIT_CACHE", str(CACHE))
 os.environ.update(
@@ -34,11 +38,17 @@ for name in list(os.environ):
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts trainings on forked processes; one of these servers for each of pytest-xdist's workers."""
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
+def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Starts trainings on forked processes."""
+    ranks = pytestconfig.stash[RANKS]
+    ranks.folder = tmp_path_factory.mktemp("ranks")
+    return ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traced_here() -> None:
+    """What a command would have another process trace, the tests' own traces, which has imported all that it takes."""
+    store.ask = answer
 
 
 @pytest.fixture
@@ -53,3 +63,15 @@ def pytest_collection_finish() -> None:
     """Trainers collect garbage several times, each time over the objects of all modules imported so far."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Before the first test, when all is imported, the process forks that `ranks` starts trainings from."""
+    if not any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        return (yield)
+    session.config.stash[RANKS] = ranks = Ranks()
+    try:
+        return (yield)
+    finally:
+        ranks.close()

@@ -121,13 +121,13 @@ def test_longer_sequences_take_more(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_recipes_are_compared_by_name(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    write_recipe(place, "mine", "defaults: [smollm2_135m_lora]\nmethod: {r: 64}\n")
-    names = ["--compare", "smollm2_135m_lora", "mine", "mine method.r=128", "hardware=h200", "--html", "plans.html"]
+    write_recipe(place, "mine", "defaults: [smollm2_135m_lora]\nbatch: {seq_len: 1024}\n")
+    names = ["--compare", "smollm2_135m_lora", "mine", "mine seq_len=512", "hardware=h200", "--html", "plans.html"]
     text = planned(*names, capsys=capsys)
     labels = re.findall(r"^(\S.*?) +yes ", text, re.M)
-    assert labels == ["smollm2_135m_lora", "mine", "mine method.r=128"]
+    assert labels == ["smollm2_135m_lora", "mine", "mine seq_len=512"]
     html = Path("plans.html").read_text(encoding="utf-8")
-    assert html.count('class="track"') == 3 and "mine method.r=128" in html
+    assert html.count('class="track"') == 3 and "mine seq_len=512" in html
 
 
 @pytest.mark.parametrize(

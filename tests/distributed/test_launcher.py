@@ -69,15 +69,22 @@ def refused(made: Recipe, variables: dict[str, str], world: World | None = None)
     return caught.value
 
 
-@pytest.fixture
-def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def every_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all rendered files."""
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path_factory.mktemp("rendered")
     for path, text in render([shipped_recipes()]).items():
-        file = tmp_path / path
+        file = folder / path
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def rendered(every_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, as the current folder."""
+    monkeypatch.chdir(every_file)
+    return every_file
 
 
 @pytest.mark.parametrize("config", STRATEGIES)

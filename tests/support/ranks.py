@@ -2,8 +2,9 @@
 
 Importing torch, Transformers, TRL and DeepSpeed takes about ten seconds on every process, a tiny training two. A forked
 process begins with all imports made and with no other state: no process group, no engine, the environment it is given.
-Run as a script, this is the process that forks: one request per line on standard input, one answer per line on standard
-output. What a launcher itself does is tested with the real one, see `train/test_main.py` and `cli/test_launch.py`.
+The process that forks is itself forked from the one that runs the tests, when this has collected them and run none; it
+reads a request per line from a socket and writes an answer per line. What a launcher itself does is tested with the
+real one, see `train/test_main.py` and `cli/test_launch.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness import compile_no_inference, environment, untraced
 
@@ -70,22 +70,20 @@ class Launch:
 
 
 class Ranks:
-    """Runs `toolkit/run.py`, or another module's `main`, on forked processes.
+    """Runs `toolkit/run.py`, or another module's `main`, on forked processes."""
 
-    Args:
-        folder: Where the output of the processes goes.
-    """
+    folder: Path
+    """Where the output of the processes goes."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            env=environment() | {"DS_ACCELERATOR": "cpu"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+    def __init__(self) -> None:
+        self._number = 0
+        ours, theirs = socket.socketpair()
+        self._server = os.fork()
+        if self._server == 0:
+            ours.close()
+            _serve(theirs)
+        with theirs, ours:
+            self._requests, self._answers = ours.makefile("w"), ours.makefile("r")
 
     def start(
         self, folder: Path, *arguments: str, processes: int = 1, nodes: int = 1, entry: str = "toolkit.run", **own: str
@@ -114,44 +112,46 @@ class Ranks:
 
     def files(self, number: int) -> list[Path]:
         """Files with the standard output and the standard error of a launch."""
-        return [self._folder / f"{number}.{name}" for name in ("out", "err")]
+        return [self.folder / f"{number}.{name}" for name in ("out", "err")]
 
     def ask(self, **request: Any) -> Any:
         """The answer of the process that forks."""
-        assert self._server.stdin and self._server.stdout
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        answer = self._server.stdout.readline()
+        print(json.dumps(request), file=self._requests, flush=True)
+        answer = self._answers.readline()
         assert answer, "the process that forks has ended"
         return json.loads(answer)
 
     def close(self) -> None:
         """Ends the process that forks, and what it has started."""
-        assert self._server.stdin
-        self._server.stdin.close()
-        self._server.wait(timeout=30)
+        self._requests.close()
+        self._answers.close()
+        os.waitpid(self._server, 0)
 
 
-def _serve() -> None:
-    # Whatever libraries print must not be taken for an answer.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _import()
-    launches: dict[int, dict[int, int | None]] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "start" in request:
-            launches[request["start"]] = _fork(request)
-            answer: list[int | None] = list(launches[request["start"]])
-        elif "poll" in request:
-            answer = _poll(launches[request["poll"]])
-        else:
-            answer = _wait(launches.pop(request["wait"]), request["timeout"])
-        print(json.dumps(answer), file=answers, flush=True)
-    for codes in launches.values():
-        _end(codes, signal.SIGKILL)
+def _serve(connection: socket.socket) -> NoReturn:
+    """Answers requests until the other end is closed."""
+    with suppress(BaseException):
+        _import()
+        launches: dict[int, dict[int, int | None]] = {}
+        answers = connection.makefile("w")
+        for line in connection.makefile("r"):
+            request = json.loads(line)
+            if "start" in request:
+                launches[request["start"]] = _fork(request)
+                answer: list[int | None] = list(launches[request["start"]])
+            elif "poll" in request:
+                answer = _poll(launches[request["poll"]])
+            else:
+                answer = _wait(launches.pop(request["wait"]), request["timeout"])
+            print(json.dumps(answer), file=answers, flush=True)
+        for codes in launches.values():
+            _end(codes, signal.SIGKILL)
+    os._exit(0)
 
 
 def _import() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.argv = [__file__]
     import peft  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
@@ -213,8 +213,11 @@ def _become(rank: int, port: int, request: dict[str, Any]) -> None:
     """Turns a forked process into one of a launch. Never returns."""
     code = 1
     try:
-        for number, file in enumerate(request["files"], 1):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+        for number, stream, file in zip((1, 2), (sys.stdout, sys.stderr), request["files"], strict=True):
+            opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.dup2(opened, number)
+            # pytest's, to which loggers of the libraries hold on since their import.
+            os.dup2(opened, stream.fileno())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         # SIGABRT prints where each thread stands.
         faulthandler.enable()
@@ -224,6 +227,8 @@ def _become(rank: int, port: int, request: dict[str, Any]) -> None:
         world, local = request["processes"], request["processes"] // request["nodes"]
         if world > 1:
             numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+            # As DeepSpeed's launcher says it. On a CPU DeepSpeed counts by starting a program, at every reduction.
+            numbers["LOCAL_SIZE"] = local
             os.environ.update({name: str(number) for name, number in numbers.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.path.append(request["folder"])
@@ -235,7 +240,3 @@ def _become(rank: int, port: int, request: dict[str, Any]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.common import in_a_line, quiet_libraries
@@ -13,15 +14,19 @@ def main() -> int:
     """Returns 0; an answer may say why there is no trace."""
     quiet_libraries()
     for line in sys.stdin:
-        try:
-            answer = _answer(json.loads(line))
-        except Exception as error:
-            answer = {"error": getattr(error, "what", "") or in_a_line(error), "change": getattr(error, "change", "")}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer(json.loads(line))), flush=True)
     return 0
 
 
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a question; `error` says why there is none."""
+    try:
+        return _answer(question)
+    except Exception as error:
+        return {"error": getattr(error, "what", "") or in_a_line(error), "change": getattr(error, "change", "")}
+
+
+def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     if "config" in question:
         from toolkit.models.load import ModelSource
         from toolkit.recipe import Recipe
