@@ -132,40 +132,53 @@ def difference(found: list[float] | str, wanted: list[float] | str) -> float | s
     return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
 
 
+def _met(case: Case, found: float | str) -> bool:
+    return not isinstance(found, str) and found <= LIMITS[case.kind]
+
+
+def _row(case: Case, found: float | str) -> str:
+    shown = found if isinstance(found, str) else f"{found:.1e}"
+    return f"| {case.name} | {LIMITS[case.kind]:.0e} | {shown} | {'' if _met(case, found) else 'missed'} |"
+
+
 def main() -> int:
     """Runs all, prints and keeps a table. Returns 1 if a training failed or differs by more than its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name holds one of these")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) * 3 // 4), metavar="N", help="at once")
     parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="where the dated file goes")
     options = parser.parse_args()
     import torch
 
-    device, wanted = this_machine().device, [case for case in cases() if options.only.lower() in case.name.lower()]
+    device, texts = this_machine().device, [text.lower() for text in options.only]
+    wanted = [case for case in cases() if any(text in case.name.lower() for text in texts)]
+    file = Path(options.results) / f"parity-{datetime.date.today().isoformat()}-{device.name}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found: list[tuple[Case, float | str]] = []
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         bench = Bench(Path(temporary))
         references = sorted({case.reference for case in wanted})
         alone = {each: pool.submit(bench.train, each, f"cpu{n}", True) for n, each in enumerate(references)}
         runs = [
-            (case, pool.submit(bench.train, case.reference + case.settings, f"case{n}", False))
-            for n, case in enumerate(wanted)
+            pool.submit(bench.train, case.reference + case.settings, f"case{n}", False) for n, case in enumerate(wanted)
         ]
-        found = [(case, difference(run.result(), alone[case.reference].result())) for case, run in runs]
-    met = [not isinstance(each, str) and each <= LIMITS[case.kind] for case, each in found]
-    lines = [f"# Losses on {device.title} against a CPU's in fp32", ""]
-    lines += [f"torch {torch.__version__}; largest relative difference of 8 training and 2 held-out losses.", ""]
-    lines += ["| training | limit | difference | |", "| --- | ---: | ---: | --- |"]
-    for (case, each), good in zip(found, met, strict=True):
-        shown = each if isinstance(each, str) else f"{each:.1e}"
-        lines.append(f"| {case.name} | {LIMITS[case.kind]:.0e} | {shown} | {'' if good else 'missed'} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    file = Path(options.results) / f"parity-{datetime.date.today().isoformat()}-{device.name}"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.with_suffix(".md").write_text(text, encoding="utf-8")
-    kept = [asdict(case) | {"difference": each} for case, each in found]
-    file.with_suffix(".json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(met) else 1
+        for case, run in zip(wanted, runs, strict=True):
+            found.append((case, difference(run.result(), alone[case.reference].result())))
+            print(_row(*found[-1]), flush=True)
+            lines = [f"# Losses on {device.title} against a CPU's in fp32", ""]
+            lines += [
+                f"torch {torch.__version__}; largest relative difference of 8 training and 2 held-out losses.",
+                "",
+            ]
+            lines += [
+                "| training | limit | difference | |",
+                "| --- | ---: | ---: | --- |",
+                *(_row(*each) for each in found),
+            ]
+            file.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            kept = [asdict(case) | {"difference": each} for case, each in found]
+            file.with_suffix(".json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(_met(*each) for each in found) else 1
 
 
 if __name__ == "__main__":
