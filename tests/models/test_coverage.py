@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import LORA, NF4, populate
+from small import INT8, LORA, populate
 from transformers import AutoConfig
 
 from toolkit.common import UserError
@@ -61,11 +61,11 @@ def test_base_that_stays_in_16_bits_is_refused_by_plan_and_run(monkeypatch: pyte
     trace = shipped_trace()
     monkeypatch.setattr(store, "obtain", lambda *args: trace)
     recipe = load_checked("qwen3_30b_a3b_lora", ["method.quantization=nf4"]).recipe
-    refused = r"nf4 reaches \d+% of the parameters in the layers"
+    refused = r"(nf4|int8) reaches \d+% of the parameters in the layers"
     with pytest.raises(UserError, match=refused):
         estimate(recipe, "mixture", find("h200"), advice=False)
     with pytest.raises(UserError, match=refused):
-        load(*NF4)
+        load(*INT8)
 
 
 def load(*overrides: str) -> Any:

@@ -55,6 +55,8 @@ MORE_CASES = [
     ("openai-community/gpt2", FULL, "bf16", "none", False),
     ("openai-community/gpt2", LORA, "fp32", "full", False),
     ("Qwen/Qwen3-30B-A3B", LORA, "fp32", "full", False),
+    ("Qwen/Qwen3-30B-A3B", QLORA, "bf16", "full", False),
+    ("Qwen/Qwen3-30B-A3B", QLORA, "bf16", "none", True),
     ("facebook/blenderbot-400M-distill", LORA, "fp32", "full", False),
 ]
 """What the others have in other pairs, and what `test_memory.py` sees in real trainings."""

@@ -56,7 +56,7 @@ MERGES = {
     "tied-embeddings": [*LORA, "method.modules_to_save=[embed_tokens, lm_head]"],
     "untied-head": [*LORA, "method.modules_to_save=[lm_head]", "model.path=qwen"],
     "norms": [*LORA, "method.modules_to_save=[input_layernorm]"],
-    "nf4": NF4,
+    "nf4": [*NF4, "model.path=moe"],
     "nf4-dora": [*NF4, "method.use_dora=true"],
     "int8": INT8,
     "gpt2": [*LORA, "model.path=gpt2"],

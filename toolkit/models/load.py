@@ -129,6 +129,7 @@ class ModelSource:
         if backend == "torch_varlen":
             attention_kernels.register()
         experts.autocast_grouped_products()
+        experts.quantize_fused()
         if torch.cuda.is_available():
             attention_kernels.repeat_shared_heads(device.capability())
         arguments: dict[str, Any] = {

@@ -137,8 +137,8 @@ class Method(Section):
     use_dora: bool = False
     """Whether LoRA adapters train magnitude and direction of the weights apart (DoRA, Liu et al. 2024)."""
     quantization: Literal["none", "nf4", "int8"] = "none"
-    """How the frozen base is stored under LoRA: as it is (`none`), in 4-bit NormalFloat (`nf4`, QLoRA), or in 8-bit
-    integers (`int8`)."""
+    """How the frozen base is stored under LoRA: as it is (`none`), in 4-bit NormalFloat (`nf4`, QLoRA; the experts of
+    mixtures too), or in 8-bit integers (`int8`)."""
     double_quantization: bool = True
     """Whether `quantization: nf4` quantizes its constants too, which saves 0.37 bits per parameter."""
     freeze: list[str] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.utils import parametrize
 
 from toolkit.common import UserError
 from toolkit.planner.hardware.detect import ram
@@ -38,7 +39,7 @@ def place_for(model: Any) -> tuple[torch.device, str]:
 
 
 def dequantize(model: Any, place: torch.device) -> Any:
-    """Replaces the layers that bitsandbytes has quantized by plain ones in fp32 on a device; moves the others too.
+    """Replaces the layers and experts that bitsandbytes has quantized by plain ones in fp32; moves the others too.
 
     Beside the result no more than three forms of one layer are held, and its quantized form is given back with it.
     """
@@ -52,6 +53,10 @@ def dequantize(model: Any, place: torch.device) -> Any:
             if layer.bias is not None:
                 plain.bias = layer.bias
             model.set_submodule(name, plain)
+        for key in list(getattr(layer, "parametrizations", ())):
+            weight = getattr(layer, key)
+            parametrize.remove_parametrizations(layer, key, leave_parametrized=False)
+            layer._parameters[key] = torch.nn.Parameter(weight.to(place, torch.float32), requires_grad=False)
     model.hf_quantizer.remove_quantization_config(model)
     return model
 

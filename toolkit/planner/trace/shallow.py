@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.distributed.engines import Dtypes
+from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.types import Setting
@@ -175,6 +176,7 @@ def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
     wanted = quantization_config(recipe, types)
     if wanted is None:
         return
+    experts.quantize_fused()
     quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
     quantizer.preprocess_model(model=model, dtype=getattr(torch, types.load), device_map={"": "cpu"})
     model.is_loaded_in_4bit = recipe.method.quantization == "nf4"
@@ -215,3 +217,4 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) ->
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = empty(buffer)
+        experts.restore_on_use(model)

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention
-from toolkit.recipe import Recipe
+from toolkit.recipe import Recipe, model_configs
 
 FORMAT = 2
 """Raise when a trace of the same setting would differ."""
@@ -272,6 +272,8 @@ class Setting:
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
         content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
+        if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
+            content["experts"] = "nf4"  # In 16 bits they would make another trace.
         return _hash(content)
 
     def architecture(self) -> str:

@@ -155,10 +155,10 @@ TRAINING_RULES = {
     ),
     "quantized-experts": Rule(
         "method.quantization",
-        lambda r, c: r.method.quantization != "none" and c and model_configs.fused_experts(c),
+        lambda r, c: r.method.quantization == "int8" and c and model_configs.fused_experts(c),
         "the {fused_experts} experts of a layer, most of this model, are one tensor and no linear layers: bitsandbytes "
-        "would leave them in 16 bits",
-        "set method.quantization=none, and strategy.name=zero3 or fsdp where one device is too small",
+        "stores those in 4 bits only, and would leave them in 16",
+        "set method.quantization=nf4",
     ),
     "double-quantization": Rule(
         "method.double_quantization",
