@@ -37,6 +37,30 @@ def test_a_report_shows_the_headline_figures(run: Path) -> None:
     assert "41 rows repeat — set `data.deduplicate: true`" in text
 
 
+def test_data_and_machine_are_told_in_sentences_with_all_figures_behind_a_fold(run: Path) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    gpus = [{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}] * 2
+    state = {"engine": "fsdp", "autocast": "bfloat16", "attention": "sdpa", "optimizer": "AdamW"}
+    changes = {"hardware": manifest["hardware"] | {"gpus": gpus}, "effective": state | {"trained_dtype": "float32"}}
+    (run / "manifest.json").write_text(json.dumps(manifest | changes))
+    html = write_report(run).read_text(encoding="utf-8")
+    text = Page(html).text
+    for sentence in (
+        "3,084 rows of 301,234 tokens are trained on; 66.8% of the tokens carry loss, 201,234 in all.",
+        "3 of the training rows (0.2%) and 3 of the held-out rows (0.2%) are longer than 512 tokens and are left out",
+        "5 rows have no trained token and are left out.",
+        "41 rows repeat an earlier one and are kept; no held-out row is trained on.",
+        "rows.jsonl: unused columns: <u>kind</u>",
+        "It ran on 2 NVIDIA H100 of 80 GiB, in a machine with 2 cores (x86_64) and 16 GiB of RAM.",
+        "A step is 8 sequences of up to 512 tokens: 2 micro-batches of 4 on one process.",
+        "It computed in bfloat16 under fsdp, with sdpa attention; AdamW updated float32 weights.",
+        "The code was commit 0123abc, with uncommitted changes.",
+    ):
+        assert sentence in text, sentence
+    assert re.search(r"<summary>audit.json</summary><pre>{[^<]*&#34;duplicates&#34;: 41", html)
+    assert re.search(r"<summary>manifest.json</summary><pre>{[^<]*&#34;cpu_cores&#34;: 2", html)
+
+
 def test_the_header_names_model_data_method_and_learning_rate(run: Path) -> None:
     recipe = {"model": {"path": "org/base"}, "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}
     recipe |= {"method": {"name": "lora", "quantization": "nf4"}, "optimizer": {"learning_rate": 2e-4}}

@@ -50,6 +50,15 @@ class SourceFigures(BaseModel):
     share: float = 0.0
     """Of the training rows."""
 
+    def unused(self) -> list[str]:
+        """What was not read of it, in lines of up to 20 names."""
+        kinds = (("columns", self.unused_columns), ("fields of messages", self.unused_fields))
+        return [
+            f"unused {what}: {', '.join(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            for what, names in kinds
+            if names
+        ]
+
 
 class OverLong(BaseModel):
     """Rows longer than `batch.seq_len`, and what happened to them."""
@@ -234,6 +243,51 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
         yield Problem("fatal", "no usable held-out row", change)
+
+
+def in_sentences(audit: Audit) -> list[str]:
+    """What the figures come to, for people; the problems stand beside it."""
+    train, held_out = audit.train, audit.eval
+    share = train.trained_tokens / max(train.tokens, 1)
+    texts = [
+        f"{train.rows:,} rows of {train.tokens:,} tokens are trained on; {share:.1%} of the tokens carry loss, "
+        f"{train.trained_tokens:,} in all."
+    ]
+    if held_out:
+        texts.append(f"{held_out.rows:,} rows of {held_out.tokens:,} tokens are held out for evaluation.")
+    texts.append(_cut(audit))
+    empty = f"{audit.untrained_rows:,} rows have no trained token and are left out."
+    texts.append(empty if audit.untrained_rows else "Every row has a token to train.")
+    ends = train.stop_trained_rows / max(train.rows, 1)
+    texts.append(f"The stop token is trained in {'every row' if ends == 1 else f'{ends:.1%} of the rows'}.")
+    repeated = f"{audit.duplicates:,} rows repeat an earlier one and are {'dropped' if audit.deduplicate else 'kept'}"
+    both = (
+        f"{audit.in_train_and_eval or 'no'} held-out row{'s are' if audit.in_train_and_eval > 1 else ' is'} trained on"
+    )
+    texts.append(f"{repeated if audit.duplicates else 'No row repeats another'}; {both}.")
+    needed = "" if audit.chat_template.needed else ", and these rows do not need one"
+    texts.append(f"The chat template is {audit.chat_template.source}{needed}.")
+    if packing := audit.packing:
+        texts.append(f"The rows are packed into {packing.rows:,} sequences, which are {packing.efficiency:.1%} full.")
+    if audit.scope:
+        texts.append(f"These are figures of {audit.scope} only: the data is streamed.")
+    return texts
+
+
+def _cut(audit: Audit) -> str:
+    """How many rows are longer than `batch.seq_len`, and what becomes of them."""
+    sides = [("training", audit.train), ("held-out", audit.eval)]
+    parts = [
+        f"{side.over_long.rows:,} of the {name} rows ({side.over_long.rows / max(side.seen_rows, 1):.1%})"
+        for name, side in sides
+        if side and side.over_long.rows
+    ]
+    limit = f"longer than {audit.train.over_long.seq_len:,} tokens"
+    if not parts:
+        return f"No row is {limit}."
+    effects = {"drop": "are left out", "truncate": "lose their ends", "split": "are cut into several"}
+    action = audit.train.over_long.action
+    return f"{' and '.join(parts)} are {limit} and {effects.get(action, 'stop the run')} (data.over_long: {action})."
 
 
 def check_batch(audit: Audit, global_batch_size: int) -> Audit:

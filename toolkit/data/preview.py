@@ -9,7 +9,7 @@ import textwrap
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.common import table
-from toolkit.data.audit import Audit, Side
+from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rows import IGNORE
 
@@ -72,17 +72,11 @@ def render(audit: Audit) -> str:
     lines = [head]
     for source, line in zip(audit.sources, described, strict=True):
         lines.append(line)
-        for what, unused in (("columns", source.unused_columns), ("fields of messages", source.unused_fields)):
-            if unused:
-                more = f" and {len(unused) - 20} more" if len(unused) > 20 else ""
-                lines += _wrap(f"  unused {what}: {', '.join(unused[:20])}{more}", width)
+        for text in source.unused():
+            lines += _wrap(f"  {text}", width)
     lines.append("")
-    for role, side in (("train", audit.train), ("eval", audit.eval)):
-        if side is not None:
-            trained = f"{side.trained_tokens:,} trained ({side.trained_tokens / max(side.tokens, 1):.1%})"
-            lines.append(f"{role:<6} {side.rows:,} rows, {side.tokens:,} tokens, {trained}")
-    for detail in _details(audit):
-        lines += _wrap(detail, width)
+    for sentence in in_sentences(audit):
+        lines += _wrap(sentence, width)
     histogram = audit.train.lengths.histogram
     most = max((bucket.rows for bucket in histogram), default=1) or 1
     bars = [("tokens per row", "rows", "")]
@@ -96,30 +90,6 @@ def render(audit: Audit) -> str:
         lines += _wrap(f"{problem.level}: {problem.what}", width)
         lines += _wrap(f"  → {problem.change}", width, indent="    ")
     return "\n".join(lines)
-
-
-def _details(audit: Audit) -> list[str]:
-    train = audit.train
-    needed = "" if audit.chat_template.needed else " (not needed for these rows)"
-    lines = [
-        f"chat template: {audit.chat_template.source}{needed}",
-        f"longer than {train.over_long.seq_len:,} tokens: {_over_long_share(train)} of the training rows"
-        + (f", {_over_long_share(audit.eval)} of the held-out rows" if audit.eval else "")
-        + f" (`over_long: {train.over_long.action}`)",
-        f"rows without a trained token: {audit.untrained_rows:,}",
-        f"stop token trained in {train.stop_trained_rows / max(train.rows, 1):.1%} of rows",
-        f"duplicate rows: {audit.duplicates:,}{' (dropped)' if audit.deduplicate else ''}"
-        f"; in train and eval: {audit.in_train_and_eval:,}",
-    ]
-    if packing := audit.packing:
-        lines.append(f"packed into {packing.rows:,} sequences, {packing.efficiency:.1%} filled")
-    if audit.scope:
-        lines.append(f"figures of {audit.scope} only: the data is streamed")
-    return lines
-
-
-def _over_long_share(side: Side) -> str:
-    return f"{side.over_long.rows:,} ({side.over_long.rows / max(side.seen_rows, 1):.1%})"
 
 
 def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:

@@ -6,6 +6,7 @@ A tracker shows the same curves, but not the plan, the data and the samples besi
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from toolkit.common import (
     UserError,
@@ -25,9 +27,9 @@ from toolkit.common import (
     perplexity_text,
     write_atomically,
 )
-from toolkit.data.audit import Audit
+from toolkit.data.audit import Audit, in_sentences
 from toolkit.planner.plan import Plan, Range
-from toolkit.report import page, plan_page, plan_view
+from toolkit.report import page, plan_page, plan_view, run_view
 from toolkit.report.charts import Series, Style, chart, smooth
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
@@ -249,8 +251,19 @@ def _audit(audit: Audit) -> dict[str, Any]:
     texts: dict[str, list[str]] = {"fatal": [], "warning": []}
     for problem in audit.problems:
         texts[problem.level].append(f"{problem.what} — {problem.change}")
-    figures = audit.model_dump(exclude={"problems"})
-    return {"fatal": texts["fatal"], "warnings": texts["warning"], "cards": page.cards(figures)}
+    lengths = audit.train.lengths
+    return {
+        "fatal": texts["fatal"],
+        "warnings": texts["warning"],
+        "sources": run_view.source_rows(audit),
+        "sentences": [
+            *in_sentences(audit),
+            *(f"{each.path}: {text}" for each in audit.sources for text in each.unused()),
+        ],
+        "lengths": run_view.length_text(lengths, audit.train.longest),
+        "bars": run_view.bars(lengths.histogram),
+        "json": _json(audit),
+    }
 
 
 def _keyed(line: str) -> tuple[str, str, str]:
@@ -259,7 +272,14 @@ def _keyed(line: str) -> tuple[str, str, str]:
     return (match[1], match[2], line[match.end() :]) if match else ("", "", line)
 
 
-def _environment(manifest: Manifest) -> list[page.Card]:
-    keys = ("hardware", "versions", "batch", "effective", "hashes", "git")
-    values = manifest.model_dump(mode="json", include=set(keys))
-    return [card for key in keys if values.get(key) for card in page.cards(values[key], page.title(key))]
+def _environment(manifest: Manifest) -> dict[str, Any] | None:
+    """Without what other sections of the page show."""
+    keys = {"hardware", "versions", "batch", "effective", "hashes", "git"}
+    if not keys & manifest.model_fields_set:
+        return None
+    sentences, versions = run_view.machine_sentences(manifest), sorted(manifest.versions.items())
+    return {"sentences": sentences, "versions": versions, "json": _json(manifest, keys)}
+
+
+def _json(model: BaseModel, keys: set[str] | None = None) -> str:
+    return json.dumps(model.model_dump(mode="json", include=keys), indent=2, ensure_ascii=False)
