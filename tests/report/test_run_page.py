@@ -189,11 +189,13 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
 def test_the_report_sets_the_plan_against_what_was_measured(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", step_line(1), step_line(2))
     measured = {"allocated": int(FITS.memory[0].allocated / 1.02), "step_seconds": 1.25, "tokens": None}
+    measured["energy_kwh"] = 0.0024
     manifest = tmp_path / "run" / "manifest.json"
     manifest.write_text(json.dumps({"plan": FITS.model_dump(), "measured": measured}))
     text = Page(write_report(tmp_path / "run").read_text(encoding="utf-8")).text
     assert re.search(r"memory allocated 38\.7 GiB 37\.9 GiB \+2\.0%", text)
     assert re.search(r"time of a step 1\.00 s \(900 ms to 1\.20 s\) 1\.25 s \N{MINUS SIGN}20\.0%", text)
+    assert "energy not planned 2.4 Wh" in text
     assert "memory reserved" not in text and "host RAM" not in text, "what was not measured has no row"
     assert "activations 20.0 GiB" in text
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from toolkit.distributed.layout import BatchLayout, Length
+from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.report.terminal import Progress
 from toolkit.train import callbacks
 from toolkit.train.callbacks import Meter, TimeLeft, step_tokens
@@ -22,6 +22,7 @@ def session(folder: Path, length: Length, order: FixedOrder | None, lengths: lis
     """What a meter reads of a session: four rows of up to 25 tokens are a step."""
     return SimpleNamespace(
         folder=RunFolder(folder),
+        world=World(),
         length=length,
         layout=BatchLayout(4, 4, 1, 1, 25),
         trainer=SimpleNamespace(order=order),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,14 @@ def manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = folder / "powercap" / "intel-rapl:0"
+    package.mkdir(parents=True)
+    for file, value in (("name", "package-0"), ("energy_uj", 0), ("max_energy_range_uj", 3_600_000_000)):
+        (package / file).write_text(f"{value}\n")
+    monkeypatch.setattr("toolkit.train.energy.POWERCAP", folder / "powercap")
     assert main(["recipe=small", "schedule.max_steps=4"]) == 0
 
     printed = capsys.readouterr().out
@@ -51,6 +59,9 @@ def test_a_run_prints_its_plan_and_keeps_it_beside_what_came(folder: Path, capsy
     assert measured["step_seconds"] > 0 and measured["total_seconds"] > measured["step_seconds"]
     report = (folder / "runs" / "small" / "report.html").read_text(encoding="utf-8")
     assert "Planned and measured" in report
+    assert measured["energy_kwh"] == 0
+    for shown in (printed, report, (folder / "runs" / "small" / "final" / "README.md").read_text(encoding="utf-8")):
+        assert re.search(r"energy.*\b0 Wh", shown, re.DOTALL)
 
 
 def test_modules_that_the_model_lacks_are_refused_before_weights_load(

@@ -17,6 +17,7 @@ from toolkit.common import compact, duration, perplexity_of, perplexity_text
 from toolkit.recipe import Recipe
 from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
+from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import percent_change
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -164,6 +165,11 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
             rows.append(("tokens", compact(tokens)))
     if record.train_seconds is not None:
         rows.append(("duration", duration(record.train_seconds)))
+    measured, plan = record.manifest.measured, record.manifest.plan
+    if measured and measured.energy_kwh is not None:
+        limit = plan.work.energy_kwh if plan else None
+        planned = f" (planned {energy_text(limit)}, at the devices' power limit)" if limit is not None else ""
+        rows.append(("energy of the devices", f"{energy_text(measured.energy_kwh)} measured{planned}"))
     return [*rows, ("seed", str(recipe.seed))]
 
 

@@ -72,7 +72,7 @@ class Parameters(BaseModel):
 
 
 class Measured(Partial):
-    """What really came, in the units of the plan: bytes and seconds."""
+    """What really came, in the units of the plan: bytes, seconds, kilowatt-hours."""
 
     step_seconds: float | None = None
     total_seconds: float | None = None
@@ -80,6 +80,8 @@ class Measured(Partial):
     host: int | None = None
     allocated: int | None = None
     reserved: int | None = None
+    energy_kwh: float | None = None
+    """From the first step to the last, of the devices; evaluations and checkpoints between them included."""
 
 
 class Manifest(Partial):

@@ -112,6 +112,11 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def energy_text(kwh: float) -> str:
+    """`1.51 kWh`, `2.4 Wh`."""
+    return f"{number_text(kwh)} kWh" if kwh >= 0.1 else f"{1000 * kwh:.3g} Wh"
+
+
 def chosen_rows(plan: Plan) -> list[tuple[str, str]]:
     """What `auto` came to, and why."""
     return [("auto", f"{key}={reason}") for key, reason in plan.chosen.items()]
@@ -144,7 +149,7 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("in all", f"{number_text(work.pflop_days)} PFLOP-days, {hours}"))
     if work.energy_kwh is not None:
         emitted = f", {number_text(work.co2_kg)} kg of CO2" if work.co2_kg is not None else ""
-        rows.append(("energy", f"{number_text(work.energy_kwh)} kWh at the devices' power limit{emitted}"))
+        rows.append(("energy", f"{energy_text(work.energy_kwh)} at the devices' power limit{emitted}"))
     if work.chinchilla_tokens is not None:
         share = f"; this run has {work.tokens / work.chinchilla_tokens:.2%}" if work.tokens is not None else ""
         text = f"{compact(work.chinchilla_tokens)} tokens from scratch would be 20 per parameter{share}"

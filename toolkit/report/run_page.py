@@ -235,14 +235,16 @@ def _planned(plan: Plan, measured: Measured) -> dict[str, Any] | None:
         ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", plan_view.seconds_text),
         ("time in all", whole.value if whole else None, whole, "total_seconds", duration),
         ("tokens", work.tokens, None, "tokens", compact),
+        ("energy", work.energy_kwh, None, "energy_kwh", plan_view.energy_text),
     )
     lines = []
     for name, planned, expected, key, form in rows:
         value = getattr(measured, key)
-        if planned is None or value is None or not math.isfinite(value):
+        if value is None or not math.isfinite(value):
             continue
         between = f" ({form(expected.low)} to {form(expected.high)})" if expected else ""
-        lines.append((name, form(planned) + between, form(value), percent_change(value, planned) or "?"))
+        off = "" if planned is None else percent_change(value, planned) or "?"
+        lines.append((name, "not planned" if planned is None else form(planned) + between, form(value), off))
     stacks = plan_page.stacks([(f"planned, at its peak in {memory.peak_phase}", plan)], amounts=True)
     return {"rows": lines, "stacks": stacks} if lines else None
 

@@ -24,6 +24,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from toolkit.common import write_atomically
 from toolkit.report.load import read_metrics
 from toolkit.train.checkpoint import seal
+from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate, row_lengths
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.session import Session
@@ -48,6 +49,7 @@ class Meter(TrainerCallback):
     def __init__(self, session: Session) -> None:
         guard, every = session.guard, session.recipe.evaluation.every_steps
         self._file = session.folder.path / "metrics.jsonl"
+        self._world, self.energy = session.world, EnergyMeter([])
         self._length, self._progress, self._tokens = session.length, session.progress, step_tokens(session)
         self.time_left = TimeLeft(
             session.length.total_steps,
@@ -63,7 +65,8 @@ class Meter(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step = state.global_step
         earlier = _keep_until(self._file, state.global_step)
-        self._started = time.monotonic() - earlier
+        self._started = time.monotonic() - earlier.get("seconds", 0.0)
+        self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
         self._total_tokens = self._tokens(0, self._step)
         self._step_time = time.monotonic()
         self._progress.start(state.max_steps, step=state.global_step)
@@ -95,6 +98,7 @@ class Meter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_end = time.monotonic()
+        self.energy.read()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The Trainer logs, evaluates and saves after a step, in this order; the last of them ended here.
@@ -103,6 +107,7 @@ class Meter(TrainerCallback):
         self.time_left.pause("save", seconds)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.energy.read()
         self._progress.close()
 
     def seconds(self) -> float:
@@ -129,6 +134,8 @@ class Meter(TrainerCallback):
             "epoch": round(step / per_epoch, 4) if per_epoch else None,
             "seconds": round(self.seconds(), 3),
         }
+        if self.energy.kwh is not None:
+            head["energy_kwh"] = self.energy.kwh
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({**head, **row}) + "\n")
 
@@ -238,21 +245,21 @@ class CleanStop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def _keep_until(file: Path, step: int) -> float:
+def _keep_until(file: Path, step: int) -> dict[str, Any]:
     """Drops the lines of steps that will be taken again, and a line that a kill cut off.
 
     Returns:
-        Seconds of training up to there.
+        The last line that is left, whose seconds and energy are those of the training up to there.
     """
     if not file.is_file():
-        return 0.0
+        return {}
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     kept = [row for row in rows if row["step"] <= step]
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in kept))
-    return kept[-1]["seconds"] if kept else 0.0
+    return kept[-1] if kept else {}
 
 
 WARM_UP_STEPS = 2

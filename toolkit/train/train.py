@@ -28,6 +28,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card
+from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.train import preflight
@@ -139,7 +140,8 @@ def finish(session: Session, callbacks: Callbacks) -> None:
         return
     seconds = round(meter.seconds(), 1)
     plan = session.guard.plan if session.guard else None
-    figures = measured(plan, meter.time_left.measured, seconds, meter.last.get("tokens", 0))
+    tokens = meter.last.get("tokens", 0)
+    figures = measured(plan, meter.time_left.measured, seconds, tokens, meter.energy.kwh)
     folder.update_manifest(finished=now(), train_seconds=seconds, peak_memory_bytes=peak_host_bytes(), measured=figures)
     write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
     report = write_report(folder.path)
@@ -179,6 +181,8 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{session.trainer.state.global_step}"))
     rows.append(("time", duration(seconds)))
+    if callbacks.meter and callbacks.meter.energy.kwh is not None:
+        rows.append(("energy", energy_text(callbacks.meter.energy.kwh)))
     rows.append(("peak memory", f"{peak_host_bytes() / 2**30:.2f} GiB (host)"))
     if torch.cuda.is_available():
         rows.append(("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB (GPU)"))
