@@ -1,0 +1,145 @@
+"""One job through a library alone, as its documentation has it run fastest; `throughput.py` starts it.
+
+`python benchmarks/peers.py trl|trainer JOB.json` writes a line of `metrics.jsonl` per step, in the toolkit's words.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainerCallback
+
+CUDA = torch.cuda.is_available()
+
+
+class Meter(TrainerCallback):
+    """Counts the tokens that the collator hands out, and writes them down step by step."""
+
+    def __init__(self, collate: Any, file: Path) -> None:
+        self.collate, self.file, self.tokens, self.written = collate, file, 0, 0
+        self.last = time.monotonic()
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        mask = batch.get("attention_mask")
+        self.tokens += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+        return batch
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.last = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if CUDA:
+            torch.cuda.synchronize()
+        now, tokens = time.monotonic(), self.tokens - self.written
+        row = {"step": state.global_step, "tokens": self.tokens, "step_seconds": now - self.last}
+        row["tokens_per_second"] = tokens / row["step_seconds"]
+        self.last, self.written = now, self.tokens
+        memory = {"device_memory_bytes": torch.cuda.max_memory_allocated()} if CUDA else {}
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row | memory) + "\n")
+
+
+def load(job: dict[str, Any]) -> tuple[Any, Any]:
+    """Model and tokenizer."""
+    dtype = torch.bfloat16 if job["precision"] == "pure_bf16" or (job["method"] != "full" and CUDA) else torch.float32
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_use_double_quant": True}
+    quantized = BitsAndBytesConfig(load_in_4bit=True, **kind) if job["method"] == "qlora" else None
+    flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=dtype, attn_implementation=flash, quantization_config=quantized
+    )
+    return model, AutoTokenizer.from_pretrained(job["model"])
+
+
+def arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """What both trainers take."""
+    passes = job["rows"] // job["micro"]
+    return {
+        "output_dir": str(Path(job["metrics"]).parent / "out"),
+        "per_device_train_batch_size": job["micro"],
+        "gradient_accumulation_steps": passes,
+        "max_steps": job["steps"],
+        "learning_rate": 1e-4,
+        "bf16": job["precision"] == "bf16",
+        "gradient_checkpointing": job["checkpointing"],
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "optim": "adamw_torch_fused",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": not CUDA,
+        "use_liger_kernel": CUDA and importlib.util.find_spec("liger_kernel") is not None,
+    }
+
+
+def adapter(job: dict[str, Any]) -> Any:
+    """As the toolkit's defaults."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def trl(job: dict[str, Any]) -> Trainer:
+    """TRL's SFTTrainer; packed rows want FlashAttention, without it their documents see each other."""
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = load(job)
+    rows = load_dataset("json", data_files=job["data"], split="train")
+    config = SFTConfig(**arguments(job), max_length=job["seq_len"], packing=job["packing"])
+    config.assistant_only_loss = False
+    return SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=None if job["method"] == "full" else adapter(job),
+    )
+
+
+def trainer(job: dict[str, Any]) -> Trainer:
+    """Transformers' Trainer as in its examples: texts run together and are cut into rows, or rows are padded."""
+    from datasets import load_dataset
+    from peft import get_peft_model, prepare_model_for_kbit_training
+    from transformers import DataCollatorForLanguageModeling, TrainingArguments
+
+    model, tokenizer = load(job)
+    if job["method"] == "qlora":
+        model = prepare_model_for_kbit_training(model, job["checkpointing"])
+    if job["method"] != "full":
+        model = get_peft_model(model, adapter(job))
+        model.enable_input_require_grads()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    length = job["seq_len"]
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        texts = batch["text"] if "text" in batch else [
+            tokenizer.apply_chat_template(each, tokenize=False) for each in batch["messages"]
+        ]  # fmt: skip
+        ids = tokenizer(texts)["input_ids"]
+        if job["packing"]:
+            joined = [token for each in ids for token in [*each, tokenizer.eos_token_id]]
+            ids = [joined[start : start + length] for start in range(0, len(joined) - length + 1, length)]
+        return {"input_ids": [each[:length] for each in ids]}
+
+    rows = load_dataset("json", data_files=job["data"], split="train")
+    rows = rows.map(encode, batched=True, remove_columns=rows.column_names)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    return Trainer(model=model, args=TrainingArguments(**arguments(job)), train_dataset=rows, data_collator=collate)
+
+
+if __name__ == "__main__":
+    described = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    run = {"trl": trl, "trainer": trainer}[sys.argv[1]](described)
+    meter = Meter(run.data_collator, Path(described["metrics"]))
+    run.data_collator = meter
+    run.add_callback(meter)
+    run.train()
