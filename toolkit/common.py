@@ -186,7 +186,7 @@ def table(
 def quiet_libraries() -> None:
     """Keeps what libraries say to their own developers out of the user's way; errors stay."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for name in ("bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
+    for name in ("accelerate.big_modeling", "bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():

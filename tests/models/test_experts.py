@@ -10,6 +10,7 @@ import torch
 from harness import write_recipe
 from small import LORA, RECIPE
 from tiny import tiny_model
+from toolkit.train.dequantize import dequantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.distributed.engines import dtypes
@@ -18,7 +19,6 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.experts import autocast_grouped_products
 from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
-from toolkit.train.dequantize import dequantize
 
 
 @pytest.fixture(scope="module")

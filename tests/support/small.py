@@ -43,6 +43,25 @@ def populate(folder: Path, *models: str) -> None:
     write_recipe(folder, "small", RECIPE)
 
 
+def trained(name: str, *overrides: str) -> Path:
+    """The folder of a finished run of four steps of the recipe `small`."""
+    from toolkit.train.main import main
+
+    assert main(["recipe=small", "max_steps=4", f"output.name={name}", *overrides]) == 0
+    return Path("runs") / name
+
+
+def logits_of(model: Any, row: dict[str, Any]) -> Any:
+    """A model's logits of one row, in fp32."""
+    import torch
+
+    inputs = {"input_ids": torch.tensor([row["input_ids"]])}
+    if model.config.is_encoder_decoder:
+        inputs["labels"] = torch.tensor([row["labels"]])
+    with torch.no_grad():
+        return model.eval()(**inputs).logits.float()
+
+
 def set_up(*overrides: str) -> Any:
     """A training of the recipe `small` in the current folder, ready for its first step."""
     return with_callbacks(*overrides)[0]

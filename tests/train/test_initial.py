@@ -12,7 +12,8 @@ from small import LORA, populate, set_up, with_callbacks
 
 from toolkit.models.load import ModelSource
 from toolkit.train import train
-from toolkit.train.export import load_trained, merge
+from toolkit.train.export import load_trained
+from toolkit.train.merge import merge
 from toolkit.train.optimizer import optimizer_class
 
 

@@ -11,8 +11,8 @@ from small import LORA, populate
 
 from toolkit.recipe import RecipeError
 from toolkit.recipe.rules import load_checked
-from toolkit.train.export import merge
 from toolkit.train.main import main
+from toolkit.train.merge import merge
 
 
 @pytest.fixture(scope="module")

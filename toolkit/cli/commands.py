@@ -327,7 +327,7 @@ def generate(options: argparse.Namespace) -> None:
 def merge(options: argparse.Namespace) -> None:
     """Merge a run's adapter into its base and prove it equal."""
     run = _run_folder(options.run)
-    from toolkit.train.export import merge
+    from toolkit.train.merge import merge
 
     print(merge(run, Path(options.output) if options.output else run / "merged"))
 

@@ -6,12 +6,14 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_submodules
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -24,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from toolkit.common import UserError, first_line
@@ -32,6 +35,7 @@ from toolkit.data.encode import load_chat_template, no_embedding
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, quantization_config
+from toolkit.models.blockwise import Weights
 from toolkit.recipe import Recipe, model_configs
 
 
@@ -155,6 +159,33 @@ class ModelSource:
         model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
         keep_unpacked(model)
         return model
+
+    def in_files(self, dtypes: Dtypes, folder: Path) -> Weights:
+        """The weights where they are, in their files, and the model without them.
+
+        Args:
+            folder: Where what the files hold in another form, such as the experts of some mixtures, is written anew.
+
+        Raises:
+            UserError: If the files cannot be read.
+        """
+        experts.quantize_fused()
+        quantization = quantization_config(self.recipe, dtypes)
+        dtype = getattr(torch, dtypes.compute if quantization else dtypes.load)
+        arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
+        if "gguf_file" in self.location:
+            arguments["quantization_config"] = GgufConfig(dequantize=True)
+        arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder)}
+        model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, {**self.location, **arguments})
+        maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
+        files = next(each.dataset for each in maps if each is not None)
+        remove_hook_from_submodules(model)
+        del model.hf_device_map
+        for name in files:
+            # Of weights that are kept in fp32, the offload knows nothing.
+            if any(re.search(pattern.replace("*", ".*"), name) for pattern in model._get_dtype_plan(dtype)):
+                files.index[name]["dtype"] = "float32"
+        return Weights(files, model, AutoHfQuantizer.from_config(quantization) if quantization else None)
 
     def restore_config(self, model: PreTrainedModel) -> None:
         """Undoes what trainers change in a model's config: caches are switched off, routers return their logits."""

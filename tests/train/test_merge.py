@@ -1,0 +1,198 @@
+"""Merging with proof, layer by layer: what the files say, what it takes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from harness import environment
+from safetensors.torch import load_file
+from small import INT8, LORA, NF4, SEQ2SEQ, logits_of, populate, trained
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from toolkit.cli.main import main as cli
+from toolkit.common import UserError
+from toolkit.data.prepare import prepare
+from toolkit.train.export import load_trained
+from toolkit.train.merge import merge, place_for
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("merge")
+    populate(folder, "llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(models)
+    return models
+
+
+MERGES = {
+    "lora": LORA,
+    "lora-bf16": [*LORA, "precision=bf16"],
+    "rslora": [*LORA, "method.use_rslora=true"],
+    "dora": [*LORA, "method.use_dora=true"],
+    "tied-embeddings": [*LORA, "method.modules_to_save=[embed_tokens, lm_head]"],
+    "untied-head": [*LORA, "method.modules_to_save=[lm_head]", "model.path=qwen"],
+    "norms": [*LORA, "method.modules_to_save=[input_layernorm]"],
+    "nf4": [*NF4, "model.path=moe"],
+    "nf4-dora": [*NF4, "method.use_dora=true"],
+    "int8": INT8,
+    "gpt2": [*LORA, "model.path=gpt2"],
+    "moe": [*LORA, "model.path=moe"],
+    "gemma": [*LORA, "model.path=gemma"],
+    "seq2seq": [*LORA, *SEQ2SEQ],
+    "seq2seq-nf4": [*NF4, *SEQ2SEQ],
+}
+QUICK = ("lora-bf16", "tied-embeddings", "untied-head", "nf4", "nf4-dora", "moe", "seq2seq-nf4")
+"""Those that `make test` trains; what each kind's weights become is compared in `tests/models/test_blockwise.py`."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.matrix) for kind in MERGES]
+)
+def test_merged_files_say_what_the_adapter_says(kind: str) -> None:
+    run = trained(kind, *MERGES[kind])
+    assert cli(["merge", str(run)]) == 0
+    proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
+    assert proof["distance"] < 1e-5 < 1e-2 < proof["effect"]
+    source, adapted, _ = load_trained(run)
+    recipe = source.recipe
+    bf16 = "precision=bf16" in MERGES[kind]
+    auto = AutoModelForSeq2SeqLM if recipe.objective == "seq2seq" else AutoModelForCausalLM
+    merged = auto.from_pretrained(run / "merged", attn_implementation="eager")
+    assert merged.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    assert merged.config.use_cache is True
+    assert not hasattr(merged.config, "quantization_config")
+    row = prepare(recipe, *_tokens(recipe)).train[0]
+    expected = logits_of(adapted, row)
+    distance = float((logits_of(merged.float(), row) - expected).abs().max() / expected.abs().max())
+    # The quantized base itself computes in bf16 (and int8 quantizes its inputs too).
+    assert distance < (5e-2 if bf16 else 1e-5)
+    if kind == "tied-embeddings":
+        assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+    assert list((run / "merged").glob("tokenizer.json"))
+
+
+def _tokens(recipe: Any) -> tuple[Any, frozenset[int]]:
+    from toolkit.models.load import ModelSource
+
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer()
+    return tokenizer, source.stop_tokens(tokenizer)
+
+
+@pytest.mark.parametrize("weakly", [False, True])
+def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge that loses the adapter, also when the adapter changes the logits by less than any fixed tolerance."""
+    from peft.tuners.lora.layer import Linear
+
+    run = trained(f"corrupt-{weakly}", *LORA, *(["optimizer.learning_rate=1e-7"] if weakly else []))
+    delta = Linear.get_delta_weight
+    with monkeypatch.context() as patch:
+        patch.setattr(Linear, "get_delta_weight", lambda self, adapter: 0 * delta(self, adapter))
+        with pytest.raises(UserError, match="differs from the adapter"):
+            merge(run, run / "merged")
+    assert not [file.name for file in run.iterdir() if "merged" in file.name]
+    merge(run, run / "merged")
+    with pytest.raises(UserError, match="exists already"):
+        merge(run, run / "merged")
+
+
+def test_broken_adapter_and_full_model_are_refused() -> None:
+    from safetensors.torch import save_file
+
+    run = trained("broken", *LORA)
+    file = run / "final" / "adapter_model.safetensors"
+    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match="nothing was written"):
+        merge(run, run / "merged")
+    assert not (run / "merged").exists()
+    with pytest.raises(UserError, match="no adapter to merge"):
+        merge(trained("whole"), Path("runs/whole/merged"))
+
+
+GPU, HOST = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(("on_gpu", "on_host", "chosen"), [(24, 64, GPU), (4, 64, HOST), (0, 64, HOST), (4, 8, None)])
+def test_a_layer_decides_where_a_model_of_8_billion_parameters_is_merged(
+    on_gpu: int, on_host: int, chosen: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 all of it would take 32 GB; a layer of it, and what its largest weight becomes, take a tenth."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(16_000, 16_000, bias=False, device="meta") for _ in range(32))
+    model = torch.nn.Sequential(layers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu > 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (on_gpu * 10**9, 0))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=on_host * 10**9, total=2**60))
+    if chosen is None:
+        with pytest.raises(UserError, match=r"takes 4\.\d\d GB to compute .* 4\.00 GB free on the GPU, 8\.00 GB"):
+            place_for(model, logits=10**6)
+        return
+    assert place_for(model, logits=10**6)[0] == chosen
+
+
+WIDE = """
+import json, sys
+from pathlib import Path
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoConfig, LlamaForCausalLM
+from toolkit.recipe.rules import load_checked
+from toolkit.train import merge as merging
+from toolkit.train.process import peak_host_bytes
+
+config = AutoConfig.from_pretrained("llama")
+config.update(dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=32, head_dim=64, dtype="bfloat16"))
+config.update(dict(num_attention_heads=8, num_key_value_heads=8))
+config.save_pretrained("wide")
+with torch.device("meta"):
+    model = LlamaForCausalLM(config)
+weights = {name: 0.05 * torch.randn(each.shape, dtype=torch.bfloat16) for name, each in model.named_parameters()}
+print(sum(each.numel() for each in weights.values()))
+save_file(weights, "wide/model.safetensors", metadata={"format": "pt"})
+adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+final = Path("runs/wide/final")
+adapted.peft_config["default"].save_pretrained(final)
+names = {name.replace(".default", ""): each for name, each in adapted.named_parameters() if "lora_" in name}
+save_file({name: 0.05 * torch.randn(each.shape) for name, each in names.items()}, final / "adapter_model.safetensors")
+Path("runs/wide/recipe.yaml").write_text(load_checked("small", sys.argv[1:]).to_yaml())
+del model, adapted, weights
+merging.SHARD, merging._PROOF_TOKENS = 20_000_000, 8
+place_for = merging.place_for
+
+def noted(*arguments):
+    Path("/proc/self/clear_refs").write_text("5")
+    print(peak_host_bytes())
+    return place_for(*arguments)
+
+merging.place_for = noted
+merging.merge(Path("runs/wide"), Path("runs/wide/merged"))
+print(peak_host_bytes())
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux resets the peak of a process")
+def test_merging_takes_the_memory_that_it_states(models: Path) -> None:
+    for folder in (models / "wide", models / "runs" / "wide" / "final"):
+        folder.mkdir(parents=True)
+        for file in [*(models / "llama").glob("*token*"), *(models / "llama").glob("*.jinja")]:
+            (folder / file.name).write_bytes(file.read_bytes())
+    command = [sys.executable, "-c", WIDE, *LORA, "model.path=wide"]
+    out = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout
+    parameters, before, stated, peak = out.splitlines()
+    bound = sum(1e9 * float(size) for size in re.findall(r"([\d.]+) GB (?:to compute|of the host)", stated))
+    assert int(peak) - int(before) < bound < int(parameters)

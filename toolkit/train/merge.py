@@ -1,0 +1,226 @@
+"""A run's adapter merged into its base, with proof, in the memory that one layer takes.
+
+PEFT's merge is trusted only as far as it is proved: adapter, merged model and saved files must give the same logits on
+real rows, or nothing is written. No model is ever whole in memory, see `models/blockwise.py`: what fp32 weights would
+take (32 GB for 8 billion parameters, 282 GB for 70) is more than the machine has that trained them in 4 bits. Each
+comparison reads all files once more instead; nothing else decides how long a merge takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+
+from toolkit.common import UserError, build_once, write_json
+from toolkit.data.collate import IGNORE
+from toolkit.data.prepare import prepare
+from toolkit.distributed.engines import dtypes
+from toolkit.models.adapters import cast_parameters
+from toolkit.models.blockwise import Blockwise, Merged, blocks
+from toolkit.models.load import ModelSource
+from toolkit.planner.hardware.detect import ram
+from toolkit.recipe.load import load_resolved
+from toolkit.train.export import final_model
+
+MERGE_TOLERANCE = 1e-4
+"""Largest allowed distance of merged from adapter logits in fp32, relative to the largest logit: rounding is 1e-6."""
+EFFECT_TOLERANCE = 1e-2
+"""The same relative to what the adapter changes: of a weak adapter, even a lost one would else look like rounding."""
+ROUNDING = 1e-5
+"""A distance below this is rounding, whatever the adapter's effect."""
+SAVED_TOLERANCE = {"float32": MERGE_TOLERANCE, "bfloat16": 5e-2, "float16": 1e-2}
+"""Largest allowed distance of the files read back, whose weights are rounded to the type they are saved in."""
+SHARD = 2_000_000_000
+"""Bytes of a file of the merged model. It is written from memory, and its weights lie there once more on their way."""
+_PROOF_ROWS, _PROOF_TOKENS = 8, 128
+"""Rows that logits are compared on, and how many tokens of each: the last ones, where rows differ."""
+
+Logits = list[torch.Tensor]
+"""(tokens, vocabulary) of each row, in fp32 on the host."""
+
+
+def merge(run: Path, output: Path) -> str:
+    """Merges a run's adapter into the base it was trained on, proves that both say the same, and saves the result.
+
+    A quantized base is dequantized: those are the weights that the adapter was trained on. What it all takes is
+    printed, and decides between GPU and host. Logits are compared in fp32 on real rows of the run's data: the adapter's
+    against the merged model's, and again against the saved files.
+
+    Returns:
+        What was compared and how close it was.
+
+    Example:
+        >>> print(merge(Path("runs/smollm2_135m_lora_demo"), Path("merged")))
+
+    Raises:
+        UserError: If there is no adapter, the output exists, or the merge is not equal; then nothing is written.
+    """
+    recipe = load_resolved(run / "recipe.yaml")
+    final = final_model(run)
+    if recipe.method.name != "lora":
+        raise UserError(f"{run} holds a full model, there is no adapter to merge", f"use {final} as it is")
+    if output.exists():
+        raise UserError(f"{output} exists already", "name another folder with --output")
+    source = ModelSource.open(recipe)
+    tokenizer = source.tokenizer(saved=final)
+    rows = _proof_rows(source, tokenizer)
+    proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
+
+    def write(folder: Path) -> None:
+        work = folder / "work"
+        proof.update(_merge_into(folder, source, final, _Probe(rows, tokenizer.pad_token_id), work))
+        shutil.rmtree(work, ignore_errors=True)
+        tokenizer.save_pretrained(folder)
+        write_json(folder / "merge_proof.json", proof)
+
+    try:
+        build_once(output, write)
+    finally:
+        Path(f"{output}.lock").unlink(missing_ok=True)
+    text = (
+        f"merged into {output}\n"
+        f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "
+        f"largest in fp32 (allowed {proof['tolerance']:.0e}; the adapter moves them by {proof['effect']:.1e}); "
+        f"read back from {proof['saved_dtype']} files: {proof['distance_as_saved']:.1e}"
+    )
+    if "distance_to_quantized" in proof:
+        text += f"; the {recipe.method.quantization} base itself: {proof['distance_to_quantized']:.1e}"
+    return text
+
+
+def _merge_into(folder: Path, source: ModelSource, final: Path, probe: _Probe, work: Path) -> dict[str, Any]:
+    """Writes the merged model into a folder. Returns what was compared."""
+    types = dtypes(source.recipe)
+    base = source.in_files(types, work / "base")
+    adapted_model = base.adapted(final)
+    place, memory = place_for(adapted_model, probe.tokens * (source.vocab_size or 0))
+    print(memory, flush=True)
+
+    adapted = Blockwise(adapted_model, base, place)
+    before = probe.logits(adapted)
+    proof: dict[str, Any] = {"saved_dtype": types.export}
+    if base.quantizer:
+        trained = Blockwise(base.adapted(final, as_trained=True), base, place, as_trained=True)
+        proof["distance_to_quantized"] = _distance(before, probe.logits(trained, types.autocast))
+    with adapted.model.disable_adapter():
+        proof["effect"] = _distance(before, probe.logits(adapted))
+    proof["tolerance"] = min(MERGE_TOLERANCE, max(ROUNDING, EFFECT_TOLERANCE * proof["effect"]))
+    adapted.merging = True
+    try:
+        proof["distance"] = _distance(before, probe.logits(adapted))
+    except ValueError as error:
+        raise UserError(f"the adapter cannot be merged: {error}", "nothing was written") from error
+    _require("merged model", proof["distance"], proof["tolerance"])
+
+    _save(base.model(), Merged(adapted, getattr(torch, types.export)), types.export, folder)
+    saved = {"model.path": str(folder), "model.gguf_file": None, "model.revision": None, "method.quantization": "none"}
+    files = ModelSource.open(source.recipe.with_values(saved)).in_files(
+        dataclasses.replace(types, load=types.export), work / "saved"
+    )
+    proof["distance_as_saved"] = _distance(before, probe.logits(Blockwise(files.model(), files, place)))
+    _require("saved model", proof["distance_as_saved"], SAVED_TOLERANCE[types.export])
+    return proof
+
+
+def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
+    """Where a model with adapters is merged: on the GPU if there is room, on the host otherwise.
+
+    Args:
+        adapted: The model, whose base need not be in memory.
+        logits: How many numbers are compared.
+
+    Returns:
+        The device, and how much is needed and free there, for people.
+
+    Raises:
+        UserError: If there is room nowhere.
+    """
+    rest, *layers = [block.sizes for block in blocks(adapted)]
+    # What is outside of layers and one layer in fp32, its largest weight as it is read, changed and checked, and logits
+    # beside what they come from.
+    computing = 4 * (sum(rest) + max(sum(sizes) + 3 * max(sizes) for sizes in layers) + 4 * logits)
+    # Adapters, one pass's logits, and a file's weights on their way to it.
+    largest = max(each.numel() for each in adapted.parameters())
+    adapters = sum(each.numel() for each in adapted.parameters() if not each.is_meta)
+    held = 4 * (adapters + logits) + 2 * max(SHARD, 4 * largest)
+    free = min(psutil.virtual_memory().available, ram())
+    text = f"merging layer by layer takes {computing / 1e9:.2f} GB to compute and {held / 1e9:.2f} GB of the host"
+    shown = f"{free / 1e9:.2f} GB free on the host"
+    on_gpu = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    if on_gpu:
+        shown = f"{on_gpu / 1e9:.2f} GB free on the GPU, {shown}"
+    if computing <= on_gpu and held <= free:
+        return torch.device("cuda"), f"{text}; {shown}: merged on the GPU"
+    if computing + held <= free:
+        return torch.device("cpu"), f"{text}; {shown}: merged on the host"
+    raise UserError(f"{text}; {shown}", "merge on a machine with more memory; the adapter can be used as it is")
+
+
+def _save(model: Any, merged: Merged, dtype: str, folder: Path) -> None:
+    """Has Transformers write a model that is not in memory, file by file, as one whose weights were offloaded."""
+    cast_parameters(model.parameters(), dtype)
+    model.config.use_cache = True
+    model.hf_device_map, model._hf_hook = {"": "disk"}, SimpleNamespace(weights_map=merged)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, max_shard_size=SHARD)
+    merged.close()
+
+
+class _Probe:
+    """Real rows that logits are compared on.
+
+    Args:
+        rows: With `input_ids` and `labels`.
+        pad: The token that shorter rows are filled up with.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], pad: int) -> None:
+        self._rows, self._pad = rows, pad
+        self.tokens = len(rows) * _PROOF_TOKENS
+
+    def logits(self, blockwise: Blockwise, autocast: str | None = None) -> Logits:
+        """Those of all rows, in one pass through the model."""
+        model, place = blockwise.model, blockwise.place
+        ids = [row["input_ids"] for row in self._rows]
+        inputs = {"input_ids": _batch(ids, self._pad), "attention_mask": _batch([[1] * len(row) for row in ids], 0)}
+        if model.config.is_encoder_decoder:
+            ids = [row["labels"] for row in self._rows]
+            inputs["labels"] = _batch(ids, IGNORE)
+        context = torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+        with torch.no_grad(), context:
+            logits = model(**{name: each.to(place) for name, each in inputs.items()}, use_cache=False).logits
+        return [each[: len(row)].float().cpu() for each, row in zip(logits, ids, strict=True)]
+
+
+def _batch(rows: list[list[int]], fill: int) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+
+
+def _proof_rows(source: ModelSource, tokenizer: Any) -> list[dict[str, Any]]:
+    prepared = prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer), vocab_size=source.vocab_size)
+    dataset = prepared.eval if prepared.eval is not None else prepared.train
+    rows = [row for row, _ in zip(dataset, range(_PROOF_ROWS), strict=False)]
+    return [{key: row[key][-_PROOF_TOKENS:] for key in ("input_ids", "labels")} for row in rows]
+
+
+def _distance(before: Logits, after: Logits) -> float:
+    largest = max(float(one.abs().max()) for one in before)
+    return max(float((one - other).abs().max()) for one, other in zip(before, after, strict=True)) / largest
+
+
+def _require(name: str, distance: float, allowed: float) -> None:
+    if not distance <= allowed:  # NaN is not equal to anything.
+        raise UserError(
+            f"the {name} differs from the adapter: logits by {distance:.2e} of the largest, allowed {allowed:.0e}",
+            "nothing was written; keep using the adapter and report this with `toolkit doctor`",
+        )
