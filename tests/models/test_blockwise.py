@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import INT8, LORA, NF4, SEQ2SEQ, populate
-from torch.nn.utils import parametrize
+from small import INT8, LORA, NF4, SEQ2SEQ, dequantized, populate
 
 from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
@@ -55,12 +54,7 @@ def test_merged_weights_are_those_that_peft_merges_into_the_whole_model(kind: st
     source, types = ModelSource.open(recipe), dtypes(recipe)
     base: Any = source.load(types, "eager")
     if recipe.method.quantization != "none":
-        base = base.dequantize(dtype=torch.float32)
-        for layer in list(base.modules()):
-            for key in list(getattr(layer, "parametrizations", ())):
-                weight = getattr(layer, key).detach()
-                parametrize.remove_parametrizations(layer, key, leave_parametrized=False)
-                layer._parameters[key] = torch.nn.Parameter(weight, requires_grad=False)
+        base = dequantized(base)
     adapted = add_method(base.float(), recipe, types)
     for parameter in adapted.parameters():
         if parameter.requires_grad:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import write_recipe
-from small import LORA, RECIPE
+from small import LORA, RECIPE, dequantized
 from tiny import tiny_model
-from toolkit.train.dequantize import dequantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.distributed.engines import dtypes
@@ -75,7 +74,7 @@ def adapted(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, re
     recipe = load_checked("small", [*LORA, f"model.path={folder.name}", targets, stored]).recipe
     base = ModelSource.open(recipe).load(dtypes(recipe), "eager")
     require_quantized(base, recipe)
-    model = add_method(dequantize(base, torch.device("cpu")) if restored else base, recipe, dtypes(recipe))
+    model = add_method(dequantized(base) if restored else base, recipe, dtypes(recipe))
     torch.manual_seed(0)
     for name, each in model.named_parameters():
         if "lora_" in name:

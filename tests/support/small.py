@@ -62,6 +62,20 @@ def logits_of(model: Any, row: dict[str, Any]) -> Any:
         return model.eval()(**inputs).logits.float()
 
 
+def dequantized(model: Any) -> Any:
+    """A model that was loaded quantized, as the libraries restore it in fp32 as a whole."""
+    import torch
+    from torch.nn.utils import parametrize
+
+    model = model.dequantize(dtype=torch.float32)
+    for layer in list(model.modules()):
+        for name in list(getattr(layer, "parametrizations", ())):
+            weight = getattr(layer, name).detach().float()
+            parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
+            layer._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
+    return model
+
+
 def set_up(*overrides: str) -> Any:
     """A training of the recipe `small` in the current folder, ready for its first step."""
     return with_callbacks(*overrides)[0]
