@@ -313,6 +313,10 @@ class EngineState(Partial):
     sync_each_batch: bool | None = None
     """Whether FSDP reduces gradients after every micro-batch."""
     fsdp_units: int | None = None
+    compile: str | None = None
+    """Whether the layers are compiled, as `compile` of the recipe says it."""
+    compiled_graphs: int | None = None
+    """How many graphs that took so far."""
 
 
 def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attention: str) -> EngineState:

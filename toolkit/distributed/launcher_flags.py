@@ -110,7 +110,7 @@ def _common_rows(recipe: Recipe, layout: BatchLayout) -> dict[str, Row]:
     steps, norm = layout.gradient_accumulation_steps, recipe.optimizer.max_grad_norm
     precisions = {name: f"precision={name}" for name in ("bf16", "fp16")}
     return {
-        "ACCELERATE_DYNAMO_BACKEND": Row(("no",), "--dynamo_backend no (it has no compilation)"),
+        "ACCELERATE_DYNAMO_BACKEND": Row(("no",), f"compile={recipe.compile} (of the layers, by itself)"),
         # A bare `accelerate launch` says "no" for want of anything else.
         "ACCELERATE_MIXED_PRECISION": Row(("no", recipe.precision), f"precision={recipe.precision}", precisions),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Row(("auto", "none", steps), f"gradient_accumulation_steps={steps}"),

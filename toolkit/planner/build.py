@@ -23,7 +23,7 @@ from toolkit.distributed.cpu_limits import check_cpu
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
-from toolkit.models import attention
+from toolkit.models import attention, compilation
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
@@ -79,6 +79,7 @@ class _Question:
             attention=backend,
             experts=model_configs.experts(self.config),
             checkpoint_bytes=drives.checkpoint,
+            may_compile=_compiles(hardware) and not compilation.unfit(recipe, self.config),
         )
         if trace.origin == "formulas":
             ranks, done = [_less_sure(each) for each in ranks], _slower_or_faster(done)
@@ -104,7 +105,7 @@ class _Question:
             work=done,
             advice=[],
             origin=trace.origin,
-            notes=_notes(recipe, hardware, trace),
+            notes=_notes(recipe, hardware, trace, done),
         )
 
 
@@ -308,13 +309,19 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
     return max(fits, key=lambda each: (("yes", "tight", "no").index(each.answer), each.needed / each.available))
 
 
+def _compiles(hardware: Hardware) -> bool:
+    """Whether compiling pays on such devices: Triton needs compute capability 7.0; on CPUs and on AMD's GPUs it has not
+    been measured."""
+    return hardware.device.kind == "cuda" and float(hardware.device.capability or 0) >= 7
+
+
 def _strategy(recipe: Recipe) -> str:
     strategy = recipe.strategy
     places = {"optimizer": strategy.offload_optimizer, "parameters": strategy.offload_param}
     return ", ".join([strategy.name, *(f"{part} on {place}" for part, place in places.items() if place != "none")])
 
 
-def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:
+def _notes(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list[str]:
     notes = []
     if trace.origin == "formulas":
         # Libraries name all that they know instead: hundreds of models.
@@ -326,6 +333,8 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace) -> list[str]:
         notes.append(
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
         )
+    if work.compile_seconds:
+        notes.append("layers are compiled, which takes memory no more and often less than is planned")
     if hardware.device.kind != "cpu" and not segments_grow(os.environ):
         notes.append(
             "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"

@@ -168,8 +168,10 @@ class Work(Figures):
     """Seconds of an optimizer step in which a device waits for its host or drive."""
     step_seconds: Range
     """Seconds of one optimizer step."""
+    compile_seconds: float = 0.0
+    """Seconds that compiling the layers takes, once; 0 where they run as they are."""
     total_seconds: Range | None
-    """Seconds of all steps, evaluations and checkpoints; None where the number of steps is not known."""
+    """Seconds of all steps, evaluations and checkpoints, and of compiling; None where the steps are not known."""
     tokens_per_second: float
     """Tokens per second over all ranks, while training."""
     mfu: float

@@ -98,6 +98,7 @@ _OTHERWISE: dict[str, dict[Any, str]] = {
     "assistant_only_loss": {True: "data.train_on: assistant", False: "data.train_on: all"},
     "completion_only_loss": {True: "data.train_on: completion", False: "data.train_on: all"},
     "mask_history": {True: "data.train_on: last_assistant", False: "data.train_on: assistant"},
+    "torch_compile": {True: "compile: layers", False: "compile: 'off'"},
     "flash_attention": {True: "model.attention: flash_attention_2", False: "model.attention: auto"},
     "xformers_attention": {True: "model.attention: sdpa"},
     "sdp_attention": {True: "model.attention: sdpa"},
@@ -128,7 +129,6 @@ _ADVICE = {
     "dataset_text_field": "set data.columns: {{text: {given}}}",
     "dataset_dir": "write the folder into data.sources",
     "label_smoothing_factor": "remove it: label smoothing is not supported",
-    "torch_compile": "remove it: kernels are compiled where it is known to pay off",
     "push_to_hub": "remove it; upload the folder `final` of the run with `huggingface-cli upload`",
     "use_cache": "remove it: caches are for generating, and are off while training",
 }

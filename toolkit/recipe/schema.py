@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
@@ -172,6 +172,11 @@ class Data(Section):
         return source.model_copy(update={k: v for k, v in defaults.items() if getattr(source, k) is None})
 
 
+def _off(value: Any) -> Any:
+    """YAML reads an unquoted `off` as false."""
+    return "off" if value is False else value
+
+
 class Recipe(Section):
     """One training: what, on what, how."""
 
@@ -189,6 +194,10 @@ class Recipe(Section):
     tf32: bool | Literal["auto"] = "auto"
     """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
     on NVIDIA's GPUs from Ampere on."""
+    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(_off)] = "auto"
+    """Whether torch compiles the model's layers while they are trained (`layers`), which fuses their element-wise work,
+    or runs them as they are (`off`). `auto`: on GPUs, where by the plan it saves more time than it takes. Results are
+    the same but for the order of rounding, and for which elements dropout draws."""
     strategy: Strategy = Strategy()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()

@@ -10,6 +10,7 @@ import torch
 from toolkit.data.prepare import Prepared
 from toolkit.distributed.engines import Dtypes
 from toolkit.distributed.layout import BatchLayout, Length, World
+from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress
@@ -25,6 +26,7 @@ class Session:
         source: The model as it was before training.
         dtypes: What weights are stored, computed and saved in.
         attention: The attention backend, a key of `attention.IMPLEMENTATIONS`.
+        compiled: The layers, where they are compiled.
         stop_token_ids: Ids that end an answer.
         start: See `adapters.part_of_base`.
         guard: The plan, on the first process; None where none can be made.
@@ -40,6 +42,7 @@ class Session:
     length: Length
     dtypes: Dtypes
     attention: str
+    compiled: CompiledLayers | None
     prepared: Prepared
     tokenizer: Any
     stop_token_ids: frozenset[int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from toolkit.data.preview import render
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.models import attention, attention_kernels
+from toolkit.models import attention, attention_kernels, compilation, device
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
+from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, choose
@@ -91,6 +92,8 @@ def set_up(
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _with_micro_batch(loaded, layout, guard, rendezvous)
 
+    compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
+
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
     length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
@@ -131,6 +134,11 @@ def set_up(
         trainer.order = FixedOrder(len(prepared.train), draws, recipe.seed, recipe.data.shuffle)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
+    flat = backend in attention.VARLEN
+    compiled = CompiledLayers(trainer.model, varying=flat or not recipe.data.packing) if compiles else None
+    if compiled and not compiled.layers:
+        _log.warning("layers are not compiled: this model's are not marked as such")
+        compiled = None
 
     counts = Parameters(**parameter_counts(trainer.model))
     if first:
@@ -156,6 +164,7 @@ def set_up(
         length=length,
         dtypes=types,
         attention=backend,
+        compiled=compiled,
         prepared=prepared,
         tokenizer=tokenizer,
         stop_token_ids=stops,
@@ -223,6 +232,20 @@ def _with_micro_batch(
     size, chosen = rendezvous.exchange("micro-batch", own, lambda values: values[0])
     loaded = loaded.decided(loaded.recipe.with_values({key: size}), chosen)
     return loaded, batch_layout(loaded.recipe, layout.world_size)
+
+
+def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -> bool:
+    """Whether the layers are compiled: as the recipe or the plan says, and where every process can."""
+
+    def judge(lacks: Mapping[int, str]) -> bool:
+        planned = "layers" if guard and guard.plan.work.compile_seconds else "off"
+        wanted = planned if recipe.compile == "auto" else recipe.compile
+        rank, reason = next(((rank, each) for rank, each in lacks.items() if each), (0, ""))
+        if wanted == "layers" and reason:
+            _log.warning("layers are not compiled: %s%s", reason, f", on {rendezvous.name(rank)}" if rank else "")
+        return wanted == "layers" and not reason
+
+    return bool(rendezvous.exchange("compile", compilation.missing(device.kind()), judge))
 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:

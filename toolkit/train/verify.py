@@ -26,7 +26,7 @@ from toolkit.common import UserError
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
-from toolkit.models import attention, device, output_head
+from toolkit.models import attention, compiled_layers, device, output_head
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
 
@@ -39,7 +39,7 @@ class Verify(TrainerCallback):
     """Compares before the first step, and once more after it, when the optimizer has its state."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._has_stepped = session, False
+        self._session, self._has_stepped, self._graphs = session, False, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session.recipe.objective != "seq2seq":
@@ -52,6 +52,16 @@ class Verify(TrainerCallback):
         if not self._has_stepped:
             self._has_stepped = True
             self._check()
+        self._check_graphs(state.global_step)
+
+    def _check_graphs(self, step: int) -> None:
+        """Says so where batches of other shapes have the layers compiled again, which costs more than it saves."""
+        compiled = self._session.compiled
+        if compiled is None or compiled.graphs == self._graphs:
+            return
+        if self._graphs and self._session.leads:
+            _log.warning("step %d: layers were compiled again, %d graphs so far", step, compiled.graphs)
+        self._graphs = compiled.graphs
 
     def _check(self) -> None:
         session = self._session
@@ -60,8 +70,11 @@ class Verify(TrainerCallback):
         if recipe.strategy.name == "fsdp":
             mesh = fsdp_mesh(recipe, session.world)
             expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+        expected.compile = "layers" if session.compiled else "off"
         reshard(session.trainer.model_wrapped)
         state = read(session.trainer)
+        if session.compiled:
+            state.compiled_graphs = session.compiled.graphs
         verify(expected, state)
         if session.leads:
             session.folder.update_manifest(effective=state)
@@ -153,6 +166,7 @@ def read(trainer: Any) -> EngineState:
         "frozen_parameters": sum(_numel(parameter) for parameter in frozen),
         "trained_dtype": _dtypes(trained),
         "tf32": device.computes_tf32(),
+        "compile": "layers" if compiled_layers.compiled(model) else "off",
         "micro_batch_size": trainer.callback_handler.train_dataloader.batch_sampler.batch_size,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }

@@ -40,6 +40,12 @@ _GUESSED = {"value": 1.0, "low": 0.5, "high": 2.0}
 """Range of what is not measured, as factors of a rate."""
 
 _PEAKS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+FUSED = {"value": 0.33, "low": 0.2, "high": 0.5}
+"""What is left of the bytes that element-wise operations of a layer move, and of their launches, once it is compiled.
+
+Measured on one H100 with rows of 4,096 tokens and torch 2.11: steps took 0.70 (LoRA on 1.2B), 0.74 (LoRA on 8B) and
+0.78 (full, 1.2B) of their time, which shares of 0.35, 0.33 and 0.22 of the planned traffic explain."""
+
 End = Literal["value", "low", "high"]
 OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
 """The end of a range of rates that gives an end of a range of times."""
@@ -118,7 +124,8 @@ class Step:
         self._end, self._rates, self._experts = end, OPPOSITE[end], experts
         every, strategy = self._layout.gradient_accumulation_steps, workload.strategy
         on_host = strategy.offload_optimizer != "none" or (strategy.name == "fsdp" and strategy.offload_param != "none")
-        passes = {name: self._pass_seconds(self._trace.passes[name], load) for name in ("forward", "backward")}
+        left = FUSED[end] if self._recipe.compile == "layers" else 1.0
+        passes = {name: self._pass_seconds(self._trace.passes[name], load, left) for name in ("forward", "backward")}
         update = self._update_seconds(on_host)
         self.compute = every * sum(passes.values()) + self._accumulation_seconds() + (0.0 if on_host else update)
         self.communication = self._exposed([each for each in sent if not each.to_host], passes)
@@ -139,21 +146,25 @@ class Step:
         rate = min(hardware.node.nvme, writers * WRITE_BANDWIDTH) * nodes
         return size / (rate * _GUESSED[self._rates])
 
-    def _pass_seconds(self, each: Pass, load: Load) -> float:
-        """The roofline of one pass over a micro-batch."""
+    def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
+        """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""
         device, layers = self._hardware.device, self._trace.layers
         rates, peak = device.efficiency, device.flops[self._dtype]
 
         def of(amount: Amount, pairs: float = load.grid) -> float:
             return amount.of(layers, load.padded, pairs, load.longest)
 
+        def fused(amount: Amount) -> float:
+            outside = amount.of(0, load.padded, load.grid, load.longest)
+            return outside + left * (of(amount) - outside)
+
         busy = (
             of(each.matmul) / (peak * self._of(rates.matmul_in(self._dtype)) * self._products(load.padded))
             + of(each.attention, load.attended) / (peak * self._of(rates.attention))
-            + of(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
+            + fused(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
         )
         # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
-        launching = of(each.launches) * getattr(rates.launch_seconds, self._end)
+        launching = fused(each.launches) * getattr(rates.launch_seconds, self._end)
         return busy + launching if device.kind == "cpu" else _overlapped(busy, launching)
 
     def _products(self, rows: float) -> float:

@@ -22,6 +22,7 @@ _OWN = {
         **dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs"), _CHECKPOINTING),
         **dict.fromkeys(("gradient_checkpointing_kwargs", "activation_offloading"), _CHECKPOINTING),
         **dict.fromkeys(("fsdp_config", "parallelism_config"), "strategy.sharding"),
+        **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "compile"),
         **{"data_seed": "seed", "logging_strategy": "logging.every_steps", "eval_on_start": "evaluation.at_start"},
         **{"eval_delay": "evaluation.every_steps", "generation_max_length": "evaluation.max_new_tokens"},
         **{"eval_packing": "data.packing", "truncation_mode": "data.over_long", "shuffle_dataset": "data.shuffle"},
@@ -57,8 +58,7 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             *("average_tokens_across_devices", "label_smoothing_factor", "loss_type"),
         ),
         "model and kernels are chosen, and compared with the model's own forward, before the Trainer sees them": (
-            *("model_init_kwargs", "use_cache", "use_liger_kernel", "liger_kernel_config", "torch_compile"),
-            *("torch_compile_backend", "torch_compile_mode", "optim_target_modules"),
+            *("model_init_kwargs", "use_cache", "use_liger_kernel", "liger_kernel_config", "optim_target_modules"),
         ),
         "evaluation is not the Trainer's; the section evaluation says when and how": (
             *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),

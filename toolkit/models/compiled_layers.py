@@ -1,0 +1,83 @@
+"""Compiles what is repeated: the forward pass of each layer, in place, so that its element-wise work is fused.
+
+Layers of a kind share one graph, which is compiled in seconds where the whole model takes minutes. Names of parameters,
+hooks of engines, adapters and checkpointing stay around the compiled code as they were. Only passes that gradients
+follow are compiled: evaluation and generation have shapes and caches of their own, for which it would be done again.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+class CompiledLayers:
+    """The layers of a model, compiled when they are first called.
+
+    Args:
+        model: A Transformers or PEFT model, before engines wrap it; changed in place.
+        varying: Whether batches differ in size, so that the first graph must take any.
+        backend: Of `torch.compile`.
+
+    Attributes:
+        layers: How many there are.
+        graphs: How many have been compiled. One for all layers that are alike; more where a layer's code cannot be one
+            graph, or where it depends on more than the sizes of a batch.
+    """
+
+    def __init__(self, model: torch.nn.Module, varying: bool, backend: str = "inductor") -> None:
+        self.graphs = 0
+        self._backend = backend
+        self._dynamic = True if varying else None
+        _configure()
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        self.layers = len(layers)
+        for layer in layers:
+            layer.forward = self._forward(layer)
+
+    def _forward(self, layer: Any) -> Callable[..., Any]:
+        whole = layer.forward
+        # Transformers checkpoints within `forward`; what that recomputes is compiled, checkpointing itself is not.
+        own = types.MethodType(type(layer).forward.__wrapped__, layer)
+        compiled = torch.compile(own, backend=self._compile, dynamic=self._dynamic)
+
+        @functools.wraps(whole)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return whole(*args, **kwargs)
+            if args and not args[0].requires_grad:
+                # Behind frozen embeddings the first layer alone would have a graph without this gradient.
+                args = (args[0].detach().requires_grad_(), *args[1:])
+            if layer.gradient_checkpointing and layer.training:
+                return layer._gradient_checkpointing_func(functools.partial(compiled, **kwargs), *args)
+            return compiled(*args, **kwargs)
+
+        return forward
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return torch._dynamo.lookup_backend(self._backend)(graph, inputs)
+
+
+def compiled(model: torch.nn.Module) -> bool:
+    """Whether the layers of a model are compiled when they are called."""
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return bool(layers) and all("forward" in vars(layer) for layer in layers)
+
+
+def _configure() -> None:
+    """What torch's compiler would do by itself and costs a second compilation, or an error."""
+    dynamo = torch._dynamo.config
+    # Constants such as the scale of attention would become inputs, and the graph be compiled anew without them.
+    dynamo.specialize_float = True
+    # Splits graphs at the buckets of DDP, which are larger than a layer.
+    dynamo.optimize_ddp = False
+    # What cannot be compiled runs as it is.
+    dynamo.suppress_errors = True
+    # Rows as long as the hidden states are wide would be taken to be so always.
+    torch.fx.experimental._config.use_duck_shape = False
