@@ -141,7 +141,7 @@ def test_plain_launches_are_accepted() -> None:
         ({}, World(), {"ACCELERATE_USE_DEEPSPEED": "true"}, ["strategy.name=ddp", "DeepSpeed"]),
         ({}, World(), {"ACCELERATE_USE_FSDP": "1"}, ["strategy.name=ddp", "FSDP"]),
         ({}, World(), {"ACCELERATE_USE_MEGATRON_LM": "true"}, ["strategy.name=ddp", "Megatron-LM"]),
-        ({}, World(), {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ["--dynamo_backend inductor", "--dynamo_backend no"]),
+        ({}, World(), {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ["--dynamo_backend inductor", "compile=auto"]),
         ({"precision": "fp32"}, World(), {"ACCELERATE_MIXED_PRECISION": "bf16"}, ["precision=fp32", "precision=bf16"]),
         ({"precision": "bf16"}, World(), {"ACCELERATE_MIXED_PRECISION": "fp16"}, ["precision=bf16", "precision=fp16"]),
         ({"precision": "bf16"}, World(), {"ACCELERATE_MIXED_PRECISION": "fp8"}, ["precision=bf16", "fp8"]),

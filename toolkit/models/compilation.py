@@ -30,8 +30,8 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return f"layers of {text['model_type']} do not compile as a whole"
     if recipe.objective == "seq2seq":
         return "encoder-decoders have not been measured"
-    if recipe.strategy.name == "zero3":
-        return "ZeRO-3 gathers the weights of each module within a layer by itself"
+    if recipe.strategy.shards_parameters:
+        return f"{recipe.strategy.name} gathers weights around modules, which has not been measured"
     if recipe.activation_checkpointing.mode == "selective":
         return "selective checkpointing picks single operations, which compiled layers no longer have"
     if recipe.method.quantization != "none":
