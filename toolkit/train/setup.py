@@ -91,7 +91,6 @@ def set_up(
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _with_micro_batch(loaded, layout, guard, rendezvous)
-
     compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
