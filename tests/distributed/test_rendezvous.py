@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import ROOT, RUN, losses
 from nodes import Node, two_nodes
-from ranks import Ranks
+from ranks import ON_CPU, Ranks
 from small import populate
 from transformers import AutoModelForCausalLM
 
@@ -81,18 +82,23 @@ def wait(started: list[subprocess.Popen[str]], seconds: float = 240) -> list[str
     ],
 )
 def test_two_nodes_train_as_one_process_does(
-    nodes: tuple[Node, Node], place: Path, strategy: list[str], processes: int, launched: bool
+    nodes: tuple[Node, Node], place: Path, ranks: Ranks, strategy: list[str], processes: int, launched: bool
 ) -> None:
     name = strategy[-1].replace("strategy.sharding=", "") + ("" if launched else "-without-launcher")
     arguments = [*OVERRIDES, f"output.name={name}", f"strategy.name={strategy[0]}", *strategy[1:]]
-    started = []
-    for index, node in enumerate(nodes):
-        alone = [sys.executable, str(CPU_ENGINES)]
-        command = accelerate(index, nodes, processes, CPU_ENGINES) if launched else alone
-        own = None if launched else without_launcher(index, nodes)
-        started.append(node.start(place, [*command, *arguments], own))
-    printed = wait(started)
-    assert [process.returncode for process in started] == [0, 0], "\n".join(each[-3000:] for each in printed)
+    if launched:
+        commands = [accelerate(index, nodes, processes, CPU_ENGINES) for index in range(2)]
+        started = [node.start(place, [*commands[index], *arguments]) for index, node in enumerate(nodes)]
+        printed = wait(started)
+        codes = [process.returncode for process in started]
+    else:
+        forked = [
+            node.fork(ranks, place, *arguments, entry=ON_CPU, **without_launcher(index, nodes))
+            for index, node in enumerate(nodes)
+        ]
+        ended = [launch.wait() for launch in forked]
+        codes, printed = [each.returncode for each in ended], [each.stderr for each in ended]
+    assert codes == [0, 0], "\n".join(each[-3000:] for each in printed)
     run = place / "runs" / name
     assert losses(run) == pytest.approx(losses(place / "runs" / "alone"), rel=1e-6)
     alone, together = (
@@ -128,25 +134,30 @@ def test_a_node_with_another_recipe_and_other_packages_stops_both(
 
 
 CONNECT = """
-import sys
+import sys, time
+from pathlib import Path
 from toolkit.distributed import rendezvous
 from toolkit.distributed.layout import World
-rendezvous.TIMEOUT_SECONDS = 6.0
-try:
-    with rendezvous.connect(World.from_environment()) as connected:
-        print("connected", flush=True)
-        sys.stdin.readline()
-        connected.exchange("later", None, lambda values: {})
-except rendezvous.UserError as error:
-    sys.exit(f"error: {error}")
+
+def main(arguments):
+    rendezvous.TIMEOUT_SECONDS, rendezvous._BEAT_SECONDS = 3.0, 0.2
+    try:
+        with rendezvous.connect(World.from_environment()) as connected:
+            print("connected", flush=True)
+            while not Path("cut").exists():
+                time.sleep(0.05)
+            connected.exchange("later", None, lambda values: {})
+    except rendezvous.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 """
 
 
-def test_a_node_that_never_starts_is_named(nodes: tuple[Node, Node], tmp_path: Path) -> None:
-    first = nodes[0].start(tmp_path, [sys.executable, "-c", CONNECT], without_launcher(0, nodes))
-    [printed] = wait([first], 60)
+def test_a_node_that_never_starts_is_named(nodes: tuple[Node, Node], tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "connecting.py").write_text(CONNECT)
+    first = nodes[0].fork(ranks, tmp_path, entry="connecting", **without_launcher(0, nodes)).wait(60)
     assert first.returncode == 1
-    assert "error: rank 1 (host unknown) did not answer within 6 s" in printed
+    assert "error: rank 1 (host unknown) did not answer within 3 s" in first.stderr
 
 
 STORE = """
@@ -172,18 +183,19 @@ def test_a_launcher_that_dies_with_its_store_ends_its_first_process(monkeypatch:
     rendezvous.stop()
 
 
-def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "connecting.py").write_text(CONNECT)
     started = [
-        node.start(tmp_path, [sys.executable, "-c", CONNECT], without_launcher(index, nodes))
+        node.fork(ranks, tmp_path, entry="connecting", **without_launcher(index, nodes))
         for index, node in enumerate(nodes)
     ]
-    for process in started:
-        assert process.stdout and process.stdout.readline() == "connected\n"
+    end = time.monotonic() + 60
+    while not all(launch.printed() == "connected\n" for launch in started):
+        assert time.monotonic() < end and all(launch.running() for launch in started)
+        time.sleep(0.05)
     nodes[1].cut_off()
-    for process in started:
-        assert process.stdin
-        print(file=process.stdin, flush=True)
-    printed = wait(started, 60)
-    assert [process.returncode for process in started] == [1, 1]
-    assert f"error: rank 1 ({nodes[1].host} {nodes[1].address}) stopped answering" in printed[0]
-    assert f"error: rank 0 ({nodes[0].host} {nodes[0].address}) stopped answering" in printed[1]
+    (tmp_path / "cut").touch()
+    ended = [launch.wait(60) for launch in started]
+    assert [each.returncode for each in ended] == [1, 1]
+    assert f"error: rank 1 ({nodes[1].host} {nodes[1].address}) stopped answering" in ended[0].stderr
+    assert f"error: rank 0 ({nodes[0].host} {nodes[0].address}) stopped answering" in ended[1].stderr

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +16,10 @@ from pathlib import Path
 
 import pytest
 from harness import environment
+from ranks import Launch, Ranks
 
 _NUMBERS = itertools.count()
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 @dataclass(frozen=True)
@@ -35,17 +40,24 @@ class Node:
         self, folder: Path, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Starts a command on this node, in a shell as fresh as that of another machine."""
-        own = {"GLOO_SOCKET_IFNAME": self.namespace, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         enter = f"ip netns exec {self.namespace} unshare --uts sh -c".split()
         return subprocess.Popen(
             [*enter, f'hostname {self.host}; exec "$@"', "sh", *command],
             cwd=folder,
-            env={**environment(), **own, **(variables or {})},
+            env={**environment(), **self._variables(), **(variables or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def fork(self, ranks: Ranks, folder: Path, *arguments: str, entry: str, **variables: str) -> Launch:
+        """Calls a module's `main` on this node, in a process of `ranks`."""
+        own = {**self._variables(), **variables, "NODE": f"{self.namespace} {self.host} {entry}"}
+        return ranks.start(folder, *arguments, entry="nodes", **own)
+
+    def _variables(self) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": self.namespace, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
     def cut_off(self) -> None:
         """Pulls the cable."""
@@ -57,6 +69,17 @@ class Node:
             for pid in _ip("netns", "pids", self.namespace).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Moves this process to its node, and calls the `main` that it was started for."""
+    namespace, host, entry = os.environ["NODE"].split()
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as place:
+        if libc.setns(place.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    socket.sethostname(host)
+    return int(importlib.import_module(entry).main(arguments) or 0)
 
 
 @contextlib.contextmanager

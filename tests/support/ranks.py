@@ -62,6 +62,11 @@ class Launch:
         """Whether none of its processes has ended."""
         return not any(isinstance(code, int) for code in self._ranks.ask(poll=self._number))
 
+    def printed(self) -> str:
+        """Standard output so far."""
+        out, _ = self._ranks.files(self._number)
+        return out.read_text(encoding="utf-8", errors="replace") if out.is_file() else ""
+
     def wait(self, timeout: float = 240) -> Finished:
         """Waits for all processes; when one has failed, or time is up, the others are ended."""
         codes = self._ranks.ask(wait=self._number, timeout=timeout)

@@ -142,12 +142,36 @@ def test_first_ctrl_c_in_a_terminal_saves_and_stops(place: Path, launcher: tuple
     assert_continues(place, run)
 
 
-@pytest.mark.slow
+AGENT = f"""
+import os
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from toolkit.train.main import main as train
+from toolkit.train.process import leave
+
+def main(arguments):
+    os.setsid()
+    config, _, _ = config_from_args(parse_args([*{TORCHRUN[2:]}, "--start-method", "fork", "run.py"]))
+    elastic_launch(config, lambda: leave(train(arguments)))()
+"""
+
+
+def test_interrupted_processes_of_torchruns_agent_all_save_and_stop(place: Path, ranks: Ranks) -> None:
+    run = place / "runs" / "small"
+    (place / "agent.py").write_text(AGENT)
+    agent = ranks.start(place, *ENDLESS, entry="agent")
+    wait_for(lambda: steps_done(run) >= 3, agent.running)
+    os.killpg(agent.pids[0], signal.SIGINT)  # As a terminal does: to the launcher and to what it started.
+    agent.wait(120)
+    assert_continues(place, run)
+
+
+@pytest.mark.matrix
 def test_interrupted_processes_of_torchrun_all_save_and_stop(place: Path) -> None:
     run = place / "runs" / "small"
     process = start(place, *ENDLESS, launcher=TORCHRUN)
     wait_for(lambda: steps_done(run) >= 3, lambda: process.poll() is None)
-    os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to the launcher and to what it started.
+    os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=120)
     assert_continues(place, run)
 

@@ -18,7 +18,7 @@ from small import populate
 from toolkit.planner.plan import Plan
 from toolkit.train.main import main
 
-TOO_LARGE = ["batch.global_batch_size=65536", "batch.micro_batch_size=65536", "model.attention=eager"]
+TOO_LARGE = ["batch.global_batch_size=65536", "batch.micro_batch_size=65536"]
 
 
 @pytest.fixture
@@ -107,26 +107,23 @@ def test_what_would_not_fit_is_refused_before_the_weights_load(
     assert "would not fit" not in forced and "cannot be loaded" in forced
 
 
-def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path) -> None:
-    """A limit on the process stands for a device that others use too: the plan cannot know of it."""
-    script = """
-import re, resource, sys
-import toolkit.train.train
-from toolkit.train.main import main
+LIMITED = """
+import re, resource
+from toolkit.train.main import main as train
 
-used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)
-sys.exit(main(sys.argv[1:]))
+def main(arguments):
+    used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20,) * 2)
+    return train(arguments)
 """
+
+
+def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path, ranks: Ranks) -> None:
+    """A limit on the process stands for a device that others use too: the plan cannot know of it."""
+    (folder / "limited.py").write_text(LIMITED)
     large = ["batch.global_batch_size=512", "batch.micro_batch_size=512", "model.attention=eager"]
-    done = subprocess.run(
-        [sys.executable, "-c", script.replace("\\\\", "\\"), "recipe=small", *large],
-        env=environment() | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+
+    done = ranks.run(folder, "recipe=small", *large, entry="limited")
 
     assert done.returncode == 1, done.stderr
     assert "out of memory" in done.stderr

@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import os
-import platform
 import socket
 import sys
 import threading
@@ -84,7 +83,7 @@ class Rendezvous:
         self._store: PrefixStore | None = None
         if world.world_size > 1:
             self._store, address = _open_store(world)
-            self._labels[world.rank] = f"{platform.node()} {address}"
+            self._labels[world.rank] = f"{socket.gethostname()} {address}"
             self._store.add(f"beat/{world.rank}", 1)
             own = self._store.clone()  # type: ignore[attr-defined]
             threading.Thread(target=self._beat, args=(own,), daemon=True).start()
