@@ -174,6 +174,7 @@ def doctor(options: argparse.Namespace) -> None:
     _flag("--json", "print all figures as JSON"),
     _flag("--schema", "print the JSON Schema of --json"),
     _option("--price", "P", "price of a GPU-hour", type=price),
+    _option("--serve", "TOKENS", "context length at which the trained model is to run (batch.seq_len)", type=positive),
     _option("--html", "FILE", "write a page as well"),
     _option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
     _option("--sweep", "KEY=V1,V2", "a plan for each value; several sweeps are combined", type=sweep, action="append"),
@@ -189,7 +190,7 @@ def plan(options: argparse.Namespace) -> None:
     from toolkit.report import plan_text, terminal
 
     rows = plan.questions(options.arguments, options.compare, options.sweep)
-    where = (options.recipes, options.price)
+    where = (options.recipes, options.price, options.serve)
     plans: list[Any]
     if options.compare or options.sweep:
         plans = [plan.answer_or_reason(row, *where) for row in rows]

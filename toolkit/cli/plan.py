@@ -52,8 +52,11 @@ def questions(
     return [list(row) for row in dict.fromkeys(map(tuple, rows))]
 
 
-def answer(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan:
+def answer(arguments: Sequence[str], folder: str | None, price: float | None, serve: int | None = None) -> Plan:
     """One plan of `recipe=NAME hardware=… key=value …`, with advice; the price is that of a GPU-hour.
+
+    Args:
+        serve: Context length at which the trained model is to run, in tokens.
 
     Raises:
         UserError: With every problem of the recipe, or for unknown hardware.
@@ -62,10 +65,12 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None) ->
     loaded = load_checked(name, overrides, folder)
     warn([*loaded.warnings, *data_problems(loaded)])
     _check_launch(loaded.recipe, hardware)
-    return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price)
+    return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, context=serve)
 
 
-def answer_or_reason(arguments: Sequence[str], folder: str | None, price: float | None) -> Plan | Refused:
+def answer_or_reason(
+    arguments: Sequence[str], folder: str | None, price: float | None, serve: int | None = None
+) -> Plan | Refused:
     """One plan of several, without advice. What cannot run is a row with its reason; what is misspelt is an error.
 
     Raises:
@@ -80,7 +85,9 @@ def answer_or_reason(arguments: Sequence[str], folder: str | None, price: float 
     if not reason:
         try:
             _check_launch(loaded.recipe, hardware)
-            return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, advice=False)
+            return estimate(
+                loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, advice=False, context=serve
+            )
         except UserError as error:
             reason = f"{error.what}; {error.change}" if error.change else error.what
     return Refused(recipe=loaded.name, overrides=overrides, hardware=hardware.name, reason=reason)

@@ -29,6 +29,7 @@ from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
+from toolkit.planner.memory.serving import serving
 from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan, Range, Work
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
@@ -55,6 +56,7 @@ class _Question:
     config: Mapping[str, Any]
     statistics: DataStatistics | None
     tracing: Tracing
+    context: int | None = None
 
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
         """See `search.Estimate`."""
@@ -103,6 +105,7 @@ class _Question:
             disk=drives,
             fit=fit(hardware, ranks, ram, drives),
             work=done,
+            serving=serving(recipe.method, self.config, trace, device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
             notes=_notes(recipe, hardware, trace, done),
@@ -120,6 +123,7 @@ def estimate(
     config: Mapping[str, Any] | None = None,
     statistics: DataStatistics | None = None,
     tracing: Tracing = "worker",
+    context: int | None = None,
 ) -> Plan:
     """What a recipe costs on some hardware, with one process per device.
 
@@ -137,6 +141,7 @@ def estimate(
         statistics: Figures of the prepared data, where they are at hand.
         tracing: Where the model's code is traced if it has not been before, which takes seconds: in a `worker`, a
             process of its own, or `in_process`, for a caller that has imported torch and transformers already.
+        context: Tokens of a sequence that the trained model is to serve; by default `batch.seq_len`.
 
     Raises:
         UserError: If nothing fits that `auto` may stand for, the model's config cannot be found, or the batch does not
@@ -144,7 +149,7 @@ def estimate(
         UnknownSize: If the model can be neither traced nor estimated.
     """
     question = _Question(
-        name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing
+        name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing, context
     )  # fmt: skip
     asked = recipe
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.

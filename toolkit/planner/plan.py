@@ -193,6 +193,30 @@ class Work(Figures):
     """Tokens for pre-training from scratch: 20 per parameter (Hoffmann et al. 2022)."""
 
 
+class Served(Figures):
+    """The trained model in one form on servers with such devices."""
+
+    form: str
+    """How the weights are stored: `16 bits`, with adapters merged, or `nf4` or `int8`, with adapters beside them."""
+    weights: int
+    """Bytes of all weights."""
+    sequences: int
+    """Sequences of the context's length that one device holds at once beside the weights; 0 where it cannot serve."""
+    devices: int | None
+    """Fewest devices, of 1, 2, 4, 8 and 16, that hold the weights and one sequence; None if more are needed."""
+
+
+class Serving(Figures):
+    """What it takes to run the trained model."""
+
+    context: int
+    """Tokens of a sequence, prompt and answer together."""
+    cache: int
+    """Bytes of the keys and values of one such sequence, in 16 bits."""
+    forms: list[Served]
+    """The forms in which the model may be served."""
+
+
 class Advice(Figures):
     """A setting that fits at the same global batch."""
 
@@ -258,6 +282,8 @@ class Plan(Figures):
     """Whether the recipe fits on this hardware, and what is scarcest."""
     work: Work
     """FLOPs, tokens, traffic, time and money."""
+    serving: Serving | None = None
+    """Memory for running the trained model on such a device; None for models without a cache of keys and values."""
     advice: list[Advice]
     """What to change: settings that fit, are faster or cheaper."""
     origin: Literal["traced", "formulas"]

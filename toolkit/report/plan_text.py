@@ -53,6 +53,7 @@ def plan_text(plan: Plan, columns: int = 80) -> Text:
         _rows("Host and disk", view.store_rows(plan), columns),
         _rows("Work", view.work_rows(plan), columns),
         _rows("Traffic of a rank in a step", view.link_rows(plan), columns),
+        _rows(view.serving_title(plan), view.serving_rows(plan), columns),
         _advice(plan, columns),
         table([("-", Text(note, "dim")) for note in plan.notes], columns=columns, gap=1),
     ]

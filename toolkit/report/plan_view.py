@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolkit.common import byte_unit, bytes_text, compact, duration
-from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Work
+from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
 
 OVERHEAD = {
     "fragmentation": "what the allocator holds and cannot hand out",
@@ -110,6 +110,29 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
         ("batch", batch),
         *chosen_rows(plan),
     ]
+
+
+def serving_title(plan: Plan) -> str:
+    """What the rows of serving are about."""
+    context = plan.serving.context if plan.serving else plan.seq_len
+    return f"Serving the result on one such device, {context:,} tokens a sequence"
+
+
+def serving_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Of each form of the result: its bytes, those of a sequence, and how many of them are there at once."""
+    if plan.serving is None:
+        return []
+    cache = bytes_text(plan.serving.cache)
+    return [
+        (each.form, f"{bytes_text(each.weights)} of weights, {cache} a sequence: {_served(each)}")
+        for each in plan.serving.forms
+    ]
+
+
+def _served(form: Served) -> str:
+    if form.sequences:
+        return f"{form.sequences:,} at once"
+    return f"needs {form.devices} devices" if form.devices else "does not fit on 16 devices"
 
 
 def energy_text(kwh: float) -> str:
