@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from data_fixtures import STOP, chatml_tokenizer, recipe, write_jsonl
 from harness import losses, write_recipe
 from ranks import Ranks
 from tiny import tiny_model
 
+from toolkit.data.prepare import prepare
+from toolkit.data.readers import read
+from toolkit.data.tokenization import Chunker
 from toolkit.train.main import main
 
 RECIPE = """
@@ -41,3 +47,30 @@ def test_two_processes_train_on_the_rows_of_one_past_the_end_of_the_stream(
     one = losses(tmp_path / "runs" / "one")
     assert len(one) == 12
     assert losses(tmp_path / "runs" / "two") == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_first_sequences_take_few_rows_which_another_thread_tokenises(
+    packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ({"text": f"row {n}"} for n in range(30_000)))
+    stream = prepare(recipe(path, streaming=True, packing=packing), chatml_tokenizer(), STOP, tmp_path / "cache").train
+    seen: dict[str, list[Any]] = {"read": [], "tokenised": []}
+    tokenise = Chunker.__call__
+
+    def noted(self: Chunker, *row: Any) -> Any:
+        seen["tokenised"].append(threading.current_thread())
+        return tokenise(self, *row)
+
+    def counted(file: Path) -> Any:
+        for row in read(file):
+            seen["read"].append(row)
+            yield row
+
+    monkeypatch.setattr(Chunker, "__call__", noted)
+    monkeypatch.setattr("toolkit.data.readers.read", counted)
+    rows = iter(stream)
+    next(rows)
+    rows.close()
+    assert 32 <= len(seen["tokenised"]) <= 100 and len(seen["read"]) < 1500
+    assert threading.main_thread() not in seen["tokenised"]
