@@ -10,32 +10,34 @@ from pathlib import Path
 
 import pytest
 from harness import RUN, environment
+from ranks import Ranks
 from small import populate
 
-LAUNCHERS = {"ours": "toolkit.cli.start", "accelerate": "accelerate.commands.launch"}
+LAUNCHERS = {"ours": "toolkit.cli.start", "accelerate": "accelerate_launch"}
 NOISE = ("Traceback", "CalledProcessError", "ChildFailedError", "torch/distributed", "closing signal")
 
 
-def launch(folder: Path, processes: int, *arguments: str, launcher: str = "ours") -> tuple[int, str]:
+def launch(ranks: Ranks, folder: Path, processes: int, *arguments: str, launcher: str = "ours") -> tuple[int, str]:
     """Exit code and standard error."""
     several = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no", *several]
-    command = [sys.executable, "-m", LAUNCHERS[launcher], *options, "--dynamo_backend", "no", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
+    done = ranks.run(folder, *options, "--dynamo_backend", "no", *arguments, entry=LAUNCHERS[launcher])
     return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_wrong_recipe_is_told_once_and_last(processes: int, tmp_path: Path) -> None:
-    status, text = launch(tmp_path, processes, str(RUN), "recipe=smollm2_135m_lora_demo", "seq_len=long")
+def test_wrong_recipe_is_told_once_and_last(processes: int, tmp_path: Path, ranks: Ranks) -> None:
+    status, text = launch(ranks, tmp_path, processes, str(RUN), "recipe=smollm2_135m_lora_demo", "seq_len=long")
     assert status == 2
     assert text.startswith("error: recipe smollm2_135m_lora_demo: 1 problem")
     assert text.strip().splitlines()[-1].startswith("    change ")
     assert "on process" not in text and not any(noise in text for noise in NOISE)
 
 
-def test_accelerates_own_report_ends_with_the_error(tmp_path: Path) -> None:
-    status, text = launch(tmp_path, 2, str(RUN), "recipe=smollm2_135m_lora_demo", "seq_len=long", launcher="accelerate")
+def test_accelerates_own_report_ends_with_the_error(tmp_path: Path, ranks: Ranks) -> None:
+    status, text = launch(
+        ranks, tmp_path, 2, str(RUN), "recipe=smollm2_135m_lora_demo", "seq_len=long", launcher="accelerate"
+    )
     assert status == 1
     root = text[text.index("Root Cause") :]
     assert "error: recipe smollm2_135m_lora_demo: 1 problem" in root
@@ -43,12 +45,12 @@ def test_accelerates_own_report_ends_with_the_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path) -> None:
+def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "killed.py").write_text(
         "import os, signal, time\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
     )
-    status, text = launch(tmp_path, processes, "killed.py")
+    status, text = launch(ranks, tmp_path, processes, "killed.py")
     first, change = text.splitlines()
     assert status == 128 + 9 and first.startswith("error: ") and first.endswith("was ended by SIGKILL")
     assert "memory" in change
@@ -67,10 +69,12 @@ def test_deepspeeds_launcher_starts_the_runner(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("processes", [1, 2])
-def test_failing_run_ends_with_its_error(processes: int, tmp_path: Path) -> None:
+def test_failing_run_ends_with_its_error(processes: int, tmp_path: Path, ranks: Ranks) -> None:
     populate(tmp_path, "llama")
     # Found when the model is there, after the processes have met.
-    status, text = launch(tmp_path, processes, str(RUN), "recipe=small", "method=lora", "method.target_modules=[q_prj]")
+    status, text = launch(
+        ranks, tmp_path, processes, str(RUN), "recipe=small", "method=lora", "method.target_modules=[q_prj]"
+    )
     assert status == 1
     assert text.count("q_prj") == 1 and not any(noise in text for noise in NOISE), text
     assert "error: " in text.strip().splitlines()[-2]

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from harness import ROOT, RUN
 from harness import environment as shell
+from ranks import Ranks
 from small import RECIPE
 
 from toolkit.common import UserError
@@ -423,18 +424,12 @@ assert not {"torch", "transformers", "deepspeed"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp"])
-def test_committed_configs_under_a_real_launcher(config: str, tmp_path: Path) -> None:
+def test_committed_configs_under_a_real_launcher(config: str, tmp_path: Path, ranks: Ranks) -> None:
     script = tmp_path / "verdict.py"
     script.write_text(VERDICT)
     names = ["zero2", "zero3", "fsdp", "fsdp_grad_op"]
-    command = [*ACCELERATE, "--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2"]
-    done = subprocess.run(
-        [*command, "--main_process_port", "0", str(script), *names],
-        cwd=ROOT,
-        env=shell(),
-        capture_output=True,
-        text=True,
-    )
+    said = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    done = ranks.run(ROOT, *said, str(script), *names, entry="accelerate_launch")
     verdicts = [line for line in done.stdout.splitlines() if line.startswith("VERDICT")]
     assert len(verdicts) == len(names), done.stderr[-2000:]
     for name, line in zip(names, verdicts, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -57,16 +56,8 @@ def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
 
 
-@pytest.fixture
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers reads a file's list of 49,152 tokens, which takes seconds, each time that it looks into the file."""
-    import gguf
-
-    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-
-
-@pytest.mark.usefixtures("read_once")
 @pytest.mark.slow
+@builtin.read_once()
 def test_weights_and_logits_are_exactly_those_of_the_gguf_file(model_folder, tokenizer):
     import gguf
     import torch
@@ -79,7 +70,7 @@ def test_weights_and_logits_are_exactly_those_of_the_gguf_file(model_folder, tok
 
     # Dequantised by the format's own library, which shares no code with Transformers' loader.
     source = builtin._gguf()
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(source)).tensors}
     layer = model.model.layers[3]
     for name, weight in {
         "token_embd": model.model.embed_tokens.weight,

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         if libc.setns(place.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     socket.sethostname(host)
-    return int(importlib.import_module(entry).main(arguments) or 0)
+    return importlib.import_module(entry).main(arguments)
 
 
 @contextlib.contextmanager

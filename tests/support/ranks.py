@@ -237,7 +237,7 @@ def _become(rank: int, port: int, request: dict[str, Any]) -> None:
             os.environ.update({name: str(number) for name, number in numbers.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.path.append(request["folder"])
-        code = importlib.import_module(request["entry"]).main(request["arguments"])
+        code = importlib.import_module(request["entry"]).main(request["arguments"]) or 0
     except BaseException:
         traceback.print_exc()
     finally:

@@ -51,7 +51,7 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
         rendezvous_module.TIMEOUT_SECONDS = rendezvous_module.GROUP_SECONDS = TIMEOUT
-        rendezvous_module._BEAT_SECONDS = 0.2
+        rendezvous_module._BEAT_SECONDS, preflight.VISIBLE_SECONDS = 0.2, 0.5
         result, error = None, ""
         try:
             with connect(world) as rendezvous:
@@ -84,8 +84,8 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
                 started[rank] = process, report
         outcomes = {}
         for rank, (process, report) in started.items():
-            # What ends one ends all of them.
-            process.join(60 if not outcomes else 5)
+            # What ends one ends all of them, but one that is stopped.
+            process.join(60 if not outcomes else 1)
             if process.exitcode is None:
                 process.kill()
             result, error = json.loads(report.read_text(encoding="utf-8")) if report.exists() else (None, "")

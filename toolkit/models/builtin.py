@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.common import UserError, build_once, cache_dir, check_disk
@@ -32,6 +35,25 @@ def builtin_model(name: str = SMOLLM2) -> Path:
     return build_once(cache_dir() / "models" / f"{name}-{GGUF_SHA256[:12]}-{CONVERSION}", _convert)
 
 
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Lets Transformers read a GGUF file and its names of tensors once, which halves the time of the conversion.
+
+    It reads the 49,152 tokens anew for config, tokenizer and weights, and makes the table of names for every module.
+    """
+    import gguf
+
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, made in before.items():
+        setattr(gguf, name, functools.cache(made))
+    try:
+        yield
+    finally:
+        for name, made in before.items():
+            setattr(gguf, name, made)
+
+
+@read_once()
 def _convert(folder: Path) -> None:
     gguf = _gguf()
     check_disk(

@@ -39,6 +39,8 @@ CLOCK_SKEW_SECONDS = 5.0
 """Clocks further apart make logs and file times of nodes hard to compare; training does not mind, so it is told."""
 LOW_DISK_BYTES = 2**30
 """With less, a warning. What checkpoints need is compared with the disk once the model's size is known."""
+VISIBLE_SECONDS = 3.0
+"""Network file systems may show a new file to other nodes only after a moment."""
 _PROBE_BYTES = 2**20
 
 
@@ -186,8 +188,7 @@ def _hardware(world: World) -> dict[str, str]:
 
 def _places(marker: Path) -> dict[str, Any]:
     """The folders a node writes to, tried. None for an output folder that is not the first process's."""
-    # Network file systems may show a new file to other nodes only after a moment.
-    end = time.monotonic() + 3
+    end = time.monotonic() + VISIBLE_SECONDS
     while not (seen := marker.exists()) and time.monotonic() < end:
         time.sleep(0.2)
     return {"output.dir": _try(marker.parent) if seen else None, "TOOLKIT_CACHE": _try(cache_dir())}
