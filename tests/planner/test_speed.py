@@ -275,6 +275,18 @@ def test_small_kernels_take_as_long_as_their_launches() -> None:
     assert step.compute > layout.gradient_accumulation_steps * 2e6 * launching
 
 
+def test_layers_are_compiled_where_that_saves_more_than_it_takes() -> None:
+    off, layers = (plan(recipe(compile=value, schedule={"max_steps": 1000})) for value in ("off", "layers"))
+    saved = off.step_seconds.value - layers.step_seconds.value
+    assert saved > 0 and off.compile_seconds == 0 < layers.compile_seconds
+    assert layers.total_seconds and off.total_seconds
+    assert off.total_seconds.value - layers.total_seconds.value == pytest.approx(1000 * saved - layers.compile_seconds)
+    enough = math.ceil(layers.compile_seconds / saved)
+    for steps, may_compile, wanted in ((enough + 1, True, layers), (enough - 1, True, off), (enough + 1, False, off)):
+        auto = plan(recipe(schedule={"max_steps": steps}), may_compile=may_compile)
+        assert (auto.step_seconds, auto.compile_seconds) == (wanted.step_seconds, wanted.compile_seconds)
+
+
 def test_products_of_few_rows_and_narrow_layers_are_slower() -> None:
     """As published: a step of an 8B model has its full speed from some thousand rows on, and 1B models never."""
     rates = []

@@ -185,3 +185,25 @@ def logits(folder: Path, encoder_decoder: bool) -> torch.Tensor:
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
         return model(input_ids=ids, **({"decoder_input_ids": ids} if encoder_decoder else {})).logits
+
+
+COMPILED = [
+    *itertools.product(("full", "lora"), ("single", "ddp", "zero2", "fsdp"), ([],)),
+    *(("lora", "single", [f"activation_checkpointing={mode}"]) for mode in ("full", "offload")),
+    ("lora", "single", ["data.packing=true"]),
+    ("full", "single", ["model.path=qwen3_moe"]),
+    ("full", "single", ["model.path=gemma3"]),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("method", "engine", "more"), COMPILED)
+def test_compiled_layers_train_as_they_do_uncompiled(
+    method: str, engine: str, more: list[str], launcher: Launcher
+) -> None:
+    overrides = [*METHODS[method], *more, "batch.micro_batch_size=2"]
+    name = "-".join([method, *more]).translate(str.maketrans("=./", "---"))
+    reference = launcher.result(f"uncompiled-{name}", "single", *overrides, "compile=off")
+    run = launcher.result(f"compiled-{name}-{engine}", engine, *overrides, "compile=layers")
+    difference, limits = Difference.between(run, reference), vars(LIMITS["fp32"])
+    assert not {key: value for key, value in vars(difference).items() if value > limits[key]}
