@@ -12,10 +12,12 @@ import math
 import os
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _log = logging.getLogger("toolkit")
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -88,6 +91,20 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
     return path
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Calls a function in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def check_disk(folder: Path, need: float, what: str, change: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from harness import write_recipe
+from small import populate, set_up
 
-from toolkit.common import UserError
+from toolkit.common import UserError, in_background
 from toolkit.recipe import Loaded, load
+from toolkit.train import setup
 from toolkit.train.run_folder import claim, hash_files, recipe_hash
 
 
@@ -71,3 +74,27 @@ def test_hash_follows_content_and_trusts_a_hub_blobs_name(place: Path) -> None:
     named = hash_files([place / "c.safetensors"])
     blob.write_bytes(b"still not read")
     assert hash_files([place / "c.safetensors"]) == named
+
+
+def test_two_threads_write_the_manifest_together(place: Path) -> None:
+    folder = claim(small(), 1)
+    writing = [in_background(lambda n=n: folder.update_manifest(hashes={str(n): "x"})) for n in range(20)]
+    folder.update_manifest(status="running")
+    assert [each.result() for each in writing] == [None] * 20
+    assert len(folder.manifest().hashes) == 20 and folder.manifest().status == "running"
+
+
+def test_nobody_waits_until_the_model_is_hashed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    populate(place, "llama")
+    hashing = threading.Event()
+
+    def slowly(files: list[Path]) -> str:
+        assert hashing.wait(60)
+        return hash_files(files)
+
+    monkeypatch.setattr(setup, "hash_files", slowly)
+    session = set_up()
+    assert "model" not in session.folder.manifest().hashes
+    hashing.set()
+    session.hashed.result()
+    assert session.folder.manifest().hashes["model"] == hash_files(session.source.weight_files())

@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from toolkit.common import UserError
+from toolkit.common import UserError, in_background
 from toolkit.data.formats import RowFormat, Task
 from toolkit.data.sources import Reader
 from toolkit.data.tokenization import FEATURES, Chunker, is_empty, open_rows, pack
@@ -55,15 +54,14 @@ def stream(readers: list[Reader], recipe: Recipe, chunker: Chunker, task: Task) 
 def _sequences(stream: _Stream) -> Iterator[dict[str, Any]]:
     stop = threading.Event()
     windows = stream.windows(stop)
-    with ThreadPoolExecutor(1, "tokenise") as thread:
-        try:
-            following = thread.submit(next, windows)
-            while True:
-                window = following.result()
-                following = thread.submit(next, windows)
-                yield from window
-        finally:
-            stop.set()
+    following = in_background(lambda: next(windows))
+    try:
+        while True:
+            window = following.result()
+            following = in_background(lambda: next(windows))
+            yield from window
+    finally:
+        stop.set()
 
 
 @dataclass(frozen=True)

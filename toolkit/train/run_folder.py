@@ -17,6 +17,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ _WITHOUT_EFFECT = {
     *("batch.micro_batch_size", "compile", "data.num_proc", "extra.deepspeed"),
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
+_WRITING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class RunFolder:
         """Notes in the manifest how the run was started: command, versions, git commit, hashes, hardware.
 
         Args:
-            hashes: Of `data` and `model`.
+            hashes: Of `data` and, where it is known already, of `model`.
             values: What else is to be noted.
 
         Raises:
@@ -128,9 +130,11 @@ class RunFolder:
         )
 
     def update_manifest(self, **values: Any) -> None:
-        """Merges values, see `Manifest`, into `manifest.json`."""
-        manifest = Manifest.model_validate(self.manifest().model_dump() | values)
-        write_json(self.path / "manifest.json", manifest.model_dump(mode="json"))
+        """Merges values, see `Manifest`, into `manifest.json`; from any thread."""
+        with _WRITING:
+            before = self.manifest().model_dump()
+            values["hashes"] = before.get("hashes", {}) | values.get("hashes", {})
+            write_json(self.path / "manifest.json", Manifest.model_validate(before | values).model_dump(mode="json"))
 
     def manifest(self) -> Manifest:
         """Content of `manifest.json`; empty if there is none."""

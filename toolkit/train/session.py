@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ class Session:
         stop_token_ids: Ids that end an answer.
         start: See `adapters.part_of_base`.
         guard: The plan, on the first process; None where none can be made.
+        hashed: Ends when the manifest names the model's files, on the first process.
         trainer: The Trainer, with the model that is trained.
         progress: The terminal; that of other processes than the first is silent.
     """
@@ -48,6 +50,7 @@ class Session:
     stop_token_ids: frozenset[int]
     start: dict[str, torch.Tensor]
     guard: PlanGuard | None
+    hashed: Future[None] | None
     trainer: Any
     progress: Progress
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PrinterCallback, set_seed
 
-from toolkit.common import check_disk, write_json
+from toolkit.common import check_disk, in_background, write_json
 from toolkit.data.audit import Audit, DataError, check_batch
 from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
@@ -73,6 +73,8 @@ def set_up(
     """
     recipe, world = loaded.recipe, rendezvous.world
     first = world.rank == 0
+    # Model files are hashed beside all that follows: gigabytes take minutes, in which the other processes would wait.
+    model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
@@ -140,7 +142,8 @@ def set_up(
         compiled = None
 
     counts = Parameters(**parameter_counts(trainer.model))
-    if first:
+    hashed = None
+    if model_hash:
         for note in notes:
             _log.warning("%s", note)
         if recipe.method.name == "lora":
@@ -148,12 +151,15 @@ def set_up(
         folder.describe(
             loaded,
             layout,
-            {"data": prepared.fingerprint, "model": hash_files(source.weight_files()), **_adapter_hash(recipe)},
+            {"data": prepared.fingerprint, **_adapter_hash(recipe)}
+            # What is continued must be the same before it goes on.
+            | ({"model": model_hash.result()} if folder.resume_from else {}),
             parameters=counts,
             notes=notes,
             started_from=stages(recipe.model.adapter),
             total_steps=length.total_steps,
         )
+        hashed = in_background(lambda: folder.update_manifest(hashes={"model": model_hash.result()}))
     return Session(
         loaded=loaded,
         world=world,
@@ -169,6 +175,7 @@ def set_up(
         stop_token_ids=stops,
         start=start,
         guard=guard,
+        hashed=hashed,
         trainer=trainer,
         progress=progress,
     )

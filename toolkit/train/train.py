@@ -131,6 +131,8 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     _save_final(session)
     # From here on nothing can be lost, and Ctrl-C means what it always does.
     callbacks.stop.restore()
+    if session.hashed:
+        session.hashed.result()
     if meter:
         folder.update_manifest(status="finished", finished=now(), train_seconds=round(meter.seconds(), 1))
     if callbacks.evaluator:
