@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -75,6 +76,33 @@ def test_longest_of_a_batch(size: int) -> None:
     figures = DataStatistics(1, 1, 1, 1, 1, tuple(np.percentile(lengths, np.linspace(0, 100, 1001)).tolist()))
     drawn = np.random.default_rng(1).choice(lengths, (20_000, size)).max(axis=1).mean()
     assert figures.longest_of(size) == pytest.approx(drawn, rel=0.06)
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["lognormal", "uniform", "few long"])
+def test_fullest_batch_of_an_epoch(size: int, kind: str) -> None:
+    draw = np.random.default_rng(0)
+    lengths = {
+        "lognormal": np.clip(draw.lognormal(6, 0.8, 40_000), 5, 4096),
+        "uniform": draw.uniform(10, 1000, 40_000),
+        "few long": np.where(draw.random(40_000) < 0.01, 4096.0, 200.0),
+    }[kind]
+    spread = tuple(np.quantile(lengths, np.linspace(0, 1, 1001)).tolist())
+    figures = DataStatistics(40_000, int(lengths.sum()), 1, 40_000, 1, spread)
+    epochs = [draw.permutation(lengths).reshape(-1, size).mean(axis=1).max() for _ in range(20)]
+    assert 0.97 * np.mean(epochs) < figures.fullest_of(size) < 1.35 * np.mean(epochs)
+    assert figures.fullest_of(1) == lengths.max()
+
+
+def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:
+    rows = [{"source": "word " * (3 + n), "target": "word " * (30 - 2 * n)} for n in range(10)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wanted = recipe(path, seq_len=256).model_copy(update={"objective": "seq2seq"})
+    prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
+    longer = [max(len(row["input_ids"]), len(row["labels"])) for row in prepared.train]
+    assert prepared.statistics and prepared.statistics.quantiles[-1] == max(longer)
+    assert prepared.statistics.quantiles[0] == min(longer)
 
 
 def test_counting_imports_no_framework() -> None:

@@ -80,11 +80,40 @@ def test_rows_that_were_counted_bound_the_largest_micro_batch(traced: None) -> N
     asked = recipe(batch={"seq_len": 8192, "micro_batch_size": 4, "global_batch_size": 8})
     stated = recipe(batch={"seq_len": 200, "micro_batch_size": 4, "global_batch_size": 8})
     plans = [
-        estimate(each, "short", find("h200"), config=CONFIG, statistics=statistics, advice=False)
+        estimate(
+            each.with_values({"model.attention": "sdpa"}),
+            "short",
+            find("h200"),
+            config=CONFIG,
+            statistics=statistics,
+            advice=False,
+        )
         for each, statistics in ((asked, None), (asked, short), (stated, None))
     ]
     full, counted, same = (plan.memory[0].phases["backward"]["activations"] for plan in plans)
     assert counted == same < full / 20
+
+
+def test_documents_end_to_end_are_planned_for_the_fullest_batch_of_an_epoch(
+    traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "find", trace)
+    lengths = (*[100.0] * 1000, 4000.0)
+    spread = DataStatistics(100_000, 12_000_000, 1, 100_000, 1, lengths)
+    asked = recipe(batch={"seq_len": 4096, "micro_batch_size": 16, "global_batch_size": 16}, precision="bf16")
+    alone, packed = (
+        estimate(each, "", find("h200"), config=CONFIG, statistics=spread, advice=False)
+        for each in (
+            asked.with_values({"model.attention": "sdpa"}),
+            asked.with_values({"model.attention": "torch_varlen"}),
+        )
+    )
+    padded, flat = (plan.memory[0].phases["backward"]["activations"] for plan in (alone, packed))
+    assert flat < padded / 3
+    assert alone.notes[0].startswith("a typical micro-batch needs ") and "for rows of 4,000 tokens; " in alone.notes[0]
+    assert "the one with the longest row decides" in alone.notes[0]
+    assert "for rows of 120 tokens, the longest rows together " in packed.notes[0]
+    assert "the fullest that an epoch is expected to have decides" in packed.notes[0]
 
 
 def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

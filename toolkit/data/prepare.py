@@ -130,13 +130,16 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
     lengths = pc.list_value_length(table["input_ids"]).to_numpy()
     documents = pc.list_flatten(table["seq_lengths"]).to_numpy() if "seq_lengths" in table.column_names else lengths
+    longest = lengths
+    if audit.objective == "seq2seq":
+        longest = np.maximum(lengths, pc.list_value_length(table["labels"]).to_numpy())
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
         trained_tokens=audit.train.trained_tokens,
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
-        quantiles=tuple(np.quantile(lengths, np.linspace(0, 1, 1001)).tolist()),
+        quantiles=tuple(np.quantile(longest, np.linspace(0, 1, 1001)).tolist()),
         eval_rows=audit.eval.rows if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
     )

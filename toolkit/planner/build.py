@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError
+from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.cpu_limits import check_cpu
 from toolkit.distributed.engines import dtypes
@@ -64,16 +64,16 @@ class _Question:
         compute = dtypes(recipe).compute
         device = hardware.device
         backend = attention.planned(recipe.model.attention, self.config, compute, device.kind, device.capability)
-        longest = _longest(recipe, layout, self.statistics)
-        setting = setting_of(recipe, self.config, device.kind, backend, longest)
+        fullest = dataclasses.replace(layout, seq_len=min(layout.seq_len, self._fullest(recipe, layout, backend)))
+        setting = setting_of(recipe, self.config, device.kind, backend, fullest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
         trace = trace or store.find(setting.in_bf16())
         if trace is None:
             return None
         _require_quantized(recipe, trace)
         workload = Workload(recipe, layout, hardware, trace)
-        fullest = dataclasses.replace(workload, layout=longest)
-        ranks, ram, drives = memory(fullest), host(fullest), disk(workload)
+        largest = dataclasses.replace(workload, layout=fullest)
+        ranks, ram, drives = memory(largest), host(largest), disk(workload)
         done = work(
             workload,
             self.statistics,
@@ -110,6 +110,42 @@ class _Question:
             origin=trace.origin,
             notes=_notes(recipe, hardware, trace, done),
         )
+
+    def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
+        """Tokens of a row in the fullest micro-batch that an epoch is expected to have, by which memory is planned.
+
+        Where rows are padded that is the one with the longest row, which comes for certain.
+        """
+        if self.statistics is None:
+            return layout.seq_len
+        if backend in attention.VARLEN and not recipe.data.packing:
+            return math.ceil(self.statistics.fullest_of(layout.micro_batch_size))
+        return math.ceil(self.statistics.quantiles[-1])
+
+    def batches(self, recipe: Recipe, hardware: Hardware) -> list[str]:
+        """A note on what other micro-batches of the data need; empty where it is not known or all are alike."""
+        counted, layout = self.statistics, batch_layout(recipe, hardware.devices)
+        if counted is None or recipe.data.packing:
+            return []
+        backend = attention.planned(
+            recipe.model.attention,
+            self.config,
+            dtypes(recipe).compute,
+            hardware.device.kind,
+            hardware.device.capability,
+        )
+        flat, size = backend in attention.VARLEN, layout.micro_batch_size
+        lengths = (counted.mean_length if flat else counted.longest_of(size), counted.quantiles[-1])
+        needs = []
+        for length in lengths:
+            batch = {"seq_len": min(layout.seq_len, math.ceil(length)), "global_batch_size": layout.global_batch_size}
+            values = {f"batch.{key}": value for key, value in (batch | {"tokens_per_step": None}).items()}
+            plan = dataclasses.replace(self, statistics=None).plan(recipe.with_values(values), hardware)
+            if plan is None:  # Another trace would take seconds, for no more than a note.
+                return []
+            needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {batch['seq_len']:,} tokens")
+        decides = "the fullest that an epoch is expected to have" if flat else "the one with the longest row"
+        return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides} decides"]
 
 
 def estimate(
@@ -170,7 +206,8 @@ def estimate(
         least = recipe.with_values({"batch.micro_batch_size": 1, "activation_checkpointing.mode": "full"})
         explore(least, hardware, functools.partial(question.plan, may_trace=True), ("strategy.name",))
         suggestions = advise(changeable, hardware, plan, question.plan)
-    return plan.model_copy(update={"chosen": chosen, "advice": suggestions})
+    notes = [*question.batches(recipe, hardware), *plan.notes]
+    return plan.model_copy(update={"chosen": chosen, "advice": suggestions, "notes": notes})
 
 
 def decide(
@@ -281,13 +318,6 @@ def _slower_or_faster(work: Work) -> Work:
         if kept is not None
     }
     return work.model_copy(update=wider)
-
-
-def _longest(recipe: Recipe, layout: BatchLayout, statistics: DataStatistics | None) -> BatchLayout:
-    """The layout of the largest micro-batch: of rows as long as the longest there is, where they have been counted."""
-    if statistics is None or recipe.objective == "seq2seq":  # Of pairs only the sources are counted.
-        return layout
-    return dataclasses.replace(layout, seq_len=min(layout.seq_len, math.ceil(statistics.quantiles[-1])))
 
 
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:
