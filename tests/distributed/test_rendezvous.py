@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ROOT, RUN, losses
+from harness import ROOT, RUN, SUPPORT, losses
 from nodes import Node, two_nodes
 from ranks import ON_CPU, Ranks
 from small import populate
@@ -22,7 +22,7 @@ from toolkit.distributed.rendezvous import Rendezvous
 
 OVERRIDES = ["recipe=small", "schedule.max_steps=3", "batch.micro_batch_size=1", "checkpoint.save_steps=2"]
 PORT = "29500"
-CPU_ENGINES = ROOT / "tests" / "support" / "cpu_engines.py"
+CPU_ENGINES = SUPPORT / "cpu_engines.py"
 
 
 @pytest.fixture

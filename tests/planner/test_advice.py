@@ -32,6 +32,7 @@ def taken(made: Recipe, changes: dict[str, str]) -> Recipe:
     return made.with_values({path: yaml.safe_load(text) for path, text in changes.items() if path != "hardware"})
 
 
+@pytest.mark.usefixtures("formulas")
 def test_a_cpu_that_is_slow_in_bf16_gets_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.planner.hardware.detect._cpuinfo", lambda *keys: "avx2" if "flags" in keys else "")
     loaded = load("smollm2_135m_lora_demo", ["precision=bf16"])

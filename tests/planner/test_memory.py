@@ -38,15 +38,12 @@ _SENTENCE = "Return a copy of the string with its first character capitalized an
 _PAIRS = [*SEQ2SEQ, f"batch.seq_len={len(tiny_tokenizer(encoder_decoder=True)(_SENTENCE)['input_ids'])}"]
 _CASES = {
     "llama_pure_bf16": ["precision=pure_bf16"],
-    "llama_checkpointing": ["activation_checkpointing=full"],
-    "llama_selective": ["activation_checkpointing=selective", *_BF16],
     # Nothing is padded, so there is no mask.
     "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
-    "llama_lora": [*LORA, *_BF16],
     "llama_qlora": NF4,
     "llama_muon": ["optimizer.name=muon"],
-    "qwen": ["model.path=qwen", *_BF16],
-    "gemma_lora": ["model.path=gemma", *LORA],
+    "qwen_selective": ["model.path=qwen", "activation_checkpointing=selective", *_BF16],
+    "gemma_lora_checkpointing": ["model.path=gemma", "activation_checkpointing=full", *LORA],
     "gpt2": ["model.path=gpt2"],
     "moe": ["model.path=moe"],
     "blenderbot": _PAIRS,
@@ -54,6 +51,11 @@ _CASES = {
 _MORE_CASES = {
     "llama": [],
     "llama_bf16": _BF16,
+    "llama_checkpointing": ["activation_checkpointing=full"],
+    "llama_selective": ["activation_checkpointing=selective", *_BF16],
+    "llama_lora": [*LORA, *_BF16],
+    "qwen": ["model.path=qwen", *_BF16],
+    "gemma_lora": ["model.path=gemma", *LORA],
     "llama_accumulating": ["batch.global_batch_size=4"],
     "llama_every_second_layer": ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"],
     "llama_8bit_optimizer": ["optimizer.name=adamw_8bit"],

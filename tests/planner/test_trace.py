@@ -39,11 +39,11 @@ FULL: dict[str, Any] = {"name": "full"}
 LORA: dict[str, Any] = {"name": "lora", "r": 8}
 QLORA = LORA | {"quantization": "nf4"}
 CASES = [
-    ("meta-llama/Llama-3.2-1B", FULL, "fp32", "none", False),
     ("meta-llama/Llama-3.2-1B", QLORA, "bf16", "none", True),
     ("Qwen/Qwen3-30B-A3B", FULL, "bf16", "none", False),
 ]
 MORE_CASES = [
+    ("meta-llama/Llama-3.2-1B", FULL, "fp32", "none", False),
     ("Qwen/Qwen3-0.6B", LORA, "bf16", "selective", True),
     ("google/gemma-3-1b-it", LORA, "fp32", "full", True),
     ("facebook/blenderbot-400M-distill", FULL, "bf16", "none", False),

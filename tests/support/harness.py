@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "toolkit" / "run.py"
+SUPPORT = ROOT / "tests" / "support"
 
 
 def write_recipe(folder: Path, name: str, text: str) -> None:
