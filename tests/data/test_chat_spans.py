@@ -1,0 +1,99 @@
+"""Which message rendered which characters, whatever loops and blocks a template is made of."""
+
+from __future__ import annotations
+
+import pytest
+from data_fixtures import plain_tokenizer
+
+from toolkit.data.chat_spans import Conversation
+
+HI = {"role": "user", "content": "Hi there"}
+HELLO = {"role": "assistant", "content": "Hello you"}
+WHY = {"role": "user", "content": "Why"}
+SO = {"role": "assistant", "content": "So"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def conversation(template: str) -> Conversation:
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = template
+    return Conversation(tokenizer, [HI, HELLO, WHY, SO], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        pytest.param(
+            "<{% for m in messages %}{{ m.role }}:{% for w in m.content.split() %}{{ w }},{% endfor %};{% endfor %}>",
+            [["user:Hi,there,;"], ["assistant:Hello,you,;"], ["user:Why,;"], ["assistant:So,;"]],
+            id="a loop over what a message says belongs to it",
+        ),
+        pytest.param(
+            "{% for m in messages if m.role == 'user' %}[{{ m.content }}{% for n in messages[loop.index * 2 - 1:][:1] %}"
+            "({{ n.content }}){% endfor %}]{% endfor %}",
+            [["[Hi there", "]"], ["(Hello you)"], ["[Why", "]"], ["(So)"]],
+            id="an answer within the loop over questions, after which the question goes on",
+        ),
+        pytest.param(
+            "{% for m in messages %}{% for n in messages %}{% if n is sameas m %}{{ n.content }}|{% endif %}{% endfor %}"
+            "{% endfor %}",
+            [["Hi there|"], ["Hello you|"], ["Why|"], ["So|"]],
+            id="the innermost of two loops over messages owns what it writes",
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m.role }} {% endfor %}= {% for m in messages %}{{ m.content }}.{% endfor %}end",
+            [["user ", "Hi there."], ["assistant ", "Hello you."], ["user ", "Why."], ["assistant ", "So."]],
+            id="two loops after each other, and text between and after them of nobody",
+        ),
+        pytest.param(
+            "{% for t in tools %}{{ t.function.name }}{% endfor %}{% for i in range(4) %}{{ messages[i].content }}"
+            "{% for t in tools %}+{% endfor %};{% endfor %}",
+            [["Hi there+;"], ["Hello you+;"], ["Why+;"], ["So+;"]],
+            id="messages by number, with loops over tools before and within",
+        ),
+        pytest.param(
+            "{% for part in [messages[:2], messages[2:]] %}{% for m in part %}{{ m.content }};{% endfor %}--{% endfor %}",
+            [["Hi there;"], ["Hello you;"], ["Why;"], ["So;"]],
+            id="what an outer loop over parts of the conversation writes is of nobody",
+        ),
+    ],
+)
+def test_each_message_owns_what_its_iterations_write(template: str, turns: list[list[str]]) -> None:
+    made = conversation(template)
+    assert [[made.text[a:b] for a, b in made.turns[i]] for i in range(4)] == turns
+    assert made.generation is None and made.assistants == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("template", "blocks"),
+    [
+        pytest.param(
+            "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}!",
+            [(0, "Hi there"), (1, "Hello you"), (2, "Why"), (3, "So")],
+            id="in the loop",
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}</s>{% endgeneration %} bye",
+            [(3, "</s>")],
+            id="after the loop, of the last answer",
+        ),
+        pytest.param(
+            "{% generation %}{{ bos_token }}<s>{% endgeneration %}{% for m in messages %}{% for w in m.content.split() %}"
+            "{% generation %}{{ w }}{% endgeneration %} {% endfor %}{% endfor %}",
+            [(3, "<s>"), (0, "Hi"), (0, "there"), (1, "Hello"), (1, "you"), (2, "Why"), (3, "So")],
+            id="before all loops and in a loop within the loop",
+        ),
+        pytest.param(
+            "{% for m in messages %}{% generation %}{{ m.role }}{% generation %} {{ m.content }}{% endgeneration %};"
+            "{% endgeneration %}{% endfor %}",
+            [
+                *((0, " Hi there"), (0, "user Hi there;"), (1, " Hello you"), (1, "assistant Hello you;")),
+                *((2, " Why"), (2, "user Why;"), (3, " So"), (3, "assistant So;")),
+            ],
+            id="a block within a block",
+        ),
+    ],
+)
+def test_blocks_of_generation_have_their_message(template: str, blocks: list[tuple[int, str]]) -> None:
+    made = conversation(template)
+    assert [(message, made.text[a:b]) for message, (a, b) in made.generation or []] == blocks
