@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,9 +14,10 @@ from harness import write_recipe
 from small import populate, set_up
 
 from toolkit.common import UserError, in_background
+from toolkit.distributed.layout import batch_layout
 from toolkit.recipe import Loaded, load
-from toolkit.train import setup
-from toolkit.train.run_folder import claim, hash_files, recipe_hash
+from toolkit.train import checkpoint, setup
+from toolkit.train.run_folder import RunFolder, claim, hash_files, recipe_hash, stages
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +103,133 @@ def test_nobody_waits_until_the_model_is_hashed(place: Path, monkeypatch: pytest
     hashing.set()
     session.hashed.result()
     assert session.folder.manifest().hashes["model"] == hash_files(session.source.weight_files())
+
+
+HASHES = {"data": "0123", "model": "4567"}
+LAYOUT = batch_layout(load("smollm2_135m_full", ["global_batch_size=6", "micro_batch_size=1"]).recipe, 2)
+
+
+def stopped(*overrides: str, step: int = 3, hashes: dict[str, str] = HASHES) -> Path:
+    """The checkpoint of a run that was stopped; its folder is claimed and described."""
+    folder = claim(small(*overrides), 2)
+    folder.describe(small(*overrides), LAYOUT, hashes)
+    saved = folder.checkpoints / f"checkpoint-{step}"
+    saved.mkdir(parents=True)
+    (saved / "weights").write_text("content")
+    checkpoint.seal(saved, step, small(*overrides).recipe, 2)
+    return saved
+
+
+def test_manifest_says_how_a_run_was_started_and_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["toolkit/run.py", "recipe=small", "description=two words"])
+    saved = stopped("extra.lora.bias=all")
+    folder = RunFolder(Path("runs/small"))
+    first = folder.manifest()
+    assert (first.name, first.status) == ("small", "running")
+    assert first.command == "python toolkit/run.py recipe=small 'description=two words'"
+    assert first.started and not first.continued and not first.finished and not first.resumed_from
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", first.started)
+    assert first.versions["python"] == platform.python_version() and {"torch", "trl"} <= first.versions.keys()
+    assert first.saved_by == {"strategy": "ddp", "world_size": 2} and first.batch == LAYOUT
+    assert first.hashes == {"recipe": recipe_hash(small("extra.lora.bias=all").recipe), **HASHES}
+    assert first.extra == {"lora.bias": "all"} and first.git is None
+    assert first.hardware and first.hardware.cpu_cores and first.hardware.ram_bytes
+
+    folder.update_manifest(finished="now", error="none", status="interrupted")
+    assert folder.manifest().hashes == first.hashes, "what is not named stays"
+    again = small("extra.lora.bias=all", "checkpoint.save_steps=7")
+    claim(again, 2).describe(again, LAYOUT, HASHES, notes=["something"])
+    second = folder.manifest()
+    assert (second.started, second.finished, second.status) == (first.started, None, "running")
+    assert second.continued and second.resumed_from == str(saved) and second.notes == ["something"]
+
+
+def test_manifest_names_the_commit_of_the_folder_and_whether_it_was_changed(place: Path) -> None:
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "recipes"], ["commit", "-q", "-m", "recipe"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    for changed in (False, True):
+        folder = RunFolder(place)
+        folder.describe(small(), LAYOUT, {})
+        noted = folder.manifest().git
+        assert noted and (noted.commit, noted.dirty) == (commit, changed)
+
+
+@pytest.mark.parametrize("kind", HASHES)
+def test_a_run_does_not_continue_on_another_model_or_other_data(kind: str) -> None:
+    saved = stopped()
+    folder, other = claim(small(), 2), {**HASHES, kind: "89ab"}
+    assert folder.resume_from == saved
+    with pytest.raises(UserError, match=rf"the {kind} of runs/small changed .*\({HASHES[kind]} then, 89ab now\)"):
+        folder.describe(small(), LAYOUT, other)
+    assert folder.manifest().hashes[kind] == HASHES[kind]
+    folder.describe(small(), LAYOUT, HASHES)
+    # Whoever names a checkpoint wants that one, under whatever data.
+    named = small(f"checkpoint.resume={saved}")
+    claim(named, 2).describe(named, LAYOUT, HASHES)
+    new = claim(small("checkpoint.resume=never"), 2)
+    new.describe(small("checkpoint.resume=never"), LAYOUT, other)
+    assert new.path == Path("runs/small-2") and new.resume_from is None
+
+
+def test_what_was_not_hashed_when_a_run_ended_is_not_compared() -> None:
+    stopped(hashes={"data": "0123"})
+    folder = claim(small(), 2)
+    folder.describe(small(), LAYOUT, HASHES)
+    assert folder.manifest().hashes.items() >= HASHES.items()
+
+
+def test_an_attempt_without_checkpoint_starts_anew_on_other_data() -> None:
+    for data in ("0123", "89ab"):
+        folder = claim(small(), 2)
+        folder.describe(small(), LAYOUT, {"data": data})
+        assert folder.resume_from is None and folder.manifest().hashes["data"] == data
+
+
+def test_folder_of_another_recipe_is_refused_with_the_keys_that_move_weights(place: Path) -> None:
+    stopped()
+    with pytest.raises(UserError) as refused:
+        claim(small("seed=1", "schedule.max_steps=5", "description=other"), 2)
+    assert "differs in schedule.max_steps (None there, 5 here), seed (42 there, 1 here)" in refused.value.what
+    assert "description" not in refused.value.what
+    many = [f"extra.training_arguments.{key}=1" for key in ("neftune_noise_alpha", "ignore_data_skip")]
+    with pytest.raises(UserError) as refused:
+        claim(small("seed=1", "optimizer={beta1: 0.5, beta2: 0.5, weight_decay: 0.5}", "seq_len=8", *many), 2)
+    assert refused.value.what.count(" there, ") == 5, "no more than can be read"
+    (place / "runs" / "small" / "recipe.yaml").unlink()
+    with pytest.raises(UserError, match="no readable recipe"):
+        claim(small("seed=1"), 2)
+
+
+def test_a_claim_says_where_to_go_on_and_what_it_passes_over(place: Path) -> None:
+    whole, cut = stopped(), stopped(step=9)
+    (cut / "weights").unlink()
+    assert claim(small(), 2) == RunFolder(Path("runs/small"), False, whole, [cut])
+    elsewhere = claim(small(f"checkpoint.resume={whole}", "output.name=new"), 2)
+    assert elsewhere == RunFolder(Path("runs/new"), False, whole, [])
+    assert elsewhere.final == Path("runs/new/final")
+    RunFolder(Path("runs/small")).update_manifest(status="finished")
+    assert claim(small(), 2) == RunFolder(Path("runs/small"), finished=True)
+    for number in (2, 3):
+        new = claim(small("checkpoint.resume=never"), 2)
+        assert (new.path, new.resume_from) == (Path(f"runs/small-{number}"), None)
+        (new.path / "metrics.jsonl").touch()
+
+
+def test_a_folder_that_is_trained_in_is_held() -> None:
+    folder = claim(small(), 1)
+    with folder.held(), pytest.raises(UserError, match="another process is training in runs/small"), folder.held():
+        pass
+    with folder.held():
+        pass
+
+
+def test_stages_are_those_of_the_adapter_and_itself(place: Path) -> None:
+    assert stages(None) == []
+    first = place / "runs" / "first" / "final"
+    assert stages(str(first)) == [str(first)]
+    second = RunFolder(place / "runs" / "second")
+    second.path.mkdir(parents=True)
+    second.update_manifest(started_from=stages(str(first)))
+    assert stages(str(second.final)) == [str(first), str(second.final)]
