@@ -29,14 +29,14 @@ def conversation(template: str) -> Conversation:
             id="a loop over what a message says belongs to it",
         ),
         pytest.param(
-            "{% for m in messages if m.role == 'user' %}[{{ m.content }}{% for n in messages[loop.index * 2 - 1:][:1] %}"
-            "({{ n.content }}){% endfor %}]{% endfor %}",
+            "{% for m in messages if m.role == 'user' %}[{{ m.content }}"
+            "{% for n in messages[loop.index * 2 - 1:][:1] %}({{ n.content }}){% endfor %}]{% endfor %}",
             [["[Hi there", "]"], ["(Hello you)"], ["[Why", "]"], ["(So)"]],
             id="an answer within the loop over questions, after which the question goes on",
         ),
         pytest.param(
-            "{% for m in messages %}{% for n in messages %}{% if n is sameas m %}{{ n.content }}|{% endif %}{% endfor %}"
-            "{% endfor %}",
+            "{% for m in messages %}{% for n in messages %}{% if n is sameas m %}{{ n.content }}|{% endif %}"
+            "{% endfor %}{% endfor %}",
             [["Hi there|"], ["Hello you|"], ["Why|"], ["So|"]],
             id="the innermost of two loops over messages owns what it writes",
         ),
@@ -52,7 +52,8 @@ def conversation(template: str) -> Conversation:
             id="messages by number, with loops over tools before and within",
         ),
         pytest.param(
-            "{% for part in [messages[:2], messages[2:]] %}{% for m in part %}{{ m.content }};{% endfor %}--{% endfor %}",
+            "{% for part in [messages[:2], messages[2:]] %}{% for m in part %}{{ m.content }};{% endfor %}--"
+            "{% endfor %}",
             [["Hi there;"], ["Hello you;"], ["Why;"], ["So;"]],
             id="what an outer loop over parts of the conversation writes is of nobody",
         ),
@@ -78,8 +79,8 @@ def test_each_message_owns_what_its_iterations_write(template: str, turns: list[
             id="after the loop, of the last answer",
         ),
         pytest.param(
-            "{% generation %}{{ bos_token }}<s>{% endgeneration %}{% for m in messages %}{% for w in m.content.split() %}"
-            "{% generation %}{{ w }}{% endgeneration %} {% endfor %}{% endfor %}",
+            "{% generation %}{{ bos_token }}<s>{% endgeneration %}{% for m in messages %}"
+            "{% for w in m.content.split() %}{% generation %}{{ w }}{% endgeneration %} {% endfor %}{% endfor %}",
             [(3, "<s>"), (0, "Hi"), (0, "there"), (1, "Hello"), (1, "you"), (2, "Why"), (3, "So")],
             id="before all loops and in a loop within the loop",
         ),

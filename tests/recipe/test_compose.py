@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes import BASE, values, write
-from toolkit.recipe import load
+from toolkit.recipe import RecipeError, load
+from toolkit.recipe.compose import Layer, interpolated, remove, value_at
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -148,3 +150,51 @@ def test_what_two_parents_share_lies_below_both() -> None:
     write("right", "defaults: base\nbatch: {seq_len: 128}\n")
     write("both", "defaults: [left, right]\n")
     assert values(load("both"), "seed", "batch.seq_len") == [2, 128]
+
+
+NESTED: dict[str, Any] = {"a": {"b": [1, {"c": 2}, [3, "${x}"]], "d": "???"}, "e": "", "f": ["${y}", 0, "${z}"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(("a.b.0", 1), ("a.b.1.c", 2), ("a.b.2.0", 3), ("f.2", "${z}"), ("e", ""), ("f", ["${y}", 0, "${z}"])),
+        *(("a.b.3", None), ("a.b.-1", None), ("a.b.c", None), ("a.x", None), ("e.x", None), ("a.b.0.0", None)),
+    ],
+)
+def test_values_and_entries_of_lists_are_looked_up_and_taken_out(path: str, value: Any) -> None:
+    data = copy.deepcopy(NESTED)
+    assert value_at(data, path.split(".")) == value
+    assert remove(data, path) == (value is not None)
+    *parents, last = path.split(".")
+    left = value_at(data, parents)
+    if value is None:
+        assert data == NESTED
+    elif isinstance(left, list):
+        before = value_at(NESTED, parents)
+        assert left == [*before[: int(last)], *before[int(last) + 1 :]]
+    else:
+        assert last not in left and len(left) == len(value_at(NESTED, parents)) - 1
+
+
+def test_what_is_to_be_filled_in_is_found_in_lists_too() -> None:
+    assert dict(interpolated(NESTED)) == {"a.b.2.1": "${x}", "a.d": "???", "f.0": "${y}", "f.2": "${z}"}
+
+
+def test_a_layer_replaces_values_by_key_and_lists_as_a_whole() -> None:
+    lower = Layer(
+        {"a": {"b": 1, "c": [1, 2]}, "d": 3}, {"a.b": "l1", "a.c": "l2", "a.c.0": "l2", "a.c.1": "l3", "d": "l4"}
+    )
+    upper = Layer({"a": {"c": [5]}, "e": 6}, {"a.c": "u1", "a.c.0": "u1", "e": "u2"}, ["d"])
+    both = lower.under(upper)
+    assert both.values == {"a": {"b": 1, "c": [5]}, "e": 6}
+    assert both.origins == {"a.b": "l1", "a.c": "u1", "a.c.0": "u1", "e": "u2"}
+    assert both.leaves() == {"a.b": 1, "a.c": [5]}
+
+
+def test_values_to_be_filled_in_hide_no_other_problem_where_defaults_cannot_be_followed() -> None:
+    write("wrong", "defaults: nothing\nmethod: {layers_to_transform: ['${a}', '${b}', x]}\nseed: y\n")
+    with pytest.raises(RecipeError) as refused:
+        load("wrong")
+    problems = {problem.path: problem.given for problem in refused.value.problems}
+    assert problems == {"defaults": "nothing", "method.layers_to_transform.0": "x (text)", "seed": "y (text)"}

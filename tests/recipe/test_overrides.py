@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from recipes import values, write
-from toolkit.recipe import load
+from toolkit.recipe import RecipeError, load, shipped_recipes
 from toolkit.recipe.load import load_resolved
+from toolkit.recipe.overrides import parse, split_arguments
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -99,3 +100,95 @@ def test_command_line_replaces_what_says_the_same_in_the_file(mine: Path) -> Non
     assert recipe.data.eval_split == 0.1
     kept = load("long", ["data=b.jsonl", "data.format=messages", "max_steps=null"]).recipe
     assert (kept.data.format, kept.schedule.num_epochs) == ("messages", 3)
+
+
+PAIRS = [
+    ("schedule.max_steps", "schedule.num_epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+    ("checkpoint.save_steps", "checkpoint.save_epochs"),
+    ("batch.global_batch_size", "batch.tokens_per_step"),
+]
+
+
+@pytest.mark.parametrize(("stated", "other"), [*PAIRS, *(pair[::-1] for pair in PAIRS)])
+def test_each_key_replaces_the_one_that_says_the_same(stated: str, other: str) -> None:
+    assert parse([f"{stated}=1"], []).removed == [other]
+    assert parse([f"{stated}=null"], []).removed == []
+    assert parse([f"{stated}=1", f"{other}=2"], []).removed == [], "both were asked for: the schema says no"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups", "set_to", "removed"),
+    [
+        (["optimizer.args.a=1", "optimizer.args={b: 2}"], {}, {"optimizer.args.a": 1, "optimizer.args": {"b": 2}}, []),
+        (["optimizer.args={b: 2}", "optimizer.args.a=1"], {}, {"optimizer.args": {"b": 2}, "optimizer.args.a": 1}, []),
+        (["a=1", "b=2", "a=3"], {}, {"b": 2, "a": 3}, []),
+        (["optimizer.args={a: 1, b: 2}", "~optimizer.args.a"], {}, {"optimizer.args": {"b": 2}}, ["optimizer.args.a"]),
+        (["optimizer.args.a=1", "seed=7", "~optimizer.args"], {}, {"seed": 7}, ["optimizer.args"]),
+        (["seed=7", "seeds=1", "~seed"], {}, {"seeds": 1}, ["seed"]),
+        (["method=qlora", "~method"], {}, {}, ["method"]),
+        (["~method", "method=qlora"], {"method": "qlora"}, {}, []),
+        (["~batch", "~method", "method.option=lora"], {"method": "lora"}, {}, ["batch"]),
+        (["model=./folder", "model=gpt2"], {"model": "gpt2"}, {}, []),
+        (["model=gpt2", "model.path=x"], {"model": "gpt2"}, {"model.path": "x"}, []),
+        (["data=b.jsonl"], {}, {"data.sources": ["b.jsonl"]}, ["data.format", "data.columns", "data.eval_sources"]),
+        (
+            ["data.format=chat", "data=[b]"],
+            {},
+            {"data.format": "chat", "data.sources": ["b"]},
+            ["data.columns", "data.eval_sources"],
+        ),
+        (["data.sources=[b]"], {}, {"data.sources": ["b"]}, []),
+    ],
+)
+def test_order_of_overrides(
+    mine: Path, overrides: list[str], groups: dict[str, str], set_to: dict[str, Any], removed: list[str]
+) -> None:
+    parsed = parse(overrides, [shipped_recipes()])
+    assert not parsed.problems
+    assert parsed.groups == groups
+    assert list(parsed.values.items()) == list(set_to.items()), "in this order"
+    assert parsed.removed == removed
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("seed", ["seed", "is not an override", "key=value, or ~key"]),
+        ("~seed=3", ["~seed=3", "is not an override"]),
+        ("=3", ["=3", "is not an override"]),
+        ("name=sgd", ["name", "several sections", "optimizer.name", "schedule.name", "write the section too"]),
+        ("sources.0.path=x", ["sources.0.path", "one entry of a list", "sources=[…]"]),
+        ("optimizer.args.betas.1=3", ["one entry of a list", "write all of it: optimizer.args.betas=[…]"]),
+        ("seed=1,2", ["seed", "one value", "1,2", "seed=[1,2]", "--sweep seed=1,2"]),
+        ("prompts=[a", ["evaluation.prompts", "cannot be read", "close every bracket"]),
+        ("~sed", ["sed", "unknown key", "did you mean `~seed`?"]),
+        ("~optimizer.learning_rat", ["unknown key", "did you mean `~optimizer.learning_rate`?"]),
+        ("~nothing.like", ["nothing.like", "unknown key"]),
+        ("method=qlor", ["method", "is not known", "qlora", "did you mean `qlora`?"]),
+        ("model=zzzz", ["model", "is not known", "zzzz", "for something else write model.path=zzzz"]),
+        ("evaluation=3", ["evaluation", "is a section", "evaluation.num_prompts"]),
+        ("batch=null", ["batch", "is a section", "~batch puts all of it back"]),
+    ],
+)
+def test_what_is_wrong_with_an_override_and_what_to_write(mine: Path, override: str, parts: list[str]) -> None:
+    parsed = parse([override, "max_steps=1"], [shipped_recipes()])
+    (problem,) = parsed.problems
+    text = " ".join(vars(problem).values())
+    assert [part for part in (*parts, "command line") if part not in text] == []
+    assert parsed.values == {"schedule.max_steps": 1}, "the others count"
+    assert parsed.texts == {"schedule.max_steps": "1"}
+
+
+def test_the_recipe_is_named_once() -> None:
+    assert split_arguments(["seed=1", "recipe=a=b", "recip=x"]) == ("a=b", ["seed=1", "recip=x"])
+    for arguments, hint in (
+        (["small", "seed=1"], "did you mean recipe=small?"),
+        (["recipe="], "`toolkit ls`"),
+        (["recipe=a", "recipe=b", "c"], "`toolkit ls`"),
+        ([], "`toolkit ls`"),
+    ):
+        with pytest.raises(RecipeError) as refused:
+            split_arguments(arguments)
+        (problem,) = refused.value.problems
+        assert problem.path == "recipe" and hint in problem.hint and problem.given == " ".join(arguments)

@@ -340,7 +340,8 @@ class _Walk:
 
 def _wrong_keys(layer: Layer) -> list[Problem]:
     """Wrong keys and types of a file whose `defaults` cannot be followed; what it may inherit is not missed."""
-    for path, _ in list(interpolated(layer.values)):
+    # Backwards, because taking out an entry of a list renumbers those after it.
+    for path, _ in reversed(list(interpolated(layer.values))):
         remove(layer.values, path)
     try:
         Recipe.model_validate(layer.values)
