@@ -15,7 +15,7 @@ from tracker import measured, planned
 from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find
 from toolkit.planner.memory.device import memory
-from toolkit.planner.memory.host import disk, host
+from toolkit.planner.memory.host import disk, host, run_folder_bytes
 from toolkit.planner.plan import PARTS, PHASES
 from toolkit.planner.trace.types import Amount, Moment, Tensors, Trace
 from toolkit.planner.workload import Workload
@@ -228,3 +228,179 @@ def test_longer_rows_cost_activations_and_nothing_else():
     )
     assert long.phases["forward"]["activations"] == 4 * short.phases["forward"]["activations"]
     assert long.phases["step"]["optimizer"] == short.phases["step"]["optimizer"]
+
+
+_TWICE, _NVME = {"global_batch_size": 16}, {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/x"}
+_CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "held"),
+    [
+        # In thousands of bytes: gradients and what the engine has beside, in each of `PHASES`.
+        ("ddp", {}, "0+18000 2000+18000 2000+18000 18000+18000 0+18000 0+20000 0+18000"),
+        ("ddp", _TWICE, "0+18000 20000+18000 20000+18000 18000+18000 0+18000 0+20000 0+18000"),
+        ("zero1", {}, "18000+0 18000+0 27000+18000 27000+0 18000+0 18000+9000 18000+0"),
+        ("zero1", _TWICE, "18000+0 27000+0 27000+18000 27000+0 18000+0 18000+9000 18000+0"),
+        ("zero2", {}, "0+6750 0+0 3375+6400 3375+4500 0+0 0+9000 0+0"),
+        ("zero2", _TWICE, "0+6750 2250+0 3375+6400 3375+4500 0+0 0+9000 0+0"),
+        ({"name": "zero2", "overlap_comm": False}, _TWICE, "0+6750 2250+0 3375+6200 3375+4500 0+0 0+9000 0+0"),
+        (
+            {"name": "zero2", "offload_optimizer": "cpu"},
+            *(_TWICE, "0+8750 2250+2000 2250+8400 2250+2000 0+2000 0+11000 0+2000"),
+        ),
+        (
+            {"name": "zero3", "param_persistence_threshold": 0},
+            *(_TWICE, "2250+2400 2250+9400 2250+11400 2250+2650 2250+9400 2250+2400 2250+400"),
+        ),
+        (
+            {"name": "zero3", "param_persistence_threshold": 600_000},  # Embeddings stay whole.
+            *({}, "2250+3400 2250+9400 2250+11400 2250+2650 2250+9400 2250+3400 2250+1400"),
+        ),
+        (
+            {"name": "zero3", "param_persistence_threshold": 0, "prefetch_bucket_size": 0},  # All when it is needed.
+            *({}, "2250+2400 2250+9400 2250+11400 2250+2650 2250+2400 2250+2400 2250+400"),
+        ),
+        (
+            {"name": "zero3", "param_persistence_threshold": 0, **_CPU},
+            *({}, "0+2400 0+9400 0+11400 0+400 0+9400 0+2400 0+400"),
+        ),
+        ("fsdp", {}, "0+4000 0+3000 1500+7000 2252+0 0+3000 0+4000 0+0"),
+        ("fsdp", _TWICE, "0+4000 18000+3000 20000+5000 2252+0 0+3000 0+4000 0+0"),
+        (
+            {"name": "fsdp", "sync_each_batch": True},
+            *(_TWICE, "0+4000 2252+3000 4252+5000 2252+0 0+3000 0+4000 0+0"),
+        ),
+        ({"name": "fsdp", "sharding": "shard_grad_op"}, {}, "0+4000 0+11000 2000+9000 2252+0 0+11000 0+4000 0+0"),
+        ({"name": "fsdp", "offload_param": "cpu"}, {}, "0+4000 0+3000 0+7000 0+0 0+3000 0+4000 0+0"),
+    ],
+    ids=str,
+)
+def test_what_each_engine_holds_of_four_layers_in_each_phase(strategy, batch, held):
+    """Embeddings of half a million weights, four layers of a million, eight GPUs: each figure can be added up."""
+    strategy = {"name": strategy} if isinstance(strategy, str) else strategy
+    sizes = {"seq_len": 1024, "global_batch_size": 8, "micro_batch_size": 1, **batch}
+    phases = _planned(strategy=strategy, batch=sizes).memory[0].phases
+    parts = [[round(phases[phase].get(part, 0) / 1000) for part in ("gradients", "engine")] for phase in PHASES]
+    assert " ".join(f"{gradients}+{engine}" for gradients, engine in parts) == held
+
+
+@pytest.mark.parametrize(
+    ("sections", "checkpoint", "model"),
+    [
+        ({}, 4 + 8, 2),
+        ({"precision": "fp32"}, 4 + 8, 4),
+        ({"precision": "pure_bf16"}, 2 + 4, 2),
+        ({"optimizer": {"name": "sgd", "momentum": 0.0}}, 4, 2),
+        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, 4 + 4, 2),
+        ({"strategy": {"name": "zero1"}}, 2 + 4 + 8, 2),
+        ({"strategy": {"name": "zero2", "offload_optimizer": "cpu"}}, 2 + 4 + 8, 2),
+        ({"strategy": {"name": "zero3"}}, 4 + 8, 2),
+        # The embeddings are the head too, and FSDP writes them under both names.
+        ({"strategy": {"name": "fsdp"}}, 4 + 8 + 4 / 9, 2),
+        ({"strategy": {"name": "fsdp", "offload_param": "cpu"}}, 4 + 8 + 4 / 9, 2),
+    ],
+    ids=str,
+)
+def test_disk_that_a_run_needs(sections, checkpoint, model):
+    """Bytes for each of 4.5 million parameters."""
+    found = _planned(**sections).disk
+    assert found.checkpoint == pytest.approx(checkpoint * 4_500_000, abs=1)
+    assert found.model == model * 4_500_000 and found.nvme == found.kept == 0
+    # The one of an interruption, and 32 MiB of small files with each.
+    assert run_folder_bytes(_recipe(**sections), found) == found.model + found.checkpoint + 2**25
+    for every in ({"save_steps": 5}, {"save_epochs": 0.5}):
+        saving = {**sections, "checkpoint": {**every, "save_total_limit": 3}}
+        kept = _planned(**saving).disk
+        assert kept.kept == 4 * found.checkpoint, "while rotating one more than the limit"
+        assert run_folder_bytes(_recipe(**saving), kept) == found.model + 4 * (found.checkpoint + 2**25)
+
+
+_PROCESS = 1200 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("hardware", "sections", "parts"),
+    [
+        ("h100", {}, {"processes": _PROCESS, "loading": 6 * 4.5e6, "saving": 9e6}),
+        ("h100", {"precision": "pure_bf16"}, {"processes": _PROCESS, "loading": 2 * 4.5e6, "saving": 9e6}),
+        ("h100", {"strategy": {"name": "zero2"}}, {"processes": 2 * _PROCESS, "loading": 9e6, "saving": 9e6}),
+        ("h100", {"strategy": {"name": "fsdp"}}, {"processes": 2 * _PROCESS, "loading": 27e6, "saving": 18e6}),
+        # Each of the eight converts for itself.
+        ("h100x8", {}, {"processes": 16 * _PROCESS, "loading": (2 + 8 * 4) * 4.5e6, "saving": 9e6}),
+        ("h100x8", {"strategy": {"name": "fsdp"}}, {"processes": 16 * _PROCESS, "loading": 27e6, "saving": 18e6}),
+        # Only the first node's first process reads; the hosts of both nodes hold the same.
+        ("h100x8x2", {"strategy": {"name": "zero3"}}, {"processes": 16 * _PROCESS, "loading": 9e6, "saving": 9e6}),
+        (
+            "h100",
+            {"activation_checkpointing": {"mode": "offload", "every_n_layers": 3}},
+            {"processes": _PROCESS, "activations": 2 * 2000 * 1024, "loading": 27e6, "saving": 9e6},
+        ),
+        (
+            "h100x8",
+            {"strategy": {"name": "zero2", "offload_optimizer": "cpu"}},
+            {"processes": 16 * _PROCESS, "optimizer": 36e6, "masters": 18e6, "gradients": 18e6}
+            | {"staging": 8 * 2 * (4.5e6 / 8 + 1e6), "loading": 9e6, "saving": 9e6},
+        ),
+        (
+            "h100x8",
+            {"strategy": {"name": "zero3", **_CPU}},
+            {"processes": 16 * _PROCESS, "optimizer": 36e6, "masters": 18e6, "gradients": 36e6, "parameters": 9e6}
+            | {"loading": 9e6, "saving": 9e6},
+        ),
+        (
+            "h100x8",
+            {"strategy": {"name": "zero3", **_NVME}},
+            {"processes": 16 * _PROCESS, "gradients": 18e6, "loading": 9e6, "saving": 9e6}
+            | {"staging": 8 * (4 * 4 * 4.5e6 / 8 + 5 * 1e8 * 2)},
+        ),
+        (
+            "h100x8",
+            {"strategy": {"name": "fsdp", "offload_param": "cpu"}},
+            # A row of 500 is an eighth of 4,000 rows rounded up.
+            {"processes": 16 * _PROCESS, "parameters": 18.016e6, "optimizer": 36.032e6, "gradients": 18.016e6}
+            | {"loading": 27e6, "saving": 18e6},
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_host_holds_by_parts(hardware, sections, parts):
+    sections = {"batch": {"seq_len": 1024, "global_batch_size": 16, "micro_batch_size": 1}, **sections}
+    found = _planned(hardware, **sections)
+    assert found.host.parts == parts
+    training = sum(value for part, value in parts.items() if part != "loading")
+    assert found.host.peak == max(parts["processes"] + parts["loading"], training)
+    nvme = {"nvme_path": "/x"}.items() <= sections.get("strategy", {}).items()
+    assert found.disk.nvme == (4 + 8 + 4 + 2) * 4_500_000 * nvme
+
+
+def test_batches_of_a_step_and_the_one_after_are_on_the_device():
+    """Ids, labels and positions of 8 bytes for each of 1,024 tokens."""
+    for passes in (1, 2, 7):
+        batch = {"seq_len": 1024, "global_batch_size": 8 * passes, "micro_batch_size": 1}
+        phases = _planned(batch=batch).memory[0].phases
+        assert phases["step"]["batch"] == phases["forward"]["batch"] == (passes + 1) * 1024 * 3 * 8
+        assert "batch" not in phases["load"] and "batch" not in phases["save"]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "context", "workspace", "held"),
+    [
+        ("h100", (520, 350, 800), 64 * 2**20, (1.04, 1.01, 1.15)),
+        ("h100x8", (920, 500, 1800), 64 * 2**20, (1.04, 1.01, 1.15)),
+        ("a100x8", (920, 500, 1800), 2 * (4096 * 2 + 16 * 8) * 1024, (1.04, 1.01, 1.15)),
+        ("mi300x", (600, 400, 1000), 0, (1.04, 1.01, 1.15)),
+        ("mi300xx8", (1000, 550, 2000), 0, (1.04, 1.01, 1.15)),
+    ],
+)
+def test_a_process_takes_more_than_its_tensors(hardware, context, workspace, held, monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    (rank,) = _planned(hardware).memory
+    assert rank.phases["forward"].get("workspace", 0) == workspace
+    assert rank.context == context[0] * 2**20
+    ranges = zip((rank.total.value, rank.total.low, rank.total.high), context, held, strict=True)
+    for total, mebibytes, share in ranges:
+        assert total == pytest.approx(rank.allocated * share + mebibytes * 2**20)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    fixed = _planned(hardware).memory[0].reserved
+    assert [fixed.value, fixed.low, fixed.high] == pytest.approx([rank.allocated * x for x in (1.17, 1.08, 1.4)])
