@@ -47,7 +47,7 @@ CORE = (
 FRAMEWORKS = ("pydantic", "hydra", "rich.console", "jinja2", "torch", "datasets", "transformers.trainer", "peft")
 SAID = {"UserError", "Problem", "print", "warn", "warning", "info", "debug", "error", "exception", "cast", "TypeVar"}
 # Tests whose durations come to more than this are not run for one mutant; a hung one is noticed after twice as much.
-SECONDS = 40.0
+SECONDS = 60.0
 
 
 class Mutant(NamedTuple):
@@ -85,6 +85,8 @@ def left_out(node: cst.CSTNode) -> bool:
         case cst.Annotation() | cst.Decorator() | cst.Raise() | cst.Assert() | cst.Import() | cst.ImportFrom():
             return True
         case cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()):
+            return True
+        case cst.Subscript(value=cst.Name(value="Literal")):
             return True
         case cst.Call(func=cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name))):
             return name in SAID or name in ("len", "isinstance")
@@ -206,42 +208,44 @@ class Reach:
         self.coverage.read()
         known = json.loads((place / "reach.json").read_text(encoding="utf-8"))
         self.seconds = {test: cost for test, cost in known["seconds"].items() if test not in known["failed"]}
+        self.texts = {
+            name: (place / name).read_text(encoding="utf-8") for name in {t.split("::")[0] for t in known["seconds"]}
+        }
         print(f"{len(self.seconds):,} tests; without a mutant fail: {known['failed']}")
 
     def stages(self, mutant: Mutant) -> Iterator[list[str]]:
-        """The tests that reach the mutant, shortest first, in two parts: those of its module and the others."""
+        """The tests to run, shortest first, in two parts: those in files that import the module, and the others.
+
+        They are those that reach the statement. One of a module or of a class runs when it is imported, for no test;
+        it gets those that reach anything in its module, and all of its room.
+        """
         contexts = self.coverage.contexts_by_lineno(str(self.place / mutant.file))
-        first, last, in_function = statement((self.place / mutant.file).read_text(encoding="utf-8"), mutant.line)
-        lines = range(first, last + 1) if in_function else contexts
-        reached = {test for line in lines for test in contexts.get(line, ()) if test in self.seconds}
-        parts = Path(mutant.file).parts
-        own = {test for test in self.seconds if test.split("::")[0].endswith((f"test_{Path(mutant.file).stem}.py",))}
-        own = {test for test in own if test.startswith(f"tests/{parts[1]}/")}
-        if not in_function:
-            reached |= own
-        for part in (reached & own, reached - own):
+        lines = statement_in_function((self.place / mutant.file).read_text(encoding="utf-8"), mutant.line)
+        reached = {test for line in lines or contexts for test in contexts.get(line, ()) if test in self.seconds}
+        _, room, *_ = Path(mutant.file).parts
+        if not lines:
+            reached |= {test for test in self.seconds if test.startswith(f"tests/{room}/")}
+        module = ".".join(Path(mutant.file).with_suffix("").parts)
+        importing = {test for test in reached if module in self.texts[test.split("::")[0]]}
+        for part in (importing, reached - importing):
             total, chosen = 0.0, []
             for test in sorted(part, key=self.seconds.__getitem__):
-                total += self.seconds[test]
-                if total > SECONDS:
+                if (total := total + self.seconds[test]) > SECONDS:
                     break
                 chosen.append(test)
             if chosen:
                 yield chosen
 
 
-def statement(source: str, line: int) -> tuple[int, int, bool]:
-    """First and last line of the innermost statement at `line`, the head alone of one with a body; whether it is in a function."""
-    first, last, in_function = line, line, False
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+def statement_in_function(source: str, line: int) -> range | None:
+    """Lines of the innermost statement at `line`, without the body of one that has one; None outside of functions."""
+    inside, lines = False, range(line, line + 1)
+    for node in ast.walk(ast.parse(source)):  # outer ones first
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or line):
             body = getattr(node, "body", None)
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and line >= body[0].lineno:
-                in_function = True
-            first, last = node.lineno, node.end_lineno or line
-            if body and isinstance(body[0], ast.stmt):
-                last = max(line, first)
-    return first, last, in_function
+            inside |= isinstance(node, ast.FunctionDef) and line >= body[0].lineno
+            lines = range(node.lineno, (line if body else node.end_lineno or line) + 1)
+    return lines if inside else None
 
 
 def noticed(place: Path, mutant: Mutant, reach: Reach) -> bool:
@@ -306,14 +310,19 @@ def main() -> None:
         if not (seen := noticed(place, mutant, reach)):
             survivors.append(mutant)
         share = 100 * (1 - len(survivors) / number)
-        print(f"{number} {mutant.file}:{mutant.line} {mutant.kind} {'noticed' if seen else 'SURVIVES'} "
-              f"({time.monotonic() - begin:.0f} s; {share:.1f}% noticed)", flush=True)
+        print(
+            f"{number} {mutant.file}:{mutant.line} {mutant.kind} {'noticed' if seen else 'SURVIVES'} "
+            f"({time.monotonic() - begin:.0f} s; {share:.1f}% noticed)",
+            flush=True,
+        )
         if not seen:
             old = (top / mutant.file).read_text(encoding="utf-8").splitlines()
             lines = list(difflib.unified_diff(old, mutant.source.splitlines(), lineterm="", n=0))[2:]
             print("\n".join(lines), flush=True)
-    print(f"seed {options.seed}: {len(drawn) - len(survivors)} of {len(drawn)} noticed; survivors by kind: "
-          f"{dict(Counter(mutant.kind for mutant in survivors))}")
+    print(
+        f"seed {options.seed}: {len(drawn) - len(survivors)} of {len(drawn)} noticed; survivors by kind: "
+        f"{dict(Counter(mutant.kind for mutant in survivors))}"
+    )
     if not options.place:
         shutil.rmtree(place)
 

@@ -1,13 +1,18 @@
-"""Trainings over two nodes with their own addresses, started as a user starts them on each."""
+"""How processes find each other: trainings over two nodes with their own addresses, and every failure by threads."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import ROOT, RUN, SUPPORT, losses
@@ -17,8 +22,9 @@ from small import populate
 from transformers import AutoModelForCausalLM
 
 from toolkit.common import UserError
+from toolkit.distributed import rendezvous
 from toolkit.distributed.layout import World
-from toolkit.distributed.rendezvous import Rendezvous
+from toolkit.distributed.rendezvous import Rendezvous, SharedError, connect
 
 OVERRIDES = ["recipe=small", "schedule.max_steps=3", "batch.micro_batch_size=1", "checkpoint.save_steps=2"]
 PORT = "29500"
@@ -176,11 +182,11 @@ def test_a_launcher_that_dies_with_its_store_ends_its_first_process(monkeypatch:
         agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         for name, value in agent.items():
             monkeypatch.setenv(name, value)
-        rendezvous = Rendezvous(World(0, 0, 2, 2))
+        met = Rendezvous(World(0, 0, 2, 2))
         launcher.kill()
     with pytest.raises(UserError, match="rank 0 has ended"):
-        rendezvous.exchange("tokenised", 0, dict)
-    rendezvous.stop()
+        met.exchange("tokenised", 0, dict)
+    met.stop()
 
 
 def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tmp_path: Path, ranks: Ranks) -> None:
@@ -199,3 +205,198 @@ def test_two_nodes_that_lose_each_other_both_say_so(nodes: tuple[Node, Node], tm
     assert [each.returncode for each in ended] == [1, 1]
     assert f"error: rank 1 ({nodes[1].host} {nodes[1].address}) stopped answering" in ended[0].stderr
     assert f"error: rank 0 ({nodes[0].host} {nodes[0].address}) stopped answering" in ended[1].stderr
+
+
+Work = Callable[[Rendezvous], Any]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free port, and no waiting but where a test asks for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, seconds in {"TIMEOUT_SECONDS": 10.0, "_BEAT_SECONDS": 0.02, "_LEAVE_SECONDS": 2.0}.items():
+        monkeypatch.setattr(rendezvous, name, seconds)
+
+
+@pytest.fixture
+def impatient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is silent for a second has gone."""
+    monkeypatch.setattr(rendezvous, "TIMEOUT_SECONDS", 1.0)
+
+
+def together(*works: Work | None, ranks: Sequence[int] | None = None) -> list[Any]:
+    """What each of several processes, here threads of two per node, returns or raises; None stands for one that never
+    starts."""
+    results: list[Any] = [None] * len(works)
+
+    def run(place: int, work: Work) -> None:
+        rank = ranks[place] if ranks else place
+        try:
+            with connect(World(rank, rank % 2, len(works), 2)) as met:
+                results[place] = work(met)
+        except UserError as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place, work)) for place, work in enumerate(works) if work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+def fail(met: Rendezvous) -> None:
+    raise UserError("the disk is full", "make room")
+
+
+HERE = f"{platform.node()} 127.0.0.1"
+
+
+@pytest.mark.usefixtures("quick")
+def test_everyone_hears_the_first_ones_answer_to_all_values() -> None:
+    def work(met: Rendezvous) -> tuple[Any, ...]:
+        doubled = met.exchange("a", 2 * met.world.rank, lambda values: sorted(values.items()))
+        return doubled, met.exchange("b", "x", lambda values: "".join(values.values())), met.name(3, 0, 1), met.alone
+
+    answers = together(work, work, work, work)
+    values = [[0, 0], [1, 2], [2, 4], [3, 6]]
+    assert json.loads(json.dumps(answers)) == [[values, "xxxx", f"ranks 0-1, 3 ({HERE})", False]] * 4
+    alone = Rendezvous(World())
+    assert alone.alone and alone.exchange("a", 5, lambda values: values) == {0: 5}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_what_one_finds_wrong_ends_all(failing: int) -> None:
+    wait_for_all: Work = lambda met: met.exchange("later", 1, dict)  # noqa: E731
+    results = together(*(fail if rank == failing else wait_for_all for rank in range(4)))
+    assert {type(result) for rank, result in enumerate(results) if rank != failing} == {SharedError}
+    told = {result.what for rank, result in enumerate(results) if rank != failing}
+    assert told == {f"rank {failing} ({HERE}): the disk is full"}
+    assert {result.change for result in results} == {"make room"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_the_first_one_judges_wrong_is_wrong_for_all() -> None:
+    def judge(values: Mapping[int, Any]) -> None:
+        raise SharedError("they differ", "make them the same")
+
+    results = together(*[lambda met: met.exchange("same", met.world.rank, judge)] * 2)
+    assert [(type(each), each.what, each.change) for each in results] == [
+        (SharedError, "they differ", "make them the same")
+    ] * 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_number_given_twice_is_told() -> None:
+    wait_for_all: Work = lambda met: met.exchange("later", 1, dict)  # noqa: E731
+    results = together(wait_for_all, wait_for_all, wait_for_all, ranks=[0, 1, 1])
+    assert all(each.what == f"two processes say that they are rank 1, one of them on {HERE}" for each in results)
+    assert all("--machine_rank" in each.change for each in results)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_never_comes_is_named() -> None:
+    def judged(met: Rendezvous) -> Any:
+        return met.exchange("later", 1, dict)
+
+    first, _, last, missing = together(judged, judged, judged, None)
+    assert first.what == last.what == f"rank 3 ({HERE}) did not answer within 1 s"
+    assert f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reachable" in first.change
+    assert missing is None
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_falls_silent_is_named() -> None:
+    def silent(met: Rendezvous) -> None:
+        met.stop()
+        time.sleep(2)
+
+    results = together(lambda met: met.exchange("later", 1, dict), silent)
+    assert results[0].what == "rank 1 stopped answering 1 s ago"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("starts", "lives", "told"),
+    [
+        ((0, 1), True, "the processes are all there, but cannot exchange data: why"),
+        ((0,), True, "rank 1 did not come to the first all-reduce: why"),
+        ((1,), True, "the processes are all there, but cannot exchange data: why"),
+        ((0, 1), False, "rank 1 stopped answering while the process group started"),
+    ],
+)
+def test_why_a_group_did_not_start(starts: tuple[int, ...], lives: bool, told: str) -> None:
+    def first(met: Rendezvous) -> UserError:
+        if 0 in starts:
+            met.group_started()
+        met.exchange("ready", 0, dict)
+        time.sleep(0.1)
+        return met.group_error("why")
+
+    def other(met: Rendezvous) -> None:
+        if 1 in starts:
+            met.group_started()
+        met.exchange("ready", 0, dict)
+        if not lives:
+            met._closed.set()
+        time.sleep(0.5)
+
+    error, _ = together(first, other)
+    assert error.what == told
+    hint = "here the one with 127.0.0.1" if lives else "look at what was printed there last"
+    assert hint in error.change
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_group_that_hangs_ends_its_processes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(rendezvous, "GROUP_SECONDS", 0.1)
+
+    def hang(met: Rendezvous) -> None:
+        met.begin_group()
+        time.sleep(1.2)
+
+    together(hang, hang)
+    printed = capfd.readouterr().err
+    assert codes == [1, 1]
+    assert "error: the processes are all there, but cannot exchange data: nothing for 0.1 s" in printed
+    assert "error on process 1: the processes are all there" in printed
+
+
+@pytest.mark.usefixtures("quick")
+def test_errors_of_the_group_are_told_as_such_only_while_it_starts() -> None:
+    def lost(met: Rendezvous) -> None:
+        met.begin_group()
+        raise RuntimeError("[gloo] connection closed\nand pages more")
+
+    results = together(lost, lambda met: met.exchange("later", 1, dict))
+    assert [each.what.partition(":")[0] for each in results] == [
+        "the processes are all there, but cannot exchange data"
+    ] * 2
+    assert "[gloo] connection closed" in results[0].what and "pages" not in results[0].what
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_store_that_cannot_be_opened_or_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"rank 0 \(127\.0\.0\.1:\d+\) did not answer within 1 s"):
+        Rendezvous(World(1, 1, 2, 2))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        taken.listen()
+        with pytest.raises(UserError, match=r"cannot be opened on 127\.0\.0\.1") as refused:
+            Rendezvous(World(0, 0, 2, 2))
+        assert "--main_process_port" in refused.value.change
+    for missing in ("MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.setenv(missing, "")
+        with pytest.raises(UserError, match="started 2 processes and set no MASTER_ADDR and MASTER_PORT"):
+            Rendezvous(World(0, 0, 2, 2))
