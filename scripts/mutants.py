@@ -222,9 +222,10 @@ class Reach:
         contexts = self.coverage.contexts_by_lineno(str(self.place / mutant.file))
         lines = statement_in_function((self.place / mutant.file).read_text(encoding="utf-8"), mutant.line)
         reached = {test for line in lines or contexts for test in contexts.get(line, ()) if test in self.seconds}
+        # Those of the module's own file may reach it in processes that they start.
         _, room, *_ = Path(mutant.file).parts
-        if not lines:
-            reached |= {test for test in self.seconds if test.startswith(f"tests/{room}/")}
+        of = f"tests/{room}/test_{Path(mutant.file).stem}.py" if lines else f"tests/{room}/"
+        reached |= {test for test in self.seconds if test.startswith(of)}
         module = ".".join(Path(mutant.file).with_suffix("").parts)
         importing = {test for test in reached if module in self.texts[test.split("::")[0]]}
         for part in (importing, reached - importing):
@@ -304,7 +305,7 @@ def main() -> None:
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     reach = Reach(place)
-    drawn, survivors = draw(top, options.only, options.count, options.seed), []
+    drawn, survivors = draw(place, options.only, options.count, options.seed), []
     for number, mutant in enumerate(drawn, 1):
         begin = time.monotonic()
         if not (seen := noticed(place, mutant, reach)):
@@ -316,7 +317,7 @@ def main() -> None:
             flush=True,
         )
         if not seen:
-            old = (top / mutant.file).read_text(encoding="utf-8").splitlines()
+            old = (place / mutant.file).read_text(encoding="utf-8").splitlines()
             lines = list(difflib.unified_diff(old, mutant.source.splitlines(), lineterm="", n=0))[2:]
             print("\n".join(lines), flush=True)
     print(

@@ -143,6 +143,41 @@ def test_every_key_of_another_tool_leads_to_one_of_ours() -> None:
         assert translation(key, 4, "4")
 
 
+# The keys of their own example files and reference pages.
+AXOLOTL = """
+    base_model revision_of_model tokenizer_config chat_template_jinja adapter load_in_4bit load_in_8bit lora_r
+    lora_alpha lora_dropout lora_target_modules lora_target_linear lora_modules_to_save peft_use_dora peft_use_rslora
+    datasets test_datasets val_set_size dataset_processes dataset_exact_deduplication sequence_len sample_packing
+    pad_to_sequence_len train_on_inputs group_by_length micro_batch_size eval_batch_size gradient_accumulation_steps
+    num_epochs max_steps learning_rate lr_scheduler lr_scheduler_kwargs warmup_steps warmup_ratio optimizer optim_args
+    adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm bf16 fp16 tf32 gradient_checkpointing flash_attention
+    xformers_attention sdp_attention torch_compile evals_per_epoch saves_per_epoch eval_strategy save_strategy
+    save_steps save_total_limit resume_from_checkpoint auto_resume_from_checkpoints early_stopping_patience
+    logging_steps wandb_project wandb_name use_wandb output_dir deepspeed fsdp fsdp_config seed
+"""
+LLAMA_FACTORY = """
+    model_name_or_path template flash_attn quantization_bit stage do_train do_eval finetuning_type lora_rank lora_alpha
+    lora_dropout lora_target additional_target use_dora use_rslora dataset dataset_dir eval_dataset cutoff_len val_size
+    max_samples packing mask_history train_on_prompt overwrite_output_dir preprocessing_num_workers output_dir run_name
+    logging_steps save_steps report_to per_device_train_batch_size per_device_eval_batch_size predict_with_generate
+    gradient_accumulation_steps learning_rate num_train_epochs lr_scheduler_type warmup_ratio bf16 eval_steps
+"""
+TRANSFORMERS = """
+    model_name_or_path model_revision tokenizer_name torch_dtype attn_implementation dataset_name train_file
+    validation_file block_size max_source_length max_seq_length max_length max_train_samples max_eval_samples
+    preprocessing_num_workers dataset_text_field dataset_num_proc assistant_only_loss completion_only_loss use_peft
+    lora_task_type bnb_4bit_quant_type bnb_4bit_use_double_quant optim data_seed evaluation_strategy push_to_hub
+    remove_unused_columns label_smoothing_factor generation_num_beams neftune_noise_alpha use_cache
+"""
+
+
+@pytest.mark.parametrize("keys", [AXOLOTL, LLAMA_FACTORY, TRANSFORMERS], ids=["Axolotl", "LLaMA-Factory", "TRL"])
+def test_every_key_of_the_examples_of_other_tools_is_ours_or_answered(keys: str) -> None:
+    silent = {"lora_task_type"}  # Follows from the model.
+    unknown = {key for key in keys.split() if key not in leaf_paths() and not translation(key, "x", "x")}
+    assert unknown - set(Recipe.model_fields) - set(sections()) <= silent
+
+
 @pytest.mark.parametrize(
     ("line", "change"),
     [
