@@ -347,6 +347,148 @@ def test_every_transfer_is_counted_once() -> None:
     assert {link.name for link in links} == {"NVLink", HOST}
 
 
+# During what, how often, on which link, bytes for each parameter, whether it is hidden, and how many collectives wait:
+# 32 layers, 161 buckets of 50 million of 8.03 billion parameters, 280 of the reductions' latency.
+KEPT = 2 * 7 / 8 * (1 - 128_256 * 4096 / PARAMETERS)
+SENT: dict[str, tuple[str, dict[str, Any], list[tuple[str, int, str, float, bool, float]]]] = {
+    "ddp": ("ddp", {}, [("backward", 1, "NVLink", 7.0, True, 2132.174)]),
+    "zero1": (
+        "zero1",
+        {},
+        [("backward", 1, "NVLink", 7.0, True, 280), ("step", 1, "NVLink", 1.75, False, 161)],
+    ),
+    "zero2 one after the other": (
+        "zero2",
+        {"overlap_comm": False},
+        [("backward", 8, "NVLink", 7.0, False, 280), ("step", 1, "NVLink", 1.75, False, 161)],
+    ),
+    "zero3 without prefetching": (
+        "zero3",
+        {"param_persistence_threshold": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 0},
+        [
+            ("forward", 8, "NVLink", 1.75, False, 32),
+            ("backward", 8, "NVLink", 1.75, False, 32),
+            ("backward", 8, "NVLink", 3.5, True, 161),
+        ],
+    ),
+    "zero3": (
+        "zero3",
+        {},
+        [
+            ("forward", 8, "NVLink", 1.75, True, 161),
+            # A billion elements are used again before they would be released.
+            ("backward", 8, "NVLink", 1.75 * (1 - 0.5e9 / PARAMETERS), True, 161 * (1 - 0.5e9 / PARAMETERS)),
+            ("backward", 8, "NVLink", 3.5, True, 161),
+            ("step", 1, "NVLink", 1.75 * 65 * 4096 / PARAMETERS, False, 1),
+        ],
+    ),
+    "fsdp that releases": (
+        "fsdp",
+        {},
+        [
+            ("forward", 8, "NVLink", 1.75, True, 34),
+            ("backward", 8, "NVLink", KEPT, True, 34),
+            ("backward", 1, "NVLink", 3.5, True, 34),
+        ],
+    ),
+    "fsdp that keeps": (
+        "fsdp",
+        {"sharding": "shard_grad_op"},
+        [("forward", 8, "NVLink", 1.75, True, 34), ("backward", 1, "NVLink", 3.5, True, 34)],
+    ),
+    "fsdp offloaded": (
+        "fsdp",
+        {"offload_param": "cpu", "sharding": "shard_grad_op"},
+        [
+            ("forward", 8, "NVLink", 1.75, True, 34),
+            ("backward", 1, "NVLink", 3.5, True, 34),
+            ("forward", 8, HOST, 0.5, True, 0),
+            ("backward", 8, HOST, 0.5, True, 0),
+            ("backward", 1, HOST, 0.5, True, 0),
+        ],
+    ),
+    "zero2 offloaded": (
+        "zero2",
+        {"offload_optimizer": "cpu"},
+        [
+            ("backward", 8, "NVLink", 7.0, True, 280),
+            ("step", 1, "NVLink", 1.75, False, 161),
+            ("backward", 1, HOST, 0.5, True, 0),
+            ("step", 1, HOST, 0.25, False, 0),
+        ],
+    ),
+    "zero3 on NVMe": (
+        "zero3",
+        {
+            **{"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/x", "prefetch_bucket_size": 0},
+            **{"param_persistence_threshold": 0, "max_reuse_distance": 0},
+        },
+        [
+            ("forward", 8, "NVLink", 1.75, False, 32),
+            ("backward", 8, "NVLink", 1.75, False, 32),
+            ("backward", 8, "NVLink", 3.5, True, 161),
+            ("backward", 8, HOST, 1.0, True, 0),
+            ("backward", 1, HOST, 0.5, True, 0),
+            ("step", 1, NVME, 4.0, False, 0),
+            ("forward", 8, HOST, 0.25, True, 0),
+            ("forward", 8, NVME, 0.25, True, 0),
+            ("backward", 8, HOST, 0.25, True, 0),
+            ("backward", 8, NVME, 0.25, True, 0),
+            ("step", 1, NVME, 0.25, False, 0),
+        ],
+    ),
+}
+
+
+def transfers_of(wanted: Recipe, hardware: str) -> list[tuple[str, int, str, float, bool, float]]:
+    """Each link of each transfer as in `SENT`."""
+    on = find(hardware)
+    workload = Workload(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted))
+    return [
+        (each.during, each.times, link, size / PARAMETERS, each.hidden, each.latency / latency(on))
+        for each in transfers(workload, 1e6)
+        for link, size in each.sent.items()
+        if size
+    ]
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_each_transfer_of_an_engine_and_when_it_happens(case: str) -> None:
+    """Eight micro-batches on eight GPUs of one node."""
+    strategy, engine, expected = SENT[case]
+    found = transfers_of(recipe(strategy, engine), "h200x8")
+    for one, other in zip(found, expected, strict=True):
+        assert one == (*other[:3], pytest.approx(other[3], rel=1e-3), other[4], pytest.approx(other[5], rel=1e-3))
+
+
+def test_hybrid_sharding_gathers_within_nodes_and_adds_up_across_them() -> None:
+    hybrid = recipe("fsdp", {"sharding": "hybrid_shard"}, batch={"global_batch_size": 256})
+    within = latency(find("h200x8x4"), across=False) / latency(find("h200x8x4"))
+    across = latency(find("h200x8x4"), reduces=True, within=False) / latency(find("h200x8x4"))
+    assert within == latency(find("h200x8")) / latency(find("h200x8x4"))
+    assert across == (8.4e-6 + 2 * 2 * 14e-6) / latency(find("h200x8x4"))  # of four nodes, by a tree
+    assert transfers_of(hybrid, "h200x8x4") == [
+        ("forward", 8, "NVLink", pytest.approx(1.75), True, pytest.approx(34 * within)),
+        ("backward", 8, "NVLink", pytest.approx(KEPT), True, pytest.approx(34 * within)),
+        ("backward", 1, "NVLink", pytest.approx(3.5), True, pytest.approx(34 * within)),
+        ("backward", 1, NETWORK, pytest.approx(2 * 4 / 8 * 3 / 4), True, pytest.approx(34 * across)),
+    ]
+
+
+def test_latency_needs_a_known_link_and_someone_at_its_other_end() -> None:
+    assert latency(find("h200x1x2")) == pytest.approx(8.4e-6 + 14e-6)
+    assert latency(find("l4x8")) == pytest.approx(8.4e-6 + 7 * 5.7e-6)
+    assert latency(find("mi300xx8")) == latency(find("h200x8"))
+    assert latency(find("h200x8x4"), within=False, across=False) == latency(find("cpux2")) == 0
+
+
+def test_activations_on_the_host_cross_the_bus_both_ways() -> None:
+    """Of 32 layers every third keeps its input: eleven."""
+    wanted = recipe(activation_checkpointing={"mode": "offload", "every_n_layers": 3})
+    _, *found = transfers_of(wanted, "h200x8")
+    assert found == [(phase, 8, HOST, pytest.approx(11e6 / PARAMETERS), True, 0) for phase in ("forward", "backward")]
+
+
 ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
     # Tokens per second, model, and what else the recipe says; TRL 1.16 with flash-attn 2, eager, torch 2.11.
     "1.2B full": (40_943, "meta-llama/Llama-3.2-1B", {"precision": "pure_bf16"}),
