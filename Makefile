@@ -1,6 +1,6 @@
 # Two commands do all their own set-up: `make demo` and `make test`. Everything lives in .venv of this checkout.
 .DEFAULT_GOAL := venv
-.PHONY: venv demo test test-fast matrix lint format traces clean
+.PHONY: venv demo test test-fast matrix mutants lint format traces clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -41,6 +41,10 @@ test-fast: venv
 matrix: venv
 	$(BIN)/python -m pytest tests/whole/test_matrix.py -m "matrix or not matrix"
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/whole/test_matrix.py -m matrix
+
+# Which share of random faults in the core the fast tests notice: an hour or two on one core; MUTANTS="--seed 7" draws others.
+mutants: venv
+	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from toolkit.common import UserError
+from toolkit.distributed import deepspeed_file
 from toolkit.distributed.engines import deepspeed_config, training_arguments
 from toolkit.distributed.launcher import Launch, check_launch
 from toolkit.distributed.layout import Length, World, batch_layout
@@ -289,3 +292,19 @@ def test_forms_of_public_files(name: str, launched: Any) -> None:
 def test_a_file_that_is_no_object_is_told(content: Any, launched: Any) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         launched(recipe(), content)
+
+
+def test_every_key_that_is_compared_is_one_that_deepspeed_reads() -> None:
+    package = importlib.util.find_spec("deepspeed")
+    assert package and package.submodule_search_locations
+    root = Path(package.submodule_search_locations[0])
+    files = [file for part in ("runtime", "ops", "utils") for file in (root / part).rglob("*.py")]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    read = set(re.findall(r"[\"']([a-z0-9_]+)[\"']", source)) | set(
+        re.findall(r"^ +(\w+)\s*[:=,]", source, re.MULTILINE)
+    )
+    for strategy, precision in (("zero2", "bf16"), ("zero3", "fp16"), ("zero1", "pure_bf16")):
+        made = recipe(strategy, precision=precision)
+        rows = deepspeed_file._rows(made, batch_layout(made, 1), {"train_batch_size": 32})
+        assert len(rows) > 25
+        assert {part for key in rows for part in key.split(".")} <= read

@@ -1,0 +1,162 @@
+"""Which setting is best of those that were planned, and which are worth a plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from arithmetic import Arithmetic, recipe
+
+from toolkit.planner.hardware import find
+from toolkit.planner.search import (
+    Candidate,
+    _largest_that_fits,
+    _micro_batches,
+    _recomputations,
+    _strategies,
+    as_arguments,
+    cheapest,
+    consider,
+    fastest,
+    fitting,
+    least,
+)
+
+
+def candidate(
+    name: str, seconds: float, fits: str = "yes", total: int = 10, devices: int = 1, rank: tuple[int, int] = (0, 0)
+) -> Candidate:
+    plan: Any = SimpleNamespace(
+        fit=SimpleNamespace(answer=fits, needed=3 * 2**29, available=2**31, where="device memory"),
+        work=SimpleNamespace(step_seconds=SimpleNamespace(value=seconds), tokens_per_step=100.0),
+        memory=[SimpleNamespace(total=SimpleNamespace(value=total)), SimpleNamespace(total=SimpleNamespace(value=1))],
+        devices=devices,
+    )
+    return Candidate({"name": name}, recipe(), plan, rank)
+
+
+def test_figures_of_a_setting() -> None:
+    made = candidate("a", 2.0, total=7, devices=8)
+    assert made.figures == (2.0, 7, 2.0 * 8 / 100.0)
+    assert made.need == "1.5 of 2.0 GiB of device memory"
+    assert as_arguments({"strategy.name": "zero2", "batch.micro_batch_size": 4, "data.packing": True}) == (
+        "strategy.name=zero2 batch.micro_batch_size=4 data.packing=true"
+    )
+
+
+def test_the_fastest_that_fits_and_the_simplest_of_equals() -> None:
+    slow, fast = candidate("slow", 2.0), candidate("fast", 1.0, rank=(1, 0))
+    tight, large = candidate("tight", 0.5, "tight"), candidate("large", 0.1, "no")
+    assert fastest([slow, fast, tight, large]) is fast
+    assert fitting([slow, fast, tight, large]) == [slow, fast]
+    assert fastest([tight, large]) is tight and fitting([tight, large]) == [tight]
+    assert fastest([large]) is None and fastest([]) is None and cheapest([large]) is None
+    # Within a percent or two nobody sees a difference; then the simpler, and then the smaller counts.
+    simple = candidate("simple", 1.001)
+    assert fastest([fast, simple]) is simple
+    assert fastest([simple, small := candidate("small", 1.001, total=5)]) is small
+    assert fastest([candidate("second", 1.001), first := candidate("first", 1.0)]) is first
+    assert fastest([only := candidate("only", 1.0), candidate("later", 1.5)]) is only
+
+
+def test_the_cheapest_and_the_least() -> None:
+    one, eight = candidate("one", 4.0, devices=1), candidate("eight", 1.0, devices=8)
+    assert cheapest([one, eight]) is one and fastest([one, eight]) is eight
+    assert cheapest([one, candidate("same", 4.0, devices=1, rank=(1, 0))]) is one
+    assert cheapest([one, candidate("no", 0.1, "no")]) is one
+    assert least([one, small := candidate("small", 9.0, "no", total=5)]) is small
+    assert least([candidate("slower", 9.0), one]) is one
+    assert least([candidate("involved", 4.0, rank=(1, 1)), one]) is one
+
+
+MODES, EVERY = "activation_checkpointing.mode", "activation_checkpointing.every_n_layers"
+
+
+@pytest.mark.parametrize(
+    ("stated", "hardware", "plain", "offloading"),
+    [
+        ({}, "h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)], [("offload", 1)]),
+        ({}, "cpu", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)], []),
+        (
+            {"mode": "full", "every_n_layers": 3},
+            *("h100", [("none", 1), ("full", 3), ("full", 2), ("selective", 1), ("full", 1)], [("offload", 3)]),
+        ),
+        ({"mode": "auto", "every_n_layers": 3}, "h100", [("full", 3)], [("offload", 3)]),
+        (
+            {"mode": "auto"},
+            *("h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)], [("offload", 1)]),
+        ),
+    ],
+)
+def test_from_no_recomputing_to_all(
+    stated: dict[str, Any], hardware: str, plain: list[tuple[str, int]], offloading: list[tuple[str, int]]
+) -> None:
+    made, on = recipe(activation_checkpointing=stated), find(hardware)
+    for offload, expected in ((False, plain), (True, offloading)):
+        assert [(each[MODES], each[EVERY]) for each in _recomputations(made, on, offload)] == expected
+
+
+OFFLOADING = ["fsdp each", "fsdp each", "zero2", "fsdp", "zero3", "zero3"]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "plain", "offloading"),
+    [
+        ("h100", ["ddp"], OFFLOADING[2:]),
+        ("h100x8", ["ddp", "zero1", "zero2", "fsdp", "zero3"], OFFLOADING),
+        ("h100x8x2", ["ddp", "zero1", "zero2", "fsdp", "zero3", "fsdp hybrid"], OFFLOADING),
+        ("cpux2", ["ddp"], []),
+    ],
+)
+def test_strategies_of_a_machine_the_simple_ones_first(hardware: str, plain: list[str], offloading: list[str]) -> None:
+    def names(made: Any, offload: bool) -> list[str]:
+        marks = {"strategy.sync_each_batch": " each", "strategy.sharding": " hybrid"}
+        return [
+            each["strategy.name"] + "".join(mark for key, mark in marks.items() if each.get(key) not in (None, False))
+            for each in _strategies(made, find(hardware), offload)
+            if each
+        ]
+
+    auto = recipe(strategy={"name": "auto"})
+    assert (names(auto, False), names(auto, True)) == (plain, offloading)
+    # One that is asked for comes first, as it is.
+    asked = recipe(strategy={"name": plain[-1].split()[0]})
+    assert _strategies(asked, find(hardware), False)[0] == {}
+    assert names(asked, True) == offloading
+
+
+def test_drives_are_offered_where_the_recipe_names_one() -> None:
+    made = recipe(strategy={"name": "zero3", "offload_optimizer": "cpu", "nvme_path": "/x"})
+    nvme = [each for each in _strategies(made, find("h100"), True) if each.get("strategy.offload_optimizer") == "nvme"]
+    assert [each["strategy.offload_param"] for each in nvme] == ["none", "cpu", "nvme"]
+    assert all(each.get("strategy.nvme_path", "/x") == "/x" for each in nvme)
+
+
+def test_the_largest_micro_batch_that_fits_is_found_by_halves() -> None:
+    made, on = recipe(batch={"global_batch_size": 64, "seq_len": 1024}), find("h100")
+    sizes = _micro_batches(made, 1)
+    assert [each["batch.micro_batch_size"] for each in sizes] == [1, 2, 4, 8, 16]
+    odd = recipe(batch={"global_batch_size": 64, "seq_len": 1024, "micro_batch_size": 32})
+    assert [each["batch.micro_batch_size"] for each in _micro_batches(odd, 1)] == [1, 2, 4, 8, 16, 32]
+    for largest in (0, 1, 4, 16):
+        asked = []
+
+        def estimate(changed: Any, hardware: Any, largest: int = largest, asked: list[int] = asked) -> Any:
+            asked.append(changed.batch.micro_batch_size)
+            return candidate("x", 1.0, "yes" if asked[-1] <= largest else "no").plan
+
+        tried = _largest_that_fits(made, on, estimate, sizes)
+        assert [each.recipe.batch.micro_batch_size for each in tried] == asked and asked[0] == 16
+        assert max((size for size in asked if size <= largest), default=0) == largest and len(asked) <= 4
+    assert _largest_that_fits(made, on, lambda changed, hardware: None, sizes) == []
+
+
+def test_what_would_have_been_taken_anyway_is_no_change() -> None:
+    made, on = recipe(), find("h100")
+    taken = consider(made, on, Arithmetic(1), {"batch.micro_batch_size": 4, "strategy.name": "ddp"})
+    other = consider(made, on, Arithmetic(1), {"batch.micro_batch_size": 2, "strategy.name": "zero2"})
+    assert taken and other
+    assert "batch.micro_batch_size" not in taken.changes
+    assert other.changes["batch.micro_batch_size"] == 2 and other.changes["strategy.name"] == "zero2"
+    assert consider(made, on, Arithmetic(1, without=("full",)), {MODES: "full"}) is None
