@@ -102,7 +102,7 @@ def left_out(node: cst.CSTNode) -> bool:
 
 
 def draw(top: Path, only: str, count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, each of another line; every line that can be mutated is as likely, and so is each of its mutants."""
+    """`count` mutants, each of another line: all lines that can be mutated are as likely, and all mutants of a line."""
     chance = random.Random(seed)
     files = sorted({file for pattern in CORE for file in top.glob(pattern) if only in str(file.relative_to(top))})
     modules = []
