@@ -42,7 +42,9 @@ def recipe(*overrides: Any) -> Any:
 
 def adapted(*overrides: Any) -> Any:
     asked = recipe(*overrides)
-    return add_method(ModelSource.open(asked).load(dtypes(asked), "sdpa"), asked, dtypes(asked))
+    source = ModelSource.open(asked)
+    new_tokens = source.tokenizer().convert_tokens_to_ids(asked.model.new_tokens)
+    return add_method(source.load(dtypes(asked), "sdpa"), asked, dtypes(asked), new_tokens=new_tokens)
 
 
 def ranks(model: Any) -> dict[str, int]:
@@ -58,6 +60,7 @@ SELECTED = {
     "experts": ["model.path=moe", "method.target_modules=[q_proj]", EXPERTS],
     "only-experts": ["model.path=moe", "method.target_modules=[]", EXPERTS, "method.rank_pattern={down_proj: 2}"],
     "gpt2": ["model.path=gpt2", "method.layers_to_transform=[1]"],
+    "tokens": ["model.new_tokens=[new, newer]"],
     "biases": ["model.path=gpt2", "extra.lora.bias=all"],
     "excluded": ["extra.lora.exclude_modules=[down_proj]"],
     "seq2seq": ["model.path=blenderbot", "objective=seq2seq", "method.layers_to_transform=[0]"],

@@ -120,7 +120,7 @@ def test_padding_that_the_model_has_no_embedding_for_is_refused(place: Path) -> 
     tokenizer.save_pretrained(place / "padded")
     with pytest.raises(UserError, match=rf"'\[PAD\]' \({source.vocab_size}\)") as refused:
         ModelSource.open(recipe("model.tokenizer=padded")).tokenizer()
-    assert "model.tokenizer" in refused.value.change and "resize_token_embeddings" in refused.value.change
+    assert "model.tokenizer" in refused.value.change and "model.new_tokens" in refused.value.change
 
 
 def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(place: Path) -> None:

@@ -23,6 +23,7 @@ from toolkit.recipe.sections import SCHEDULES
 
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
 LORA = "method.name=lora"
+TOKENS = "model.new_tokens=[a]"
 STREAM = ["data.streaming=true", "schedule.max_steps=10", "data.eval_split=validation"]
 SEQ2SEQ = ["model=blenderbot_400m", "objective=seq2seq", "batch.seq_len=128"]
 ZERO1, ZERO2, ZERO3, FSDP = (["strategy.name=" + name] for name in ("zero1", "zero2", "zero3", "fsdp"))
@@ -83,6 +84,9 @@ CASES = [
     ("init-odd", [LORA, "method.init_lora_weights=orthogonal", "method.r=5"], ["method.r=6"]),
     ("init-adapter", [LORA, "model.adapter=existing", "method.init_lora_weights=pissa"], ["~method.init_lora_weights"]),
     ("loraplus-optimizer", [LORA, "optimizer=muon", "method.loraplus_lr_ratio=4"], ["optimizer.name=adamw"]),
+    ("token-rows-sharded", [LORA, *FSDP, TOKENS], ["strategy.name=zero2"]),
+    ("token-rows-sharded", [LORA, *ZERO3, TOKENS], ["method.modules_to_save=[embed_tokens,lm_head]"]),
+    ("new-tokens-twice", ["model.new_tokens=[a,b,a]"], ["model.new_tokens=[a,b]"]),
     ("adapter-zero3", [LORA, *ZERO3, "model.adapter=existing"], ["strategy.name=zero2"]),
     ("target-parameters", [LORA, "method.target_parameters=[w]", "lora_dropout=0.1"], ["~method.lora_dropout"]),
     ("target-parameters", [LORA, "method.target_parameters=[w]", "method.use_dora=true"], ["method.use_dora=false"]),

@@ -38,7 +38,7 @@ REFUSED = [
     ([f"{ARGUMENTS}.remove_unused_columns=true"], ["before the Trainer sees them"]),
     ([f"{ARGUMENTS}.accelerator_config={{split_batches: true}}"], ["follows from the seed"]),
     ([f"{ARGUMENTS}.save_only_model=true"], ["all that a run needs to go on"]),
-    ([LORA, f"{OF_LORA}.trainable_token_indices=[1]"], ["would miss it"]),
+    ([LORA, f"{OF_LORA}.trainable_token_indices=[1]"], ["set model.new_tokens"]),
     ([ZERO2, f"{ZERO}.contiguous_gradients=false"], ["rest on"]),
     ([ZERO2, f"{ENGINE}.compile.deepcompile=true"], ["rest on"]),
     # Without effect.

@@ -73,8 +73,7 @@ def no_embedding(holder: str, tokenizer: Any, token: int, vocab_size: int) -> Us
     text = tokenizer.convert_ids_to_tokens(token)
     return UserError(
         f"{holder} has the token {text!r} ({token}), but the model has embeddings for {vocab_size} tokens",
-        "set model.tokenizer to the model's own, or set model.path to a folder where the model was saved after "
-        "`model.resize_token_embeddings(len(tokenizer))`",
+        "name tokens that the model has yet to learn in model.new_tokens, or set model.tokenizer to the model's own",
     )
 
 

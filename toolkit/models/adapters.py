@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,13 @@ def keep_unpacked(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bool = True) -> Any:
+def add_method(
+    model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bool = True, new_tokens: Sequence[int] = ()
+) -> Any:
     """Freezes, or adds adapters. Returns the model to train.
 
     Args:
+        new_tokens: Ids of the tokens whose rows are trained beside adapters.
         whole: Whether the model has all its layers, so that each pattern must match.
 
     Raises:
@@ -44,6 +47,7 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
         return model
     from peft import LoraConfig, TaskType, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import TrainableTokensWrapper
 
     _check_modules(model, method.target_modules, method.modules_to_save)
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
@@ -59,6 +63,7 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
         alpha_pattern=dict(method.alpha_pattern),
         modules_to_save=saved or None,
         ensure_weight_tying=tied,
+        trainable_token_indices=None if tied else _token_rows(model, new_tokens, saved),
         init_lora_weights=True if method.init_lora_weights == "default" else method.init_lora_weights,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
@@ -78,6 +83,10 @@ def add_method(model: PreTrainedModel, recipe: Recipe, dtypes: Dtypes, whole: bo
         ) from error
     if whole:
         _check_adapted(adapted, method)
+    base: Any = adapted.get_base_model()
+    head = base.get_output_embeddings()
+    if isinstance(head, TrainableTokensWrapper):
+        head.register_parameter("bias", None)  # TRL's fused head asks for it.
     cast_parameters((each for each in adapted.parameters() if each.requires_grad), dtypes.local)
     if dtypes.autocast:
         # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
@@ -133,7 +142,9 @@ def _load_adapter(adapted: Any, folder: str) -> None:
             "set model.path to the model that it was trained on",
         ) from error
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    if missing := sorted(trained & set(result.missing_keys)) or list(result.unexpected_keys):
+    # PEFT saves the trained rows of tied embeddings a second time, as the output head's.
+    unexpected = [name for name in result.unexpected_keys if not name.endswith("trainable_tokens_delta")]
+    if missing := sorted(trained & set(result.missing_keys)) or unexpected:
         raise UserError(
             f"model.adapter: {folder} and this model differ in {len(missing)} weights, such as {missing[0]}",
             "set model.path to the model that it was trained on",
@@ -263,6 +274,21 @@ def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: li
         )
     others = [name for name in saved if not any(_matches(each, [name]) for each in embeddings)]
     return [*others, "lm_head"], True
+
+
+def _token_rows(model: PreTrainedModel, ids: Sequence[int], saved: list[str]) -> dict[str, list[int]] | None:
+    """The rows to train of embeddings and output head, by PEFT's names of them; not of those that are trained whole."""
+    if not ids:
+        return None
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and getattr(head, "bias", None) is not None:
+        raise UserError(
+            f"model.new_tokens: the output head of this {model.config.model_type} has a bias, which PEFT leaves out",
+            "set method.modules_to_save to embeddings and output head, or method.name=full",
+        )
+    modules = [embeddings] if head is None or head.weight is embeddings.weight else [embeddings, head]
+    names = (name for name, module in model.named_modules() if any(module is each for each in modules))
+    return {name: list(ids) for name in names if not _matches(name, saved)} or None
 
 
 def _matches(path: str, modules: list[str]) -> bool:

@@ -80,6 +80,9 @@ class Weights:
     def read(self, name: str, place: torch.device) -> torch.Tensor:
         """A weight as adapters are trained on it: quantized, or in the type that the model is loaded in."""
         weight = self.files[name if name in self.files else self.plain.all_tied_weights_keys[name]].to(place)
+        if weight.ndim and (new := len(self.plain.get_parameter(name)) - len(weight)):
+            # Rows of new tokens, which adapters have.
+            weight = torch.cat([weight, weight.new_zeros(new, *weight.shape[1:])])
         if not self.quantizer or not self.quantizer.param_needs_quantization(self._layers, name):
             return weight
         quantized = self.quantizer.get_quantize_ops().convert({name: [weight]}, model=self._layers)[name]
@@ -169,7 +172,8 @@ class Blockwise:
         self._away: dict[Block, list[nn.Parameter]] = {}
         for module in model.modules():
             for key, buffer in module._buffers.items():
-                module._buffers[key] = buffer if buffer is None else buffer.to(place)
+                # What PEFT keeps of embeddings to undo a merge was never read.
+                module._buffers[key] = buffer if buffer is None or buffer.is_meta else buffer.to(place)
         for block in self.blocks:
             block.module.register_forward_pre_hook(lambda *_, block=block: self.fill(block))
             block.module.register_forward_hook(lambda *_, block=block: self.free(block))
@@ -258,4 +262,4 @@ def _parameters(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, 
 
 def _plain(path: str) -> str:
     """The path that a module has before PEFT wraps the model."""
-    return re.sub(r"\.(base_layer|original_module)\b", "", path).removeprefix("base_model.model.")
+    return re.sub(r"\.(base_layer|original_module|token_adapter)\b", "", path).removeprefix("base_model.model.")

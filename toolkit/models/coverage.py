@@ -15,6 +15,9 @@ import torch
 from toolkit.common import UserError
 from toolkit.recipe import Recipe, model_configs
 
+_TOKEN_ROWS = "trainable_tokens_delta"
+"""In PEFT's names of trained rows of embeddings, which are copies."""
+
 
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Number of parameters in `total`, `base`, `trainable`, `tied`, `quantized` and `reached`.
@@ -36,9 +39,10 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
         counts["quantized"] += count if _is_quantized(parameter) else 0
     if hasattr(model, "peft_config"):
         adapted = {id(each): each for each in _adapted(model)}.values()
+        rows = sum(_numel(each) for name, each in model.named_parameters() if _TOKEN_ROWS in name)
         itself = sum(_numel(each) for each in adapted if each.requires_grad)
         base = counts["total"] - counts["trainable"] + itself
-        return counts | {"base": base, "reached": sum(map(_numel, adapted))}
+        return counts | {"base": base, "reached": sum(map(_numel, adapted)) + rows}
     return counts | {"base": counts["total"], "reached": counts["trainable"]}
 
 
@@ -72,19 +76,18 @@ def _outside(model: Any) -> Iterator[torch.nn.Module]:
 
 def _adapted(model: torch.nn.Module) -> Iterable[Any]:
     """Parameters of the base that have an adapter or a trained copy, or are trained themselves, as biases may be."""
-    from peft.tuners.lora.layer import ParamWrapper
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.utils import ModulesToSaveWrapper
 
     for module in model.modules():
         if isinstance(module, ParamWrapper):
             yield module.get_param()
-        elif isinstance(module, BaseTunerLayer):
+        elif isinstance(module, LoraLayer):
             yield module.get_base_layer().weight
         elif isinstance(module, ModulesToSaveWrapper):
             yield from module.original_module.parameters()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_" not in name and ".modules_to_save." not in name:
+        if parameter.requires_grad and not any(part in name for part in ("lora_", ".modules_to_save.", _TOKEN_ROWS)):
             yield parameter
 
 

@@ -6,6 +6,7 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,9 +77,14 @@ class ModelSource:
             )
         return cls(recipe, location, config)
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int | None:
-        """Number of tokens that the model has embeddings for; None for the few configs that do not say."""
+        """Number of tokens that the model has embeddings for once loaded; None for the few configs that do not say."""
+        size = self._saved_vocab_size
+        return max(size, len(self.tokenizer())) if size and self.recipe.model.new_tokens else size
+
+    @property
+    def _saved_vocab_size(self) -> int | None:
         return getattr(self.config.get_text_config(), "vocab_size", None)
 
     def tokenizer(self, saved: Path | None = None) -> PreTrainedTokenizerBase:
@@ -99,8 +105,10 @@ class ModelSource:
         if tokenizer.pad_token is None:
             # Labels are masked by position, not by token, so any token can pad without being lost as a label.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-        if self.vocab_size is not None and (tokenizer.pad_token_id or 0) >= self.vocab_size:
-            raise no_embedding("model.tokenizer, for padding,", tokenizer, tokenizer.pad_token_id, self.vocab_size)
+        size = self._saved_vocab_size
+        if size is not None and not model.new_tokens and (tokenizer.pad_token_id or 0) >= size:
+            raise no_embedding("model.tokenizer, for padding,", tokenizer, tokenizer.pad_token_id, size)
+        tokenizer.add_tokens(model.new_tokens, special_tokens=True)
         return tokenizer
 
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -158,6 +166,9 @@ class ModelSource:
         arguments |= {**self.location, "config": self.config}
         model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
         keep_unpacked(model)
+        if self.vocab_size != self._saved_vocab_size:
+            # New rows are drawn around the mean of the others, by the seed.
+            model.resize_token_embeddings(self.vocab_size)
         return model
 
     def in_files(self, dtypes: Dtypes, folder: Path) -> Weights:
@@ -185,6 +196,8 @@ class ModelSource:
             # Of weights that are kept in fp32, the offload knows nothing.
             if any(re.search(pattern.replace("*", ".*"), name) for pattern in model._get_dtype_plan(dtype)):
                 files.index[name]["dtype"] = "float32"
+        if self.vocab_size != self._saved_vocab_size:
+            model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
         return Weights(files, model, AutoHfQuantizer.from_config(quantization) if quantization else None)
 
     def restore_config(self, model: PreTrainedModel) -> None:

@@ -50,6 +50,10 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         for key, plain in _PLAIN.items()
         if _sorted(config.get(key, plain)) != _sorted(recipe.extra.lora.get(key, plain))
     ]
+    if bool(config.get("trainable_token_indices")) != bool(recipe.model.new_tokens):
+        what = "has rows for tokens that it was trained with" if not recipe.model.new_tokens else "has no rows for them"
+        key = "model.new_tokens" if recipe.model.new_tokens else "model.adapter"
+        problems.append(problem(key, what, "", "set model.new_tokens to what it was when this adapter was trained"))
     base, path = config.get("base_model_name_or_path"), BUILTIN_MODELS.get(recipe.model.path, recipe.model.path)
     if base and base != path and not Path(path).exists():
         problems.append(

@@ -49,6 +49,7 @@ _SAME = {
     "model.revision": ("model_revision", "revision_of_model"),
     "model.tokenizer": ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_config"),
     "model.chat_template": ("template", "chat_template_jinja", "chat_template_path"),
+    "model.new_tokens": ("new_special_tokens", "additional_special_tokens", "add_special_tokens", "tokens"),
     "model.attention": ("attn_implementation", "flash_attn", "attn_impl"),
     "model.dtype": ("torch_dtype",),
     "data.sources": ("datasets", "dataset", "dataset_name", "train_file", "dataset_path", "train_data"),
@@ -73,7 +74,14 @@ _SAME = {
 }
 """A key of ours to those that mean the same and take the same value."""
 
-_LISTS = ("logging.trackers", "data.sources", "data.eval_sources", "method.modules_to_save", "method.target_modules")
+_LISTS = (
+    "logging.trackers",
+    "model.new_tokens",
+    "data.sources",
+    "data.eval_sources",
+    "method.modules_to_save",
+    "method.target_modules",
+)
 _VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "flex_attention": "flex", "all": "all-linear"}
 _OTHERWISE: dict[str, dict[Any, str]] = {
     "load_in_4bit": {True: "method: {name: lora, quantization: nf4}", False: "method.quantization: none"},

@@ -65,6 +65,9 @@ class Model(Section):
     """Folder of a LoRA adapter to train on from, e.g. `runs/first/final`; its rank and targets are taken over."""
     tokenizer: Place | None = None
     """Hub id or local folder of the tokenizer, if it is not the model's own."""
+    new_tokens: list[str] = []
+    """Tokens for the model to learn, e.g. `[<tool>, </tool>]`. The tokenizer gets those that it lacks as special
+    tokens, and the model embeddings for them; adapters train their rows of embeddings and output head too."""
     chat_template: Place | None = None
     """Jinja file, or the built-in name `chatml`, that replaces the tokenizer's own chat template."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -121,7 +121,13 @@ def _merge_into(folder: Path, source: ModelSource, final: Path, probe: _Probe, w
     _require("merged model", proof["distance"], proof["tolerance"])
 
     _save(base.model(), Merged(adapted, getattr(torch, types.export)), types.export, folder)
-    saved = {"model.path": str(folder), "model.gguf_file": None, "model.revision": None, "method.quantization": "none"}
+    saved: dict[str, Any] = {
+        "model.path": str(folder),
+        "model.gguf_file": None,
+        "model.revision": None,
+        "model.new_tokens": [],
+    }
+    saved["method.quantization"] = "none"
     files = ModelSource.open(source.recipe.with_values(saved)).in_files(
         dataclasses.replace(types, load=types.export), work / "saved"
     )

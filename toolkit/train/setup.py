@@ -113,7 +113,8 @@ def set_up(
     set_seed(recipe.seed)
     base = source.load(types, backend)
     require_quantized(base, recipe)
-    model = add_method(base, recipe, types)
+    new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
+    model = add_method(base, recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, recipe)
 
     # Trainer

@@ -130,7 +130,8 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
             trust_remote_code=setting.trust_remote_code,
         )
         _quantize(model, recipe, types)
-        trained = add_method(model, recipe, types, whole=depth is None)
+        new_tokens = range(setting.method.get("new_tokens", 0))
+        trained = add_method(model, recipe, types, whole=depth is None, new_tokens=new_tokens)
     trained.train()
     if depth is not None:
         _materialize(trained, fake, types)
@@ -141,6 +142,7 @@ def _recipe(setting: Setting) -> Recipe:
     data = Data(sources=[Source(path="unread")])
     stated = dict(setting.method)
     extra = Extra(lora=stated.pop("extra", {}))
+    stated.pop("new_tokens", None)
     method = Method(**stated)
     return Recipe(model=Model(path="unread"), data=data, objective=setting.objective, method=method, extra=extra)  # type: ignore[arg-type]
 

@@ -233,7 +233,7 @@ class Setting:
         device: What it will run on; kernels and rounding differ.
         objective: As in the recipe.
         method: The recipe's section `method`, without what leaves memory and work as they are; `extra` holds
-            `extra.lora`, where there is any.
+            `extra.lora`, `new_tokens` the number of tokens whose rows are trained beside adapters, where there are any.
         load: Dtype of frozen weights, see `engines.Dtypes`.
         local: Dtype of trained weights as the forward pass sees them.
         autocast: Dtype of autocast, or None.
@@ -298,6 +298,8 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     on_cpu = device == "cpu"
     rows = _layout(recipe, backend)
     stated = method.model_dump(include={*_ADAPTER_KEYS, *rare} if adapters else set(_FULL_KEYS))
+    if adapters and recipe.model.new_tokens:
+        stated["new_tokens"] = len(recipe.model.new_tokens)
     return Setting(
         config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
         device="cpu" if on_cpu else "cuda",

@@ -27,7 +27,10 @@ _OWN = {
         **{"eval_delay": "evaluation.every_steps", "generation_max_length": "evaluation.max_new_tokens"},
         **{"eval_packing": "data.packing", "truncation_mode": "data.over_long", "shuffle_dataset": "data.shuffle"},
     },
-    "lora": {"base_model_name_or_path": "model.path", "task_type": "objective"},
+    "lora": {
+        **{"base_model_name_or_path": "model.path", "task_type": "objective"},
+        "trainable_token_indices": "model.new_tokens",
+    },
     "deepspeed": {
         **dict.fromkeys(("train_batch_size", "gradient_accumulation_steps"), "batch.global_batch_size"),
         **{"train_micro_batch_size_per_gpu": "batch.micro_batch_size", "gradient_clipping": "optimizer.max_grad_norm"},
@@ -91,7 +94,6 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
         "it belongs to a beginning that method.init_lora_weights does not offer": (
             *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         ),
-        "the loss reads the weight of the embeddings itself and would miss it": ("trainable_token_indices",),
         "such an adapter cannot be merged into layers without a bias": ("lora_bias",),
         "it makes another kind of adapter or model, which is not what is planned, checked and merged": (
             *("layer_replication", "alora_invocation_tokens", "use_qalora", "qalora_group_size", "velora_config"),

@@ -54,6 +54,12 @@ INPUT_RULES = {
         "it is another model's: of its tokens {tokens_without_embedding}",
         "remove model.tokenizer",
     ),
+    "new-tokens-twice": Rule(
+        "model.new_tokens",
+        lambda r, _: len(set(r.model.new_tokens)) < len(r.model.new_tokens),
+        "names a token twice",
+        "name each token once",
+    ),
     "gguf-twice": Rule(
         "model.gguf_file",
         lambda r, _: r.model.path.endswith(".gguf") and r.model.gguf_file is not None,

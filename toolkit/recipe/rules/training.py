@@ -121,6 +121,17 @@ TRAINING_RULES = {
         "ZeRO-3 divides adapters before their weights can be read into them",
         "set strategy.name=fsdp or zero2",
     ),
+    "token-rows-sharded": Rule(
+        "model.new_tokens",
+        lambda r, _: (
+            r.method.name == "lora"
+            and r.model.new_tokens
+            and r.strategy.shards_parameters
+            and not {"embed_tokens", "lm_head"} <= set(r.method.modules_to_save)
+        ),
+        "{r.strategy.name} divides embeddings, of which PEFT then cannot train single rows",
+        "set strategy.name=zero2, or train all rows: method.modules_to_save=[embed_tokens,lm_head]",
+    ),
     "target-parameters": Rule(
         "method.target_parameters",
         lambda r, _: r.method.target_parameters and not_for_parameters(r),
