@@ -10,7 +10,7 @@ from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, rec
 
 from toolkit.common import UserError
 from toolkit.data.audit import DataError, check_batch
-from toolkit.data.messages import without_use
+from toolkit.data.messages import read_messages, without_use
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import render
 
@@ -60,6 +60,32 @@ def test_fields_of_messages_that_nobody_reads_are_listed_once(tmp_path: Path) ->
     assert audit(tmp_path, [row], tokenizer).sources[0].unused_fields == ["id", "metadata"]
     tokenizer.chat_template = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
     assert without_use(["id"], tokenizer.chat_template) == []
+
+
+def test_keys_inside_calls_and_parts_are_read_or_listed(tmp_path: Path) -> None:
+    """Arguments by another name are arguments; of what is left out, the audit names each key once."""
+    nested = {"id": "a", "type": "function", "index": 1, "function": {"name": "f", "arguments": {"x": 1}, "strict": 1}}
+    flat = [{"name": "f", given: {"x": 1}, "cost": 3} for given in ("arguments", "parameters", "input", "args")]
+    answer = [{"type": "text", "text": "yo", "citations": ["b"], "cache_control": None}]
+    row = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi", "weight": 1, "cache_control": {"type": "x"}}]},
+            {"role": "assistant", "content": answer, "tool_calls": [nested, *flat]},
+        ]
+    }
+    messages = read_messages(row["messages"], "messages", "row 1")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert messages[1]["tool_calls"] == [{"id": "a", **call}, *[call] * 4]
+    listed = ["content.cache_control", "tool_calls.strict", "tool_calls.index", "tool_calls.cost", "content.citations"]
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message | tojson")
+    prepared = prepare(
+        recipe(write_jsonl(tmp_path / "a.jsonl", [row]), seq_len=1024), tokenizer, STOP, tmp_path / "cache"
+    )
+    assert sorted(prepared.audit.sources[0].unused_fields) == sorted(listed)
+    assert "dropped" not in tokenizer.decode(prepared.train[0]["input_ids"])
+    left_out = audit(tmp_path, [row], ignore=["tool_calls.index", *listed[3:]], seq_len=1024)
+    assert left_out.sources[0].unused_fields == listed[:2]
 
 
 def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError
 from toolkit.data.chat_spans import Conversation, Message, Span, answer_of, render, render_accepted
+from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
 _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
@@ -231,7 +232,7 @@ class Encoder:
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""
-        messages = [{key: m[key] for key in m if key not in ("train", "untrained")} for m in row.messages]
+        messages = [{key: m[key] for key in m if key not in ASIDE} for m in row.messages]
         if "developer" in str(self.tokenizer.chat_template):
             return messages
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]

@@ -2,7 +2,8 @@
 
 Each message becomes what chat templates expect (role, content, tool calls as objects, `reasoning_content`), and beside
 it `train` and `untrained`: which messages carry loss, and which characters of them do not. A field without a meaning in
-those formats reaches the template as it is; one that has a meaning which cannot be honoured is refused.
+those formats reaches the template as it is; one that has a meaning which cannot be honoured is refused. Tool calls and
+parts of a content are put into one form, so their further keys reach no template: `dropped` names them for the audit.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of what the model thinks before it answers."""
 FLAGS = ("train", "training", "trainable", "loss", "loss_weight", "weight", "masked")
 """Names of what says whether a message, or a part of it, is trained."""
-_READ = ("role", "content", "tool_calls", "reasoning_content", "train", "untrained")
+ASIDE = ("train", "untrained", "dropped")
+"""Fields of a message in this form that are not for the template."""
+_READ = ("role", "content", "tool_calls", "reasoning_content", *ASIDE)
 """Fields of a message in this form; it keeps others for the template."""
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+"""Names of what a tool is called with."""
+_TEXTS = ("text", "content", "value", "refusal", "thinking", "reasoning")
+"""Names of the text of a part."""
 
 Message = dict[str, Any]
 Ranges = list[list[int]]
@@ -59,15 +66,18 @@ def read_messages(
 
 
 def further_fields(messages: Iterable[Message]) -> list[str]:
-    """Fields with a content that only a template could use."""
-    return [key for message in messages for key, value in message.items() if key not in _READ and value]
+    """Fields with a content that only a template could use, and dotted ones that it is not given."""
+    messages = list(messages)
+    kept = [key for message in messages for key, value in message.items() if key not in _READ and value]
+    return [*kept, *(name for message in messages for name in message.get("dropped", ()))]
 
 
 def without_use(fields: Iterable[str], template: str) -> list[str]:
     """Those of `further_fields` that a chat template neither names nor prints with the whole message."""
-    if re.search(r"\bmessages?\s*\|\s*tojson", template):
-        return []
-    return [field for field in fields if not re.search(rf"\b{re.escape(field)}\b", template)]
+    printed = re.search(r"\bmessages?\s*\|\s*tojson", template)
+    return [
+        field for field in fields if "." in field or not (printed or re.search(rf"\b{re.escape(field)}\b", template))
+    ]
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
@@ -118,8 +128,9 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     calls = parsed(calls) or []
     calls = [*content.calls, *(calls if isinstance(calls, list) else [calls])]
     result: Message = {"role": ROLES[role], "content": content.text}
+    dropped = dict.fromkeys(content.dropped)
     if calls:
-        result["tool_calls"] = [_tool_call(call, where) for call in calls]
+        result["tool_calls"] = [_tool_call(call, where, dropped) for call in calls]
     untrained = {"content": content.untrained()} if content.flags else {}
     thoughts = [message.pop(name) for name in REASONING if message.get(name)]
     reasoning = _Content(role, flag, where)
@@ -137,6 +148,8 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
         flag = False
     if flag is not None:
         result["train"] = flag
+    if names := [name for name in (dropped | dict.fromkeys(reasoning.dropped)) if name not in ignored]:
+        result["dropped"] = names
     if any(untrained.values()) and flag is not False:
         result["untrained"] = {field: ranges for field, ranges in untrained.items() if ranges}
     return result | message
@@ -151,6 +164,7 @@ class _Content:
         flags: (start, end, whether trained) of parts that say so.
         calls: Tool calls among the parts.
         reasoning: Parts that hold reasoning.
+        dropped: Keys of parts that nothing reads.
     """
 
     def __init__(self, role: str, flag: bool | None, where: str) -> None:
@@ -160,6 +174,7 @@ class _Content:
         self.flags: list[tuple[int, int, bool]] = []
         self.calls: list[Any] = []
         self.reasoning: list[dict[str, Any]] = []
+        self.dropped: list[str] = []
 
     def add(self, content: Any) -> None:
         """Takes what the field of a message holds."""
@@ -181,13 +196,14 @@ class _Content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in MEDIA_PARTS:
             raise _media(self.where, str(kind))
-        names = ("text", "content", "value", "refusal", "thinking", "reasoning")
-        value = next((part[name] for name in names if part.get(name) is not None), "") if kind else None
+        name = next((name for name in _TEXTS if part.get(name) is not None), "text") if kind else ""
+        value = part.get(name, "") if kind else None
         if kind in ("text", "input_text", "output_text", "refusal") and isinstance(value, str):
             start, self.parts = len(self.text), self.parts + 1
             self.text += value
             if (flag := _flag(dict(part), self.where)) is not None:
                 self.flags.append((start, len(self.text), flag))
+            self.dropped += _further(part, ("type", name, *FLAGS), "content")
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
             self.reasoning.append({**part, "type": "text", "text": value})
         elif kind in ("tool_call", "function_call"):
@@ -252,16 +268,26 @@ def _complement(ranges: Ranges, length: int) -> Ranges:
     return [*gaps, [position, length]] if position < length else gaps
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI's form with arguments as an object, which is what chat templates print."""
+def _further(holder: dict[str, Any], read: Collection[str], path: str) -> list[str]:
+    """Dotted names of what an object holds beside what is read of it."""
+    return [f"{path}.{key}" for key, value in holder.items() if key not in read and value]
+
+
+def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any]:
+    """OpenAI's form with arguments as an object, which is what chat templates print; notes what is dropped."""
     call = parsed(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"{where} has a tool call without a name", 'write {"name": …, "arguments": {…}}')
-    arguments = parsed(function.get("arguments", {})) or {}
+    given = next((name for name in _ARGUMENTS if function.get(name)), "arguments")
+    arguments = parsed(function.get(given, {})) or {}
     if not isinstance(arguments, dict):
         raise UserError(
             f"{where} calls `{function['name']}` with arguments that are no JSON object", 'write {"argument": value}'
         )
     outer = {key: value for key, value in call.items() if key == "id"}
+    inner = ("name", given) if "function" in call else ("name", given, "id", "type")
+    dropped |= dict.fromkeys(_further(function, inner, "tool_calls"))
+    if "function" in call:
+        dropped |= dict.fromkeys(_further(call, ("id", "type", "function"), "tool_calls"))
     return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -35,7 +35,7 @@ class Chat:
         messages: dicts with ``role`` (system, user, assistant, tool ...), ``content`` and, where there are any,
             ``tool_calls`` (arguments are objects, not JSON strings). A message may carry ``train``: false to keep
             it out of the loss (true to have it in), and ``untrained``: field to [start, end) of the characters that
-            carry none.
+            carry none; and ``dropped``: dotted names of what it held and no template is given.
         tools: tool definitions (JSON schema objects) offered to the model, or None.
         template_kwargs: what the row itself passes to its template, or None.
     """
