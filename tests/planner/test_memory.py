@@ -96,6 +96,7 @@ def test_planned_peak_is_that_of_the_training(case, folder, ranks, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("formulas")  # A checkpoint holds parameters and states, of which a trace says the same.
 @pytest.mark.parametrize("strategy", ["single", "zero2", "zero3", "fsdp"])
 def test_a_checkpoint_has_the_planned_size(strategy, folder, ranks, monkeypatch):
     processes = 1 if strategy == "single" else 2

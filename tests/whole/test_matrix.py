@@ -72,8 +72,8 @@ class Cell:
 
 
 DISTRIBUTED = [name for name in ENGINES if name not in ("single", "fsdp_hybrid")]
-ALIKE = ("zero1", "zero2_offload", "fsdp_grad_op")
-"""Engines that treat adapters as their neighbours ZeRO-2, ZeRO-3 with offloading and FSDP do."""
+ALIKE = ("zero1", "zero2_offload", "zero3", "fsdp_grad_op")
+"""Engines that treat adapters as their neighbours ZeRO-2, ZeRO-3 with offloading and FSDP do. ZeRO-3 has DoRA below."""
 CORE = [
     *(Cell("full", "fp32", False, 4, engine) for engine in DISTRIBUTED),
     *(Cell("lora", "fp32", True, 1, engine) for engine in DISTRIBUTED if engine not in ALIKE),
