@@ -31,6 +31,7 @@ from trl import SFTConfig
 
 from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
+from toolkit.models import compilation
 from toolkit.models.output_head import asks_routers, choose
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import model_configs
@@ -257,6 +258,8 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them bitsandbytes stores in 4 or 8 bits: *part* where one tensor holds all experts.
+- **compiles**: `compile: auto` may compile the layers, because those that are alike are one graph for every length of
+  rows, with equal losses and gradients. `compile: layers` tries it with any other model too.
 
 """
 
@@ -267,11 +270,14 @@ def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -
     for title, found in (("Causal language models", list(architectures)), ("Encoder-decoders", list(pairs))):
         counts = Counter(each.trains for each in found)
         text += f"## {title}\n\n{', '.join(f'{count} {name}' for name, count in counts.most_common())}.\n\n"
-        text += "| architecture | trains | packs | LoRA | quantises |\n| --- | --- | --- | --- | --- |\n"
+        text += (
+            "| architecture | trains | packs | LoRA | quantises | compiles |\n| --- | --- | --- | --- | --- | --- |\n"
+        )
         for each in found:
             if each.trains in ("fused", "own"):
                 packs = "yes" if each.packs else "no"
-                text += f"| {each.kind} | {each.trains} | {packs} | {each.lora} | {each.quantises} |\n"
+                compiles = "yes" if each.kind in compilation.COMPILED else ""
+                text += f"| {each.kind} | {each.trains} | {packs} | {each.lora} | {each.quantises} | {compiles} |\n"
         text += "\n"
         for name in ("refused", "not built"):
             kinds = [each.kind for each in found if each.trains == name]

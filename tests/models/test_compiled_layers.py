@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import models_doc
 import pytest
 import small
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit.models import compilation
 from toolkit.models.compiled_layers import CompiledLayers, compiled
+from toolkit.models.tiny import tiny_model
 from toolkit.recipe.rules import load_checked
 
 SIZES = ((2, 17), (2, 33), (3, 64), (2, 40))
@@ -34,7 +36,7 @@ def adapted(checkpointing: bool) -> Any:
 
 def trained(model: Any, rows: int, length: int) -> tuple[float, float]:
     """Loss, and norm of the gradients, of a padded batch."""
-    ids = torch.randint(0, 128, (rows, length), generator=torch.Generator().manual_seed(length))
+    ids = torch.randint(5, 120, (rows, length), generator=torch.Generator().manual_seed(length))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
     loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
@@ -64,6 +66,30 @@ def test_one_graph_serves_all_layers_and_lengths(checkpointing: bool, backend: s
         model(input_ids=torch.ones(1, 5, dtype=torch.long), labels=torch.ones(1, 5, dtype=torch.long))
     model.generate(input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, pad_token_id=0)
     assert layers.graphs == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", sorted(compilation.COMPILED))
+def test_auto_compiles_what_stays_one_graph_without_a_break(kind: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = without_dropout(tiny_model(models_doc.configuration(kind), "sft")).train()
+    expected = [trained(model, *size) for size in SIZES]
+    layers = CompiledLayers(model, varying=True, backend="aot_eager")
+    measured = [trained(model, *SIZES[0])]
+    kinds = layers.graphs
+    measured += [trained(model, *size) for size in SIZES[1:]]
+    torch.testing.assert_close(torch.tensor(measured), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert kinds <= 2 and layers.graphs == kinds
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "dropout_rate"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
 
 
 @pytest.fixture
@@ -107,4 +133,5 @@ def test_yaml_says_off_without_quotes(place: Path) -> None:
 def test_auto_leaves_off_what_does_not_gain(overrides: list[str], reason: str) -> None:
     recipe = load_checked("llama_3_1_8b_lora", overrides).recipe
     assert reason in compilation.unfit(recipe, {"model_type": "llama"})
-    assert bool(reason) == bool(compilation.unfit(recipe, {}))
+    assert bool(reason) == bool(compilation.unfit(recipe, {"model_type": "llama"}))
+    assert compilation.unfit(recipe, {"model_type": "mamba"})

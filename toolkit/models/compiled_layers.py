@@ -1,8 +1,8 @@
 """Compiles what is repeated: the forward pass of each layer, in place, so that its element-wise work is fused.
 
 Layers of a kind share one graph, which is compiled in seconds where the whole model takes minutes. Names of parameters,
-hooks of engines, adapters and checkpointing stay around the compiled code as they were. Only passes that gradients
-follow are compiled: evaluation and generation have shapes and caches of their own, for which it would be done again.
+hooks of engines, adapters and checkpointing stay around the compiled code as they were. Only what is trained is
+compiled: evaluation and generation have modes, shapes and caches of their own, for which it would be done again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CompiledLayers:
 
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not (layer.training and torch.is_grad_enabled()):
                 return whole(*args, **kwargs)
             if args and not args[0].requires_grad:
                 # Behind frozen embeddings the first layer alone would have a graph without this gradient.

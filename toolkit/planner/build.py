@@ -72,8 +72,7 @@ class _Question:
             return None
         _require_quantized(recipe, trace)
         workload = Workload(recipe, layout, hardware, trace)
-        largest = dataclasses.replace(workload, layout=fullest)
-        ranks, ram, drives = memory(largest), host(largest), disk(workload)
+        drives = disk(workload)
         done = work(
             workload,
             self.statistics,
@@ -83,6 +82,9 @@ class _Question:
             checkpoint_bytes=drives.checkpoint,
             may_compile=_compiles(hardware) and not compilation.unfit(recipe, self.config),
         )
+        compiles = "layers" if done.compile_seconds else "off"
+        largest = dataclasses.replace(workload, layout=fullest, recipe=recipe.with_values({"compile": compiles}))
+        ranks, ram = memory(largest), host(largest)
         if trace.origin == "formulas":
             ranks, done = [_less_sure(each) for each in ranks], _slower_or_faster(done)
         return Plan(
@@ -369,7 +371,7 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
         )
     if work.compile_seconds:
-        notes.append("layers are compiled, which takes memory no more and often less than is planned")
+        notes.append("layers are compiled, which takes less memory than planned where all activations are kept")
     if hardware.device.kind != "cpu" and not segments_grow(os.environ):
         notes.append(
             "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"

@@ -124,7 +124,7 @@ def set_up(
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=prepared.train.with_format("numpy"),
         eval_dataset=prepared.eval,
-        data_collator=_collator(recipe, backend, tokenizer),
+        data_collator=_collator(recipe, backend, tokenizer, compiles),
         processing_class=tokenizer,
     )
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
@@ -208,6 +208,11 @@ def _prepare(
     return prepared
 
 
+_ALIGNED = 8
+"""Rows of a compiled model are filled up to a multiple of this. CUDA's kernels for masked attention need it, so code is
+compiled once for lengths that have it and once for others."""
+
+
 def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: bool) -> PlanGuard | None:
     """The plan, printed and kept in the run folder, for which the disk must do. No run ends for want of a plan."""
     try:
@@ -270,13 +275,17 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
     return choice
 
 
-def _collator(recipe: Recipe, backend: str, tokenizer: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+def _collator(
+    recipe: Recipe, backend: str, tokenizer: Any, compiles: bool
+) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     if recipe.objective == "seq2seq":
         return Collator(tokenizer.pad_token_id, "pairs")
     layout: Layout = "packed" if recipe.data.packing else "padded"
     if backend in attention.VARLEN:
         return Collator(tokenizer.pad_token_id, "flat")
-    return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK if backend == "flex" else 1)
+    return Collator(
+        tokenizer.pad_token_id, layout, attention.FLEX_BLOCK if backend == "flex" else _ALIGNED if compiles else 1
+    )
 
 
 class Callbacks:
