@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from tiny import tiny_gguf, tiny_model
 
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
+from toolkit.models import device
+from toolkit.models import load as load_module
 from toolkit.models.coverage import parameter_counts
 from toolkit.models.load import ModelSource
+from toolkit.recipe import load
 from toolkit.recipe.rules import load_checked
 
 
@@ -133,6 +137,33 @@ def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(place
         assert source.stop_tokens(tokenizer) == {tokenizer.eos_token_id, 5, 6}
     finally:
         file.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "on_cpu"),
+    [
+        ([], 3, None),
+        (["strategy=zero2"], 3, None),
+        (["strategy=zero3"], None, None),
+        (["strategy=fsdp"], None, None),
+        (NF4, 3, "cpu"),
+        ([*NF4, "strategy=fsdp"], 3, "cpu"),
+        (["model.path=some.gguf"], None, None),
+    ],
+    ids=str,
+)
+def test_weights_are_read_to_the_device_unless_they_are_divided_first(
+    overrides: list[str], on_gpu: int | None, on_cpu: str | None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = dataclasses.replace(ModelSource.open(recipe()), recipe=load("small", overrides).recipe)
+    maps = []
+    monkeypatch.setattr(load_module, "_from_pretrained", lambda kind, of, arguments: maps.append(arguments) or None)
+    monkeypatch.setattr(load_module, "keep_unpacked", lambda model: None)
+    source.load(dtypes(source.recipe), "eager")
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    source.load(dtypes(source.recipe), "eager")
+    assert [(given.get("device_map") or {}).get("") for given in maps] == [on_cpu, on_gpu]
 
 
 def test_quantized_weights_count_as_what_they_stand_for() -> None:

@@ -185,6 +185,16 @@ def loads_on_first_process(recipe: Recipe) -> bool:
     return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and recipe.method.quantization == "none"
 
 
+def loads_on_device(recipe: Recipe) -> bool:
+    """Whether every process with a GPU reads the weights straight to it.
+
+    Not where an engine divides them first, nor from GGUF files, which are taken apart on the host.
+    """
+    name, model = recipe.strategy.name, recipe.model
+    divided = name == "zero3" or (name == "fsdp" and recipe.method.quantization == "none")
+    return not divided and not model.gguf_file and not model.path.endswith(".gguf")
+
+
 def training_arguments(
     recipe: Recipe, layout: BatchLayout, length: Length, further: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

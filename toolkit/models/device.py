@@ -20,6 +20,11 @@ def kind() -> Literal["cuda", "rocm", "cpu"]:
     return "rocm" if torch.version.hip else "cuda"
 
 
+def current() -> int | str:
+    """Where this process keeps its model: the number of its GPU, or `cpu`."""
+    return "cpu" if kind() == "cpu" else torch.cuda.current_device()
+
+
 def capability() -> str | None:
     """CUDA's compute capability, such as `9.0`; None on AMD's GPUs and on a CPU."""
     return "{}.{}".format(*torch.cuda.get_device_capability()) if kind() == "cuda" else None

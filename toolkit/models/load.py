@@ -33,7 +33,7 @@ from transformers.utils import cached_file
 from toolkit.common import UserError, first_line
 from toolkit.data import hub
 from toolkit.data.encode import load_chat_template, no_embedding
-from toolkit.distributed.engines import Dtypes
+from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, quantization_config
 from toolkit.models.blockwise import Weights
@@ -161,8 +161,8 @@ class ModelSource:
         elif quantization:
             arguments["quantization_config"] = quantization
             arguments["dtype"] = getattr(torch, dtypes.compute)
-            if self.recipe.strategy.name != "zero3":  # Which puts it on the same device, and wants to be asked nothing.
-                arguments["device_map"] = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+        if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
+            arguments["device_map"] = {"": device.current()}
         arguments |= {**self.location, "config": self.config}
         model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
         keep_unpacked(model)

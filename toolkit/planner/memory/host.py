@@ -7,7 +7,7 @@ checkpoints, with FSDP's headers of a kilobyte per tensor within 8%.
 
 from __future__ import annotations
 
-from toolkit.distributed.engines import loads_on_first_process
+from toolkit.distributed.engines import loads_on_device, loads_on_first_process
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
 from toolkit.planner.memory.states import states, weights, whole_model
@@ -111,11 +111,11 @@ def _nvme(workload: Workload) -> float:
 def _loading(workload: Workload) -> float:
     """Weights on their way to the devices of one node.
 
-    They lie in 16 bits in files that are mapped into memory, once for all processes. Those that are held in 32 bits are
-    converted there by each process; under ZeRO-3 and FSDP only the first one reads them.
+    They lie in 16 bits in files that are mapped into memory, once for all processes. GPUs convert to 32 bits what they
+    read themselves; under ZeRO-3 and FSDP the first process does it on the host, or every one of them.
     """
     recipe = workload.recipe
     alone = loads_on_first_process(recipe) or recipe.strategy.zero_stage == 3
-    converts = WIDTH[workload.types.load] > 2 and recipe.method.quantization == "none"
+    converts = WIDTH[workload.types.load] > 2 and not loads_on_device(recipe)
     readers = (1 if alone else workload.processes_per_node) if converts else 0
     return workload.trace.elements() * (2.0 + 4.0 * readers)
