@@ -276,7 +276,7 @@ def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -
         for each in found:
             if each.trains in ("fused", "own"):
                 packs = "yes" if each.packs else "no"
-                compiles = "yes" if each.kind in compilation.COMPILED else ""
+                compiles = "yes" if title.startswith("Causal") and each.kind in compilation.COMPILED else ""
                 text += f"| {each.kind} | {each.trains} | {packs} | {each.lora} | {each.quantises} | {compiles} |\n"
         text += "\n"
         for name in ("refused", "not built"):

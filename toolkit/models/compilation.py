@@ -22,8 +22,7 @@ COMPILED = {
     *("llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
 }
 """Kinds of decoders that `auto` compiles: on a tiny copy, layers that are alike are one graph without a break for every
-length, with equal losses and gradients. Of others, Qwen 3.5 and Qwen3-Next fail,
-and Mamba is compiled twice."""
+length, with equal losses and gradients. Of others, Qwen 3.5 and Qwen3-Next fail, and Mamba is compiled twice."""
 
 
 def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
