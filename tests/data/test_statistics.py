@@ -103,6 +103,7 @@ def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:
     longer = [max(len(row["input_ids"]), len(row["labels"])) for row in prepared.train]
     assert prepared.statistics and prepared.statistics.quantiles[-1] == max(longer)
     assert prepared.statistics.quantiles[0] == min(longer)
+    assert prepared.statistics.longest_target == max(len(row["labels"]) for row in prepared.train)
 
 
 def test_counting_imports_no_framework() -> None:

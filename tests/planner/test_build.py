@@ -116,6 +116,20 @@ def test_documents_end_to_end_are_planned_for_the_fullest_batch_of_an_epoch(
     assert "the fullest that an epoch is expected to have decides" in packed.notes[0]
 
 
+def test_short_targets_of_pairs_take_less_memory() -> None:
+    """The field's worked example: 200 rows at a time on two cards of 24 GB, which is too much for full rows."""
+    loaded = load_checked("blenderbot_400m_seq2seq_zero2")
+    spread = DataStatistics(100_000, 8_000_000, 1, 100_000, 1, (80.0, 128.0))
+    answers = {}
+    for target in (128, 64):
+        counted = dataclasses.replace(spread, longest_target=target)
+        plan = estimate(loaded.recipe, "", find("rtx3090x2"), statistics=counted, advice=False)
+        answers[target] = (plan.fit.answer, plan.memory[0].phases["backward"]["activations"])
+    full = estimate(loaded.recipe, "", find("rtx3090x2"), advice=False).memory[0].phases["backward"]["activations"]
+    assert answers[128] == ("no", full)
+    assert answers[64][0] == "yes" and 0.4 * full < answers[64][1] < 0.7 * full
+
+
 def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that was never planned before only the recipe as it stands is known."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))

@@ -130,9 +130,10 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
     lengths = pc.list_value_length(table["input_ids"]).to_numpy()
     documents = pc.list_flatten(table["seq_lengths"]).to_numpy() if "seq_lengths" in table.column_names else lengths
-    longest = lengths
+    longest, targets = lengths, None
     if audit.objective == "seq2seq":
-        longest = np.maximum(lengths, pc.list_value_length(table["labels"]).to_numpy())
+        targets = pc.list_value_length(table["labels"]).to_numpy()
+        longest = np.maximum(lengths, targets)
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -142,6 +143,7 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
         quantiles=tuple(np.quantile(longest, np.linspace(0, 1, 1001)).tolist()),
         eval_rows=audit.eval.rows if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
+        longest_target=None if targets is None else int(targets.max()),
     )
 
 

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from toolkit.common import cache_dir, write_atomically
 from toolkit.recipe import Recipe
 
-FORMAT = 2
+FORMAT = 3
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -43,6 +43,7 @@ class DataStatistics:
             pairs the longer of source and target counts, to which a batch is padded at most.
         eval_rows: Held-out rows.
         eval_tokens: In all of them.
+        longest_target: Tokens of the longest target of pairs.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class DataStatistics:
     quantiles: tuple[float, ...]
     eval_rows: int = 0
     eval_tokens: int = 0
+    longest_target: int | None = None
 
     @property
     def mean_length(self) -> float:

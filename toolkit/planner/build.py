@@ -83,7 +83,13 @@ class _Question:
             may_compile=_compiles(hardware) and not compilation.unfit(recipe, self.config),
         )
         compiles = "layers" if done.compile_seconds else "off"
-        largest = dataclasses.replace(workload, layout=fullest, recipe=recipe.with_values({"compile": compiles}))
+        targets = self.statistics.longest_target if self.statistics else None
+        largest = dataclasses.replace(
+            workload,
+            layout=fullest,
+            target_len=targets and min(targets, fullest.seq_len),
+            recipe=recipe.with_values({"compile": compiles}),
+        )
         ranks, ram = memory(largest), host(largest)
         if trace.origin == "formulas":
             ranks, done = [_less_sure(each) for each in ranks], _slower_or_faster(done)
@@ -140,12 +146,11 @@ class _Question:
         lengths = (counted.mean_length if flat else counted.longest_of(size), counted.quantiles[-1])
         needs = []
         for length in lengths:
-            batch = {"seq_len": min(layout.seq_len, math.ceil(length)), "global_batch_size": layout.global_batch_size}
-            values = {f"batch.{key}": value for key, value in (batch | {"tokens_per_step": None}).items()}
-            plan = dataclasses.replace(self, statistics=None).plan(recipe.with_values(values), hardware)
+            alike = dataclasses.replace(counted, quantiles=(length, length))
+            plan = dataclasses.replace(self, statistics=alike).plan(recipe, hardware)
             if plan is None:  # Another trace would take seconds, for no more than a note.
                 return []
-            needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {batch['seq_len']:,} tokens")
+            needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {math.ceil(length):,} tokens")
         decides = "the fullest that an epoch is expected to have" if flat else "the one with the longest row"
         return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides} decides"]
 

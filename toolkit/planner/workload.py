@@ -33,6 +33,8 @@ class Workload:
     layout: BatchLayout
     hardware: Hardware
     trace: Trace
+    target_len: int | None = None
+    """Tokens of the longest target of pairs, where it is known."""
 
     @property
     def strategy(self) -> Strategy:
@@ -66,7 +68,7 @@ class Workload:
     @property
     def shape(self) -> Shape:
         """Of a micro-batch."""
-        return Shape(self.trace.layers, self.layout.micro_batch_size, self.layout.seq_len)
+        return Shape(self.trace.layers, self.layout.micro_batch_size, self.layout.seq_len, self.target_len)
 
     @property
     def accumulates(self) -> bool:
