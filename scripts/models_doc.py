@@ -24,14 +24,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
-from transformers.pytorch_utils import Conv1D
 from trl import SFTConfig
 
 from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
-from toolkit.models import compilation
+from toolkit.models import compilation, experts
+from toolkit.models.adapters import keep_unpacked
 from toolkit.models.output_head import asks_routers, choose
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import model_configs
@@ -63,7 +63,7 @@ class Architecture:
         why: Why it is refused or could not be built.
         packs: Whether documents packed into a row are kept apart.
         lora: How much of the layers' matrices `all-linear` adapters reach: all, part or none.
-        quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none.
+        quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none; or `fails`.
     """
 
     kind: str
@@ -114,7 +114,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
             return Architecture(kind, "not built", in_a_line(error))
         assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
         head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, batch)
-        reached, quantised = _shares(model)
+        quantised, reached = _quantised(model, batch), _reached(model)
         try:
             packs = objective == "sft" and isolates(model, "packed")
         except Exception:
@@ -203,25 +203,49 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
-def _shares(model: Any) -> tuple[str, str]:
-    """How much of the layers' matrices adapters reach, and how much is quantised."""
+def _quantised(model: Any, batch: dict[str, torch.Tensor]) -> str:
+    """How much of the layers' matrices is stored in 4 bits when the model is loaded so and computes."""
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    experts.quantize_fused()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stored = type(model).from_pretrained(
+            folder, quantization_config=settings, device_map={"": "cpu"}, dtype=torch.float32
+        )
+    keep_unpacked(stored)
+    inputs = batch if stored.config.is_encoder_decoder else {key: batch[key] for key in batch if key != "labels"}
+    try:
+        with torch.no_grad():
+            stored(**inputs, use_cache=False)
+    except Exception:  # It reads the weight of a layer itself.
+        return "fails"
+    quantised = sum(each.quant_state.shape.numel() for each in stored.parameters() if hasattr(each, "quant_state"))
+    return _share(quantised, sum(_matrices(model).values()))
+
+
+def _reached(model: Any) -> str:
+    """How much of the layers' matrices adapters reach."""
+    matrices = _matrices(model)
+    try:
+        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    except Exception:
+        return "none"
+    layers = [each.get_base_layer() for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+    reached = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    return _share(sum(size for key, size in matrices.items() if key in reached), sum(matrices.values()))
+
+
+def _matrices(model: Any) -> dict[int, int]:
+    """Sizes of the layers' matrices, by the ids of the parameters."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     outside = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     outside |= {id(module.weight) for module in modules}
-    matrices = {id(p): p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in outside}
-    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
-    try:
-        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
-        layers = [each.get_base_layer() for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
-        reached = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    except Exception:
-        reached = set()
-    return _share(matrices, reached), _share(matrices, linear)
+    return {id(p): p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in outside}
 
 
-def _share(matrices: dict[int, int], among: set[int]) -> str:
-    part = sum(size for key, size in matrices.items() if key in among) / max(1, sum(matrices.values()))
+def _share(among: int, matrices: int) -> str:
+    part = among / max(1, matrices)
     # Kernels of short convolutions are no matrices to speak of.
     return "all" if part > 0.97 else "part" if part else "none"
 
@@ -257,7 +281,8 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   rows, in the run's precision. BERT and its kin train as decoders only, which their config must say (`is_decoder`).
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
-  them bitsandbytes stores in 4 or 8 bits: *part* where one tensor holds all experts.
+  them is stored in 4 bits (`method.quantization: nf4`), experts of one tensor too; such experts stay in 16 bits under
+  `int8`. A run refuses what is less than nine tenths. *fails*: the model reads the weight of a layer itself.
 - **compiles**: `compile: auto` may compile the layers, because those that are alike are one graph for every length of
   rows, with equal losses and gradients. `compile: layers` tries it with any other model too.
 
