@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from data_fixtures import plain_tokenizer
 
+from toolkit.common import UserError
 from toolkit.data.chat_spans import Conversation
 
 HI = {"role": "user", "content": "Hi there"}
@@ -98,3 +99,36 @@ def test_each_message_owns_what_its_iterations_write(template: str, turns: list[
 def test_blocks_of_generation_have_their_message(template: str, blocks: list[tuple[int, str]]) -> None:
     made = conversation(template)
     assert [(message, made.text[a:b]) for message, (a, b) in made.generation or []] == blocks
+
+
+def test_what_a_template_leaves_out_is_refused_where_it_would_have_been_trained() -> None:
+    """Thoughts before an earlier answer are left out by many templates; those before the last one must be there."""
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    thinking, thanks = {**HELLO, "reasoning_content": "secret"}, {**SO, "role": "user"}
+    for messages, words in (
+        ([HI, HELLO], None),
+        ([HI, thinking, WHY, SO], None),
+        ([HI, thinking, thanks], None),
+        ([{**HI, "reasoning_content": "secret"}], None),
+        ([HI, thinking], "the reasoning of message 1"),
+        (
+            [HI, {**HELLO, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}],
+            "the tool calls of message 1",
+        ),
+    ):
+        made = Conversation(tokenizer, messages, None)
+        if words is None:
+            made.refuse_lost_content()
+            continue
+        with pytest.raises(UserError, match=f"leaves out {words}") as refused:
+            made.refuse_lost_content()
+        assert ("data.ignore" in refused.value.change) == ("reasoning" in words)
+
+
+def test_a_system_message_that_is_not_written_is_noticed() -> None:
+    tokenizer = plain_tokenizer()
+    for template, lost in (("{{ messages[1].content }}", True), ("{{ messages[0].content }}", False)):
+        tokenizer.chat_template = template
+        assert Conversation(tokenizer, [{"role": "system", "content": "Be kind"}, HI], None).loses_system() == lost
+        assert not Conversation(tokenizer, [{"role": "system", "content": " "}, HI], None).loses_system()

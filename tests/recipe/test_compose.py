@@ -10,7 +10,7 @@ import pytest
 
 from recipes import BASE, values, write
 from toolkit.recipe import RecipeError, load
-from toolkit.recipe.compose import Layer, interpolated, remove, value_at
+from toolkit.recipe.compose import Layer, compose_recipe, interpolated, remove, value_at
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -198,3 +198,13 @@ def test_values_to_be_filled_in_hide_no_other_problem_where_defaults_cannot_be_f
         load("wrong")
     problems = {problem.path: problem.given for problem in refused.value.problems}
     assert problems == {"defaults": "nothing", "method.layers_to_transform.0": "x (text)", "seed": "y (text)"}
+
+
+def test_every_value_is_remembered_as_it_was_written() -> None:
+    write("base", "optimizer: {args: {depth: 0x10, sure: yes}}\nseed: 1_000\n")
+    write("child", BASE.replace("_self_", "base") + "data: {sources: [{path: a, revision: 012}]}\nseed: 0b11\n")
+    texts = compose_recipe("child", ["batch.seq_len=1e2"]).texts
+    assert {key: texts[key] for key in ("optimizer.args.depth", "optimizer.args.sure", "seed", "batch.seq_len")} == {
+        **{"optimizer.args.depth": "0x10", "optimizer.args.sure": "yes", "seed": "0b11", "batch.seq_len": "1e2"},
+    }
+    assert texts["data.sources.0.revision"] == "012"

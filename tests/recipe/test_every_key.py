@@ -178,6 +178,65 @@ def test_every_key_of_the_examples_of_other_tools_is_ours_or_answered(keys: str)
     assert unknown - set(Recipe.model_fields) - set(sections()) <= silent
 
 
+LORA = "write method: {name: lora, quantization: "
+ANSWERS: list[tuple[str, Any, str]] = [
+    *(("load_in_4bit", True, LORA + "nf4}"), ("load_in_4bit", False, "write method.quantization: none")),
+    *(("load_in_8bit", True, LORA + "int8}"), ("load_in_8bit", False, "write method.quantization: none")),
+    *(("quantization_bit", 4, LORA + "nf4}"), ("quantization_bit", 8, LORA + "int8}")),
+    ("bnb_4bit_quant_type", "nf4", "write method.quantization: nf4"),
+    *(("adapter", "lora", "write method: {name: lora}"), ("adapter", "qlora", LORA + "nf4}")),
+    *(("finetuning_type", "lora", "write method.name: lora"), ("finetuning_type", "full", "write method.name: full")),
+    *(("use_peft", True, "write method.name: lora"), ("peft", False, "write method.name: full")),
+    *(("stage", "sft", "write objective: sft"), ("stage", "pt", "write objective: language_modelling")),
+    ("stage", "dpo", "write objective: sft or objective: language_modelling"),
+    ("gradient_checkpointing", True, "write activation_checkpointing.mode: full"),
+    ("gradient_checkpointing", False, "write activation_checkpointing.mode: none"),
+    ("gradient_checkpointing", "offload", "write activation_checkpointing.mode: offload"),
+    *(("bf16", True, "write precision: bf16"), ("bf16", "auto", "write precision: bf16")),
+    *(("bf16", False, "write precision: fp32"), ("fp16", True, "write precision: fp16")),
+    *(("fp16", False, "write precision: fp32"), ("mixed_precision", "no", "write precision: fp32")),
+    *(("mixed_precision", "bf16", "write precision: bf16"), ("mixed_precision", "fp16", "write precision: fp16")),
+    *(("train_on_inputs", True, "write data.train_on: all"), ("train_on_inputs", False, "write data.train_on: auto")),
+    *(("train_on_prompt", True, "write data.train_on: all"), ("train_on_prompt", False, "write data.train_on: auto")),
+    ("assistant_only_loss", True, "write data.train_on: assistant"),
+    *(
+        ("assistant_only_loss", False, "write data.train_on: all"),
+        ("sdp_attention", True, "write model.attention: sdpa"),
+    ),
+    ("completion_only_loss", True, "write data.train_on: completion"),
+    ("completion_only_loss", False, "write data.train_on: all"),
+    ("mask_history", True, "write data.train_on: last_assistant"),
+    ("mask_history", False, "write data.train_on: assistant"),
+    ("flash_attention", True, "write model.attention: flash_attention_2"),
+    ("flash_attention", False, "write model.attention: auto"),
+    ("xformers_attention", True, "write model.attention: sdpa"),
+    *(
+        ("bnb_4bit_use_double_quant", on, f"write method.double_quantization: {str(on).lower()}")
+        for on in (True, False)
+    ),
+    *(
+        ("lora_target", "all", "write method.target_modules: all-linear"),
+        ("torch_dtype", "float16", "write model.dtype: fp16"),
+    ),
+    *(
+        ("lora_target", "q_proj", "write method.target_modules: [q_proj]"),
+        ("log_with", "x", "write logging.trackers: [x]"),
+    ),
+    *(
+        ("torch_dtype", "float32", "write model.dtype: fp32"),
+        ("attn_impl", "flex_attention", "write model.attention: flex"),
+    ),
+    ("neftune_noise_alpha", 5, "write extra: {training_arguments: {neftune_noise_alpha: 5}}"),
+    ("zero_stage", 3, "set strategy.name: zero3"),
+    ("dataset_text_field", "body", "set data.columns: {text: body}"),
+]
+
+
+@pytest.mark.parametrize(("key", "given", "answer"), ANSWERS, ids=str)
+def test_a_value_of_another_tool_has_its_name_here(key: str, given: Any, answer: str) -> None:
+    assert translation(key, given, str(given)) == answer
+
+
 @pytest.mark.parametrize(
     ("line", "change"),
     [

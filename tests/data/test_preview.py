@@ -1,0 +1,58 @@
+"""The audit and prepared rows as text: every figure in its place, whatever the width of the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe, write_jsonl
+
+from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.preview import render, show
+
+
+def prepared(place: Path, rows: list[Any], name: str = "rows.jsonl", **settings: Any) -> Prepared:
+    path = write_jsonl(place / name, rows)
+    return prepare(recipe(path, **settings), chatml_tokenizer(), STOP, place / "cache")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_audit_keeps_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    rows = [chat_row("hi " * n, f"yo {n}") for n in range(1, 31)]
+    lines = render(prepared(Path(), rows, "short.jsonl", eval_split=0.2).audit).splitlines()
+    assert max(map(len, lines)) <= min(columns, 100)
+    head, first = lines[:2]
+    assert head.split() == ["data", "format", "read", "used", "repeats", "share"]
+    assert first.split() == ["short.jsonl", "messages", "30", "24", "1.00", "100.0%"]
+    bars = {line.split()[0]: line.count("█") for line in lines if "█" in line}
+    assert max(bars.values()) == min(columns, 100) - 34
+    assert any(line.startswith("min ") or "max " in line for line in lines)
+    long = render(prepared(Path(), rows, f"{'x' * 90}end.jsonl").audit).splitlines()
+    assert max(map(len, long)) <= min(columns, 100)
+    assert long[1].startswith("…x") and long[1].split()[0].endswith("xend.jsonl")
+    assert len(long[1].split()[0]) == max(min(columns, 100) - 55, 12)
+
+
+def test_rows_show_what_is_trained(tmp_path: Path) -> None:
+    rows = prepared(tmp_path, [chat_row("hi", "yo"), chat_row("a\x1b[31m", "b")], shuffle=False)
+    plain = show(rows, chatml_tokenizer(), 2, color=False)
+    first, second = plain.split("\n\n")
+    head, *text = first.splitlines()
+    assert head.startswith("── row 1: ") and head.endswith(" trained") and "documents" not in head
+    assert "«yo<|im_end|>»" in "\n".join(text) and "«hi" not in first
+    assert "␛[31m" in second and "\x1b" not in plain and "── row 2" in second
+    assert show(rows, chatml_tokenizer(), 1, color=False).rstrip() == first.rstrip()
+    colored = show(rows, chatml_tokenizer(), 1, color=True)
+    assert "\x1b[32myo<|im_end|>\x1b[0m" in colored and "«" not in colored
+
+
+def test_packed_documents_are_parted(tmp_path: Path) -> None:
+    packed = prepared(tmp_path, [chat_row(f"hi {n}", f"yo {n}") for n in range(4)], packing=True, seq_len=256)
+    text = show(packed, chatml_tokenizer(), 1, color=False)
+    assert "in 4 documents" in text.splitlines()[0]
+    assert [line.split(":")[0] for line in text.splitlines() if line.startswith("┄┄")] == [
+        f"┄┄ document {number}" for number in (2, 3, 4)
+    ]
