@@ -124,6 +124,7 @@ def test_the_recipes_own_settings_agree_however_they_are_written(launched: Any) 
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["set precision=pure_bf16"]),
         ({"curriculum_learning": {"enabled": True}}, ["nothing of it, the launcher says curriculum_learning.enabled"]),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, ["zero_quantized_gradients=true"]),
+        ({"train_micro_batch_size_per_gpu": 8}, ["batch.micro_batch_size=4", "set batch.micro_batch_size=8, or"]),
         (
             {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
             ["set batch.global_batch_size=64, or"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed.engines import dtypes, training_arguments
+from toolkit.distributed.engines import deepspeed_config, dtypes, fsdp_mesh, training_arguments
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World, batch_layout, run_length
@@ -250,3 +250,19 @@ def test_environment_leaves_libraries_quiet_and_private() -> None:
     variables = environment(recipe(), World(), {})
     assert variables["TOKENIZERS_PARALLELISM"] == "false"
     assert variables["HF_HUB_DISABLE_TELEMETRY"] == "1"
+
+
+def test_hybrid_sharding_divides_within_nodes_and_repeats_across_them() -> None:
+    hybrid = recipe(strategy={"name": "fsdp", "sharding": "hybrid_shard"})
+    assert fsdp_mesh(hybrid, World(0, 0, 24, 8)) == {"dp_replicate_size": 3, "dp_shard_size": 8}
+    assert fsdp_mesh(recipe(strategy={"name": "fsdp"}), World(0, 0, 24, 8)) is None
+    with pytest.raises(UserError, match="this launch has one"):
+        fsdp_mesh(hybrid, World(0, 0, 8, 8))
+
+
+def test_pure_bf16_keeps_masters_and_moments_in_bf16_under_deepspeed() -> None:
+    pure, mixed = (
+        deepspeed_config(recipe(strategy={"name": "zero2"}, precision=precision)) for precision in ("pure_bf16", "bf16")
+    )
+    assert pure["bf16"] == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert pure["fp16"] == {"enabled": False} and "bf16_optimizer_states" not in mixed.get("bf16", {})
