@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,7 @@ class Ranks:
 def _serve(connection: socket.socket) -> NoReturn:
     """Answers requests until the other end is closed."""
     with suppress(BaseException):
+        _use_pythons_own_warnings()
         _import()
         launches: dict[int, dict[int, int | None]] = {}
         answers = connection.makefile("w")
@@ -152,6 +154,13 @@ def _serve(connection: socket.socket) -> NoReturn:
         for codes in launches.values():
             _end(codes, signal.SIGKILL)
     os._exit(0)
+
+
+def _use_pythons_own_warnings() -> None:
+    """Those of pytest, which make some of them errors, are for the tests."""
+    warnings.resetwarnings()
+    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", ignored)
 
 
 def _import() -> None:
