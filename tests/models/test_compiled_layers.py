@@ -55,7 +55,7 @@ def test_one_graph_serves_all_layers_and_lengths(checkpointing: bool, backend: s
     model = adapted(checkpointing)
     names = list(model.state_dict())
     expected = [trained(model, *size) for size in SIZES]
-    layers = CompiledLayers(model, varying=True, backend=backend)
+    layers = CompiledLayers(model, backend=backend)
     assert compiled(model) and layers.layers == 3
     measured = [trained(model, *size) for size in SIZES]
     torch.testing.assert_close(torch.tensor(measured), torch.tensor(expected), rtol=1e-6, atol=0)
@@ -75,7 +75,7 @@ def test_auto_compiles_what_stays_one_graph_without_a_break(kind: str) -> None:
     torch._dynamo.utils.counters.clear()
     model = without_dropout(tiny_model(models_doc.configuration(kind), "sft")).train()
     expected = [trained(model, *size) for size in SIZES]
-    layers = CompiledLayers(model, varying=True, backend="aot_eager")
+    layers = CompiledLayers(model, backend="aot_eager")
     measured = [trained(model, *SIZES[0])]
     kinds = layers.graphs
     measured += [trained(model, *size) for size in SIZES[1:]]

@@ -21,7 +21,6 @@ class CompiledLayers:
 
     Args:
         model: A Transformers or PEFT model, before engines wrap it; changed in place.
-        varying: Whether batches differ in size, so that the first graph must take any.
         backend: Of `torch.compile`.
 
     Attributes:
@@ -30,10 +29,9 @@ class CompiledLayers:
             graph, or where it depends on more than the sizes of a batch.
     """
 
-    def __init__(self, model: torch.nn.Module, varying: bool, backend: str = "inductor") -> None:
+    def __init__(self, model: torch.nn.Module, backend: str = "inductor") -> None:
         self.graphs = 0
         self._backend = backend
-        self._dynamic = True if varying else None
         _configure()
         layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
         self.layers = len(layers)
@@ -44,7 +42,8 @@ class CompiledLayers:
         whole = layer.forward
         # Transformers checkpoints within `forward`; what that recomputes is compiled, checkpointing itself is not.
         own = types.MethodType(type(layer).forward.__wrapped__, layer)
-        compiled = torch.compile(own, backend=self._compile, dynamic=self._dynamic)
+        # From the first graph on for any size: batches differ, packed ones too.
+        compiled = torch.compile(own, backend=self._compile, dynamic=True)
 
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -136,8 +136,7 @@ def set_up(
         trainer.order = FixedOrder(len(prepared.train), draws, recipe.seed, recipe.data.shuffle)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
-    flat = backend in attention.VARLEN
-    compiled = CompiledLayers(trainer.model, varying=flat or not recipe.data.packing) if compiles else None
+    compiled = CompiledLayers(trainer.model) if compiles else None
     if compiled and not compiled.layers:
         _log.warning("layers are not compiled: this model's are not marked as such")
         compiled = None
