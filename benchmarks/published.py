@@ -75,7 +75,7 @@ def rows(only: str = "") -> Iterator[Row]:
 
 def planned(source: Mapping[str, Any], words: Sequence[str | int], models: Mapping[str, Any]) -> Plan:
     """The plan of a row: the source's settings, then those that the row names; a number is the micro-batch."""
-    settings: dict[str, Any] = {"model.path": source["model"], "hardware": source["hardware"]}
+    settings: dict[str, Any] = {"model.path": source["model"], "hardware": source["hardware"], "compile": "off"}
     chosen = [[f"batch.micro_batch_size={word}"] if isinstance(word, int) else source["also"][word] for word in words]
     for text in [*source["set"], *(text for group in chosen for text in group)]:
         key, _, value = text.partition("=")
