@@ -11,9 +11,9 @@ from harness import ROOT
 
 from toolkit.cli.main import main
 from toolkit.distributed.config_files import render, stale
-from toolkit.distributed.deepspeed_file import NVME_PLACEHOLDER
 from toolkit.distributed.engines import training_arguments
 from toolkit.distributed.environment import environment
+from toolkit.distributed.launcher_deepspeed import NVME_PLACEHOLDER
 from toolkit.distributed.layout import World, batch_layout, run_length
 from toolkit.recipe import load, shipped_recipes
 

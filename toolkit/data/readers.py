@@ -64,9 +64,10 @@ def read(path: Path) -> Iterator[RawRow]:
         UserError: The file is empty, is not UTF-8, cannot be parsed, or holds something else than rows.
     """
     readers = {"jsonl": _jsonl, "json": _json, "csv": _csv, "tsv": _csv, "parquet": _columns, "arrow": _columns}
+    readers["text"] = _text
     try:
         _check_signature(path)
-        yield from readers.get(kind(path) or "", _text)(path)
+        yield from readers[kind(path) or "text"](path)
     except (pa.ArrowException, EOFError, OSError) as error:
         raise UserError(
             f"`{path}` cannot be read: {error}",

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from toolkit.distributed.deepspeed_file import NVME_PLACEHOLDER
 from toolkit.distributed.engines import deepspeed_config, fsdp_config
+from toolkit.distributed.launcher_deepspeed import NVME_PLACEHOLDER
 from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.errors import from_validation_error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.distributed import deepspeed_file
+from toolkit.distributed import launcher_deepspeed
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.distributed.launcher_flags import Difference, engine_differences, text_of, variable_differences
 from toolkit.distributed.layout import World, batch_layout
@@ -61,7 +61,7 @@ def check_launch(recipe: Recipe, world: World, environment: Mapping[str, str]) -
     taken_over: dict[str, Any] = {}
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if file and recipe.strategy.zero_stage:
-        of_file, taken_over = deepspeed_file.compare(recipe, layout, file)
+        of_file, taken_over = launcher_deepspeed.compare(recipe, layout, file)
         differences += of_file
     if recipe.strategy.zero_stage == 3 and (classes := environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")):
         taken_over["zero_optimization.leaf_module.classes"] = classes.split(",")

@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.recipe.schema import VARLEN_ATTENTION as VARLEN
 
-VARLEN = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Backends that take documents by their boundaries instead of a mask."""
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", **{name: name for name in VARLEN}}
 """Recipe name to Transformers' `attn_implementation`."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, duration, perplexity_of, perplexity_text
+from toolkit.data.readers import KINDS
 from toolkit.recipe import Recipe
 from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
@@ -21,7 +22,7 @@ from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import percent_change
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|txt|md|arrow|gguf)(\.\w+)?$", re.IGNORECASE)
+_FILE = re.compile(rf"({'|'.join(map(re.escape, [*KINDS, '.gguf']))})(\.\w+)?$", re.IGNORECASE)
 _OBJECTIVES = {
     "sft": "supervised fine-tuning",
     "language_modelling": "continued pre-training",
@@ -188,7 +189,7 @@ def _source_paths(recipe: Recipe) -> list[str]:
 
 
 def _is_hub_id(path: str) -> bool:
-    return bool(_HUB_ID.fullmatch(path)) and not _DATA_FILE.search(path) and not Path(path).exists()
+    return bool(_HUB_ID.fullmatch(path)) and not _FILE.search(path) and not Path(path).exists()
 
 
 def _shown(path: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from toolkit.common import UserError
-from toolkit.distributed import deepspeed_file
+from toolkit.distributed import launcher_deepspeed
 from toolkit.distributed.engines import deepspeed_config, training_arguments
 from toolkit.distributed.launcher import Launch, check_launch
 from toolkit.distributed.layout import Length, World, batch_layout
@@ -306,6 +306,6 @@ def test_every_key_that_is_compared_is_one_that_deepspeed_reads() -> None:
     )
     for strategy, precision in (("zero2", "bf16"), ("zero3", "fp16"), ("zero1", "pure_bf16")):
         made = recipe(strategy, precision=precision)
-        rows = deepspeed_file._rows(made, batch_layout(made, 1), {"train_batch_size": 32})
+        rows = launcher_deepspeed._rows(made, batch_layout(made, 1), {"train_batch_size": 32})
         assert len(rows) > 25
         assert {part for key in rows for part in key.split(".")} <= read
