@@ -88,6 +88,13 @@ def test_keys_inside_calls_and_parts_are_read_or_listed(tmp_path: Path) -> None:
     assert left_out.sources[0].unused_fields == listed[:2]
 
 
+@pytest.mark.parametrize("value", [True, "yes", ["x"]])
+def test_fields_named_like_our_own_are_listed_like_others(tmp_path: Path, value: object) -> None:
+    row = chat_row("hi", "yo")
+    row["messages"][0] |= {"dropped": value, "untrained": value}
+    assert sorted(audit(tmp_path, [row]).sources[0].unused_fields) == ["dropped", "untrained"]
+
+
 def test_render_is_narrow_and_says_everything(tmp_path: Path) -> None:
     rows = [chat_row("hi " * n, "yo") | {f"column_{n}": 1} for n in range(1, 40)] + [chat_row("x", "")]
     text = render(audit(tmp_path, rows, eval_split=0.2, packing=True, seq_len=300))

@@ -60,6 +60,8 @@ def test_gpus_of_the_run_are_read_from_their_driver(monkeypatch: pytest.MonkeyPa
     meter = energy_meter(World(0, 0, 2, 2), on_gpus=True)
     meter.read()
     assert meter.kwh == pytest.approx(2 * 900 / 3.6e6)
+    # A launcher that shows each process its own GPU: those of the others are not seen, so nothing is said.
+    assert energy_meter(World(0, 0, 4, 4), on_gpus=True).kwh is None
 
     def too_old(handle: str) -> int:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import write_recipe
@@ -15,7 +16,9 @@ from small import populate, set_up
 
 from toolkit.common import UserError, in_background
 from toolkit.distributed.layout import batch_layout
+from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
+from toolkit.recipe.load import load_resolved
 from toolkit.train import checkpoint, setup
 from toolkit.train.run_folder import RunFolder, claim, hash_files, recipe_hash, stages
 
@@ -97,7 +100,15 @@ def test_nobody_waits_until_the_model_is_hashed(place: Path, monkeypatch: pytest
         assert hashing.wait(60)
         return hash_files(files)
 
+    load, weights = ModelSource.load, place / "llama" / "model.safetensors"
+    weights.rename(place / "not downloaded yet")
+
+    def downloading(source: ModelSource, *arguments: Any) -> Any:
+        (place / "not downloaded yet").rename(weights)
+        return load(source, *arguments)
+
     monkeypatch.setattr(setup, "hash_files", slowly)
+    monkeypatch.setattr(ModelSource, "load", downloading)
     session = set_up()
     assert "model" not in session.folder.manifest().hashes
     hashing.set()
@@ -233,3 +244,10 @@ def test_stages_are_those_of_the_adapter_and_itself(place: Path) -> None:
     second.path.mkdir(parents=True)
     second.update_manifest(started_from=stages(str(first)))
     assert stages(str(second.final)) == [str(first), str(second.final)]
+
+
+def test_run_folders_of_before_micro_batches_were_auto_are_read(place: Path) -> None:
+    file = place / "recipe.yaml"
+    written, count = re.subn(r"micro_batch_size: \S+", "micro_batch_size: null", small().to_yaml())
+    file.write_text(written)
+    assert count == 1 and load_resolved(file).batch.micro_batch_size == "auto"

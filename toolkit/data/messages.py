@@ -148,6 +148,10 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
         flag = False
     if flag is not None:
         result["train"] = flag
+    for name in ("dropped", "untrained"):
+        if message.pop(name, None):
+            # A field of the file's, whose name is needed below.
+            dropped[name] = None
     if names := [name for name in (dropped | dict.fromkeys(reasoning.dropped)) if name not in ignored]:
         result["dropped"] = names
     if any(untrained.values()) and flag is not False:

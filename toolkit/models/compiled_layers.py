@@ -59,8 +59,9 @@ class CompiledLayers:
         return forward
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
+        compiled = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         self.graphs += 1
-        return torch._dynamo.lookup_backend(self._backend)(graph, inputs)
+        return compiled
 
 
 def compiled(model: torch.nn.Module) -> bool:

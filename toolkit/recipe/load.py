@@ -105,6 +105,10 @@ def load_resolved(file: Path) -> Recipe:
     source = read(file)
     if source.problems:
         raise RecipeError(str(file), source.problems)
+    batch = source.values.get("batch")
+    if isinstance(batch, dict) and batch.get("micro_batch_size", 0) is None:
+        # The default of runs from before it was `auto`.
+        del batch["micro_batch_size"]
     return _checked(str(file), source.values, source.origins, source.texts, [])
 
 

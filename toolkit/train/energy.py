@@ -68,11 +68,14 @@ def energy_meter(world: World, on_gpus: bool, earlier: float = 0.0) -> EnergyMet
 
 
 def gpu_counters(count: int) -> list[Counter]:
-    """Of the first GPUs that this process may use; none where the driver does not count for one of them."""
+    """Of the first GPUs that this process may use; none where it sees fewer, or the driver does not count for one."""
     try:
         # Stays open as long as the process.
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in nvidia(os.environ)[:count]]
+        if len(handles) < count:
+            # Launchers may show each process its own GPU only.
+            return []
         return [_readable(functools.partial(_gpu_joules, handle), 2**64 / 1e3) for handle in handles]
     except pynvml.NVMLError:
         return []

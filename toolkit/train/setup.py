@@ -73,8 +73,6 @@ def set_up(
     """
     recipe, world = loaded.recipe, rendezvous.world
     first = world.rank == 0
-    # Model files are hashed beside all that follows: gigabytes take minutes, in which the other processes would wait.
-    model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
@@ -112,6 +110,8 @@ def set_up(
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
     base = source.load(types, backend)
+    # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
+    model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     model = add_method(base, recipe, types, new_tokens=new_tokens)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.common import duration, table, write_json
+from toolkit.common import duration, first_line, table, write_json
 from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
@@ -131,8 +131,6 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     _save_final(session)
     # From here on nothing can be lost, and Ctrl-C means what it always does.
     callbacks.stop.restore()
-    if session.hashed:
-        session.hashed.result()
     if meter:
         folder.update_manifest(status="finished", finished=now(), train_seconds=round(meter.seconds(), 1))
     if callbacks.evaluator:
@@ -140,6 +138,9 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     callbacks.samples.answer("after")
     if not meter:
         return
+    # Only now: no other process waits any more.
+    if session.hashed and (error := session.hashed.exception()):
+        _log.warning("the model's files could not be hashed: %s", first_line(error))
     seconds = round(meter.seconds(), 1)
     plan = session.guard.plan if session.guard else None
     tokens = meter.last.get("tokens", 0)

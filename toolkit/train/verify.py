@@ -52,6 +52,11 @@ class Verify(TrainerCallback):
         if not self._has_stepped:
             self._has_stepped = True
             self._check()
+            compiled = self._session.compiled
+            if compiled and not compiled.graphs and self._session.leads:
+                _log.warning(
+                    "layers run as they are: torch's compiler takes none of them (TORCH_LOGS=dynamo tells why)"
+                )
         self._check_graphs(state.global_step)
 
     def _check_graphs(self, step: int) -> None:
