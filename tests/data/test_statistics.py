@@ -52,7 +52,8 @@ def test_changed_data_and_settings_are_not_counted(tmp_path: Path) -> None:
     path, cache = documents(tmp_path / "a.jsonl", 40), tmp_path / "cache"
     prepare(recipe(path), chatml_tokenizer(), STOP, cache)
     assert statistics_of(recipe(path, num_proc=2), cache) is not None  # how it is made does not matter
-    for other in (recipe(path, seq_len=65), recipe(path, packing=True), recipe(path, max_samples=30)):
+    tokens = recipe(path).with_values({"model.new_tokens": ["fox"]})
+    for other in (recipe(path, seq_len=65), recipe(path, packing=True), recipe(path, max_samples=30), tokens):
         assert statistics_of(other, cache) is None
     os.utime(path, ns=(1, 1))
     assert statistics_of(recipe(path), cache) is None

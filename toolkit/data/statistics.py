@@ -125,6 +125,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "format": FORMAT,
         "data": data.model_dump(exclude={"num_proc"}),
         "model": model.model_dump(include={"path", "revision", "gguf_file", "tokenizer", "chat_template"}),
+        **({"new_tokens": model.new_tokens} if model.new_tokens else {}),
         "objective": recipe.objective,
         "seq_len": recipe.batch.seq_len,
         "seed": recipe.seed,
