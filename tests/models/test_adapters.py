@@ -113,6 +113,10 @@ def test_settings_of_peft_reach_it() -> None:
         ([{"method.alpha_pattern": {"(": 4}}], ["PEFT cannot add", "missing )"]),
         (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),
         (["model.path=moe", "lora_dropout=0.1"], ["lora_dropout", "PEFT cannot add"]),
+        (
+            ["strategy=fsdp", "model.new_tokens=[new]", "method.modules_to_save=[norm]"],
+            ["fsdp divides model.embed_tokens", "zero2"],
+        ),
     ],
 )
 def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[Any], words: list[str]) -> None:

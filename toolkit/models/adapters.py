@@ -63,7 +63,7 @@ def add_method(
         alpha_pattern=dict(method.alpha_pattern),
         modules_to_save=saved or None,
         ensure_weight_tying=tied,
-        trainable_token_indices=None if tied else _token_rows(model, new_tokens, saved),
+        trainable_token_indices=None if tied else _token_rows(model, new_tokens, saved, recipe),
         init_lora_weights=True if method.init_lora_weights == "default" else method.init_lora_weights,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
@@ -276,7 +276,9 @@ def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: li
     return [*others, "lm_head"], True
 
 
-def _token_rows(model: PreTrainedModel, ids: Sequence[int], saved: list[str]) -> dict[str, list[int]] | None:
+def _token_rows(
+    model: PreTrainedModel, ids: Sequence[int], saved: list[str], recipe: Recipe
+) -> dict[str, list[int]] | None:
     """The rows to train of embeddings and output head, by PEFT's names of them; not of those that are trained whole."""
     if not ids:
         return None
@@ -288,7 +290,14 @@ def _token_rows(model: PreTrainedModel, ids: Sequence[int], saved: list[str]) ->
         )
     modules = [embeddings] if head is None or head.weight is embeddings.weight else [embeddings, head]
     names = (name for name, module in model.named_modules() if any(module is each for each in modules))
-    return {name: list(ids) for name in names if not _matches(name, saved)} or None
+    rows = {name: list(ids) for name in names if not _matches(name, saved)}
+    if rows and recipe.strategy.shards_parameters:
+        raise UserError(
+            f"model.new_tokens: {recipe.strategy.name} divides {' and '.join(rows)}, of which PEFT then cannot train "
+            "single rows",
+            "set strategy.name=zero2, or add them to method.modules_to_save",
+        )
+    return rows or None
 
 
 def _matches(path: str, modules: list[str]) -> bool:

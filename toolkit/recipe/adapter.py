@@ -50,10 +50,15 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         for key, plain in _PLAIN.items()
         if _sorted(config.get(key, plain)) != _sorted(recipe.extra.lora.get(key, plain))
     ]
-    if bool(config.get("trainable_token_indices")) != bool(recipe.model.new_tokens):
-        what = "has rows for tokens that it was trained with" if not recipe.model.new_tokens else "has no rows for them"
-        key = "model.new_tokens" if recipe.model.new_tokens else "model.adapter"
-        problems.append(problem(key, what, "", "set model.new_tokens to what it was when this adapter was trained"))
+    if (tokens := _tokens(folder, config)) != recipe.model.new_tokens:
+        # Rows are known by their places: those of other tokens, or in another order, would fit as well.
+        what = f"the adapter in {folder} has rows for {as_text(tokens) if tokens else 'no tokens'}"
+        change = (
+            f"set model.new_tokens={json.dumps(tokens, ensure_ascii=False)}" if tokens else "remove model.new_tokens"
+        )
+        if None in tokens:
+            what, change = f"{folder}/tokenizer.json does not name the tokens of its rows", "name another adapter"
+        problems.append(problem("model.new_tokens", what, as_text(recipe.model.new_tokens), change))
     base, path = config.get("base_model_name_or_path"), BUILTIN_MODELS.get(recipe.model.path, recipe.model.path)
     if base and base != path and not Path(path).exists():
         problems.append(
@@ -69,6 +74,18 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
             what = f"the adapter in {recipe.model.adapter} has {as_text(value)}"
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
     return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
+
+
+def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:
+    """The tokens whose rows an adapter holds, in their order; None for those that its tokenizer does not name."""
+    rows = config.get("trainable_token_indices") or []
+    ids = next(iter(rows.values())) if isinstance(rows, dict) else rows
+    try:
+        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"] if ids else []
+    except (OSError, ValueError, KeyError):
+        added = []
+    names = {token["id"]: token["content"] for token in added}
+    return [names.get(index) for index in ids]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

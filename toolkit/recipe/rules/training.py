@@ -127,10 +127,11 @@ TRAINING_RULES = {
             r.method.name == "lora"
             and r.model.new_tokens
             and r.strategy.shards_parameters
-            and not {"embed_tokens", "lm_head"} <= set(r.method.modules_to_save)
+            and not r.method.modules_to_save  # Only the model tells whether these are its embeddings.
         ),
         "{r.strategy.name} divides embeddings, of which PEFT then cannot train single rows",
-        "set strategy.name=zero2, or train all rows: method.modules_to_save=[embed_tokens,lm_head]",
+        "set strategy.name=zero2, or method.modules_to_save to the modules of the input and output embeddings "
+        "(embed_tokens and lm_head in Llama)",
     ),
     "target-parameters": Rule(
         "method.target_parameters",
