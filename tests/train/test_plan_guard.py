@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from harness import RUN, environment
 from ranks import Ranks
 from small import populate
 
+from toolkit.planner.hardware import find
 from toolkit.planner.plan import Plan
+from toolkit.planner.trace import store
+from toolkit.planner.trace.analytic import estimated
+from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
+from toolkit.train.plan_guard import PlanGuard
 
 TOO_LARGE = ["batch.global_batch_size=65536", "batch.micro_batch_size=65536"]
 
@@ -132,6 +138,22 @@ def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path, ranks: Rank
     assert re.search(r"^  set .*(batch\.micro_batch_size=|activation_checkpointing)", done.stderr, re.MULTILINE)
     assert manifest(folder)["status"] == "failed"
     assert "Traceback" not in done.stderr
+
+
+def test_a_micro_batch_that_auto_chose_is_lowered_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the memory that there was `auto` would choose a smaller one, which is the change to name."""
+    for name in ("find", "obtain"):
+        monkeypatch.setattr(store, name, lambda setting, *_: replace(estimated(setting, ""), origin="traced"))
+    asked = ["batch.micro_batch_size=auto", "batch.seq_len=2048", "activation_checkpointing.mode=none"]
+    loaded = load_checked("smollm2_135m_lora_demo", [*asked, "batch.global_batch_size=64"])
+    # The config of a built-in model is known before any file is read.
+    source: Any = None
+    guard = PlanGuard(loaded, source, find("h200"), None)
+
+    answer = guard.out_of_memory(MemoryError("no memory"))
+
+    changed = re.match(r"set batch\.micro_batch_size=(\d+) ", answer.change)
+    assert changed and int(changed[1]) < guard.plan.micro_batch_size, answer
 
 
 def test_a_model_whose_code_cannot_be_traced_still_trains(

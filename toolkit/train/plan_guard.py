@@ -58,13 +58,16 @@ class PlanGuard:
         """What ran out, beside the plan, and the smallest change that would have fitted."""
         needed = min(self.plan.fit.needed, self.plan.fit.available)
         device = self.hardware.device.model_copy(update={"memory": int(_SPARE * needed)})
+        smaller = dataclasses.replace(self.hardware, device=device)
+        # For the smaller device `auto` would choose again, and leave nothing to change.
+        ran = self.loaded.recipe.with_values({"batch.micro_batch_size": self.plan.micro_batch_size})
         parts = parts_at_peak(self.plan.memory[0])
         largest = sorted(parts.items(), key=lambda item: -item[1])
         planned = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest if size)
         return UserError(
             f"out of memory: {in_a_line(error)}\n  held:    {_held()}\n"
             f"  planned: {bytes_text(self.plan.fit.needed)} of {bytes_text(self.plan.fit.available)}: {planned}",
-            dataclasses.replace(self, hardware=dataclasses.replace(self.hardware, device=device))._change(),
+            dataclasses.replace(self, hardware=smaller, loaded=dataclasses.replace(self.loaded, recipe=ran))._change(),
         )
 
     def _change(self) -> str:

@@ -75,6 +75,7 @@ def train(loaded: Loaded, force: bool = False) -> None:
 def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: Progress, force: bool) -> None:
     recipe, world = loaded.recipe, rendezvous.world
     source: ModelSource | None = None
+    session: Session | None = None
     try:
         prepare_process()
         preflight.check_devices(recipe, world)
@@ -98,8 +99,9 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
         if world.rank == 0:
             _failed(folder, error)
         if source and ran_out(error):
+            ran, statistics = (session.loaded, session.prepared.statistics) if session else (loaded, None)
             with contextlib.suppress(UnknownSize):
-                raise plan_run(loaded, world, source).out_of_memory(error) from error
+                raise plan_run(ran, world, source, statistics).out_of_memory(error) from error
         raise
 
 
