@@ -83,11 +83,13 @@ class _Question:
             may_compile=_compiles(hardware) and not compilation.unfit(recipe, self.config),
         )
         compiles = "layers" if done.compile_seconds else "off"
-        targets = self.statistics.longest_target if self.statistics else None
+        counted = self.statistics
+        targets = counted.longest_target if counted else None
         largest = dataclasses.replace(
             workload,
             layout=fullest,
             target_len=targets and min(targets, fullest.seq_len),
+            evaluation_len=max(fullest.seq_len, _evaluated(recipe, layout, counted)) if counted else None,
             recipe=recipe.with_values({"compile": compiles}),
         )
         ranks, ram = memory(largest), host(largest)
@@ -153,6 +155,12 @@ class _Question:
             needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {math.ceil(length):,} tokens")
         decides = "the fullest that an epoch is expected to have" if flat else "the one with the longest row"
         return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides} decides"]
+
+
+def _evaluated(recipe: Recipe, layout: BatchLayout, counted: DataStatistics) -> int:
+    """Tokens of a row in an evaluation's first batch: the longest rows together, at most all that are held out."""
+    size = recipe.evaluation.batch_size or layout.micro_batch_size
+    return math.ceil(min(layout.seq_len, counted.quantiles[-1], counted.eval_tokens / size))
 
 
 def estimate(

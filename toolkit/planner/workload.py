@@ -35,6 +35,8 @@ class Workload:
     trace: Trace
     target_len: int | None = None
     """Tokens of the longest target of pairs, where it is known."""
+    evaluation_len: int | None = None
+    """Tokens of a row in the fullest batch of an evaluation, where they differ from those of a micro-batch."""
 
     @property
     def strategy(self) -> Strategy:

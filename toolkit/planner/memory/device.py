@@ -139,7 +139,8 @@ class _RankMemory:
         shape, moments = self.engine.shape, self.engine.passing
         if phase == "evaluation":
             batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
-            shape, moments = dataclasses.replace(shape, batch=batch), self.engine.evaluating
+            length = self.workload.evaluation_len or shape.seq_len
+            shape, moments = dataclasses.replace(shape, batch=batch, seq_len=length), self.engine.evaluating
         candidates = [
             _add(
                 base,
