@@ -39,11 +39,9 @@ from toolkit.planner.trace.types import Trace, setting_of
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, model_configs
 
+__all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 _FORMULAS_OFF = 0.35
 """By what share the formulas that stand in for a trace were off, for current decoders."""
-
-
-__all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +58,11 @@ class _Question:
 
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
         """See `search.Estimate`."""
-        layout = batch_layout(recipe, hardware.devices)
-        compute = dtypes(recipe).compute
-        device = hardware.device
-        backend = attention.planned(recipe.model.attention, self.config, compute, device.kind, device.capability)
+        layout, device, backend = (
+            batch_layout(recipe, hardware.devices),
+            hardware.device,
+            self._backend(recipe, hardware),
+        )
         fullest = dataclasses.replace(layout, seq_len=min(layout.seq_len, self._fullest(recipe, layout, backend)))
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
@@ -121,6 +120,10 @@ class _Question:
             notes=_notes(recipe, hardware, trace, done),
         )
 
+    def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
+        compute, device = dtypes(recipe).compute, hardware.device
+        return attention.planned(recipe.model.attention, self.config, compute, device.kind, device.capability)
+
     def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
         """Tokens of a row in the fullest micro-batch that an epoch is expected to have, by which memory is planned.
 
@@ -137,14 +140,7 @@ class _Question:
         counted, layout = self.statistics, batch_layout(recipe, hardware.devices)
         if counted is None or recipe.data.packing:
             return []
-        backend = attention.planned(
-            recipe.model.attention,
-            self.config,
-            dtypes(recipe).compute,
-            hardware.device.kind,
-            hardware.device.capability,
-        )
-        flat, size = backend in attention.VARLEN, layout.micro_batch_size
+        flat, size = self._backend(recipe, hardware) in attention.VARLEN, layout.micro_batch_size
         lengths = (counted.mean_length if flat else counted.longest_of(size), counted.quantiles[-1])
         needs = []
         for length in lengths:
