@@ -10,7 +10,6 @@ ELSEWHERE = {
     "cli/local_data": "cli/test_commands",
     "cli/main": "cli/test_commands",
     "cli/option_types": "cli/test_commands",
-    "recipe/adapter": "train/test_stages",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",
