@@ -19,12 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from toolkit.common import UserError, first_line, in_a_line
+from toolkit.common import UserError, first_line, in_a_line, in_background
 from toolkit.distributed.layout import World
 
 TIMEOUT_SECONDS = 120.0
@@ -339,16 +338,7 @@ def _reach(host: str, port: int) -> str:
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
     """The result of a call that may hang; raises TimeoutError if it does. An executor's thread would keep Python up."""
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return result.result(seconds)
+    return in_background(call).result(seconds)
 
 
 def _spans(ranks: Sequence[int]) -> str:
