@@ -168,7 +168,7 @@ class Chosen:
 def forked(place: Path, work: Any, timeout: float) -> int:
     """Runs `work` in a process of its own; its status, or 1 where it takes longer than `timeout` seconds."""
     if not (child := os.fork()):
-        os.setsid()
+        os.setpgrp()
         os.chdir(place)
         log = os.open("mutant.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed.engines import deepspeed_config, dtypes, fsdp_mesh, training_arguments
+from toolkit.distributed.engines import (
+    checkpointing_kwargs,
+    deepspeed_config,
+    dtypes,
+    expected_state,
+    fsdp_mesh,
+    loads_on_device,
+    loads_on_first_process,
+    training_arguments,
+)
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
-from toolkit.distributed.layout import World, batch_layout, run_length
+from toolkit.distributed.layout import World, batch_layout, micro_batch_sizes, run_length
 from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.sections import SCHEDULES
@@ -104,6 +113,51 @@ def test_dtypes(precision: str, method: str, dtype: str, expected: tuple[str | N
 
 
 @pytest.mark.parametrize(
+    ("strategy", "precision", "expected"),
+    [
+        # between steps, autocast, summed in, masters
+        ({"name": "zero2"}, "bf16", ("bfloat16", None, "float32", "float32")),
+        ({"name": "zero3"}, "fp16", ("float16", None, "float32", "float32")),
+        ({"name": "zero1"}, "pure_bf16", ("bfloat16", None, "bfloat16", "bfloat16")),
+        ({"name": "zero2", "reduce_dtype": "bf16"}, "bf16", ("bfloat16", None, "bfloat16", "float32")),
+        ({"name": "fsdp"}, "bf16", ("float32", None, "float32", "float32")),
+        ({"name": "fsdp", "reduce_dtype": "fp32"}, "pure_bf16", ("bfloat16", None, "float32", "bfloat16")),
+        ({"name": "ddp"}, "bf16", ("float32", "bfloat16", "float32", "float32")),
+    ],
+)
+def test_dtypes_of_engines(strategy: dict[str, str], precision: str, expected: tuple[str | None, ...]) -> None:
+    types = dtypes(recipe(strategy=strategy, precision=precision))
+    assert (types.local, types.autocast, types.reduce, types.master) == expected
+    # Fully trained weights are read as they lie between steps, frozen ones as they are computed with.
+    assert types.load == types.local
+    frozen = dtypes(recipe(strategy=strategy, precision=precision, method={"name": "lora"}))
+    assert frozen.load == frozen.compute == types.export
+
+
+@pytest.mark.parametrize(
+    ("strategy", "quantization", "on_device", "on_first"),
+    [
+        ("ddp", "none", True, False),
+        ("ddp", "nf4", True, False),
+        ("zero2", "none", True, False),
+        ("zero3", "none", False, False),
+        ("zero3", "nf4", False, False),
+        ("fsdp", "none", False, True),
+        ("fsdp", "nf4", True, False),
+    ],
+)
+def test_who_reads_the_weights_and_where_to(strategy: str, quantization: str, on_device: bool, on_first: bool) -> None:
+    method = {"name": "lora", "quantization": quantization}
+    made = recipe(strategy={"name": strategy}, method=method)
+    assert (loads_on_device(made), loads_on_first_process(made)) == (on_device, on_first)
+    # GGUF files are taken apart on the host.
+    for model in ({"path": "m.gguf"}, {"path": "m", "gguf_file": "w.gguf"}):
+        assert not loads_on_device(recipe(strategy={"name": strategy}, method=method, model=model))
+    every = {"name": strategy, "cpu_ram_efficient_loading": False}
+    assert strategy != "fsdp" or not loads_on_first_process(recipe(strategy=every, method=method))
+
+
+@pytest.mark.parametrize(
     ("sections", "rows", "expected"),
     [
         # total steps, warm-up steps, save steps
@@ -124,6 +178,23 @@ def test_run_length(sections: dict[str, Any], rows: int | None, expected: tuple[
     made = recipe(**sections)
     length = run_length(made, rows, batch_layout(made, 1))
     assert (length.total_steps, length.warmup_steps, length.save_steps) == expected
+    assert length.steps_per_epoch == (rows / 16 if rows else None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "expected"),
+    [
+        # A share of 16 sequences at up to 16,384 tokens, and shares that others divide.
+        ({"seq_len": 1024}, 1, [1, 2, 4, 8, 16]),
+        ({"seq_len": 2048}, 1, [1, 2, 4, 8]),
+        ({"seq_len": 65536}, 1, [1]),
+        ({"global_batch_size": 12, "seq_len": 512}, 1, [1, 2, 3, 4, 6, 12]),
+        ({"global_batch_size": 12, "seq_len": 512}, 2, [1, 2, 3, 6]),
+        ({"global_batch_size": 2, "seq_len": 512}, 4, [1]),
+    ],
+)
+def test_micro_batches_to_choose_from(batch: dict[str, int], world_size: int, expected: list[int]) -> None:
+    assert micro_batch_sizes(recipe(batch=batch), world_size) == expected
 
 
 def test_plain_launches_are_accepted() -> None:
@@ -233,6 +304,144 @@ def test_training_arguments_say_what_the_recipe_says() -> None:
         "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2, "offload": True},
     }
     assert {key: arguments[key] for key in stated} == stated
+
+
+def test_training_arguments_where_the_recipe_says_nothing() -> None:
+    """Whatever the Trainer would do by itself beside the recipe is switched off."""
+    made = recipe(precision="bf16")
+    layout = batch_layout(made, 1)
+    assert training_arguments(made, layout, run_length(made, 160, layout)) == {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 10,
+        "learning_rate": 2e-5,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "lr_scheduler_type": "cosine",
+        "lr_scheduler_kwargs": {},
+        "warmup_steps": 0,
+        "bf16": True,
+        "fp16": False,
+        "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": None,
+        "average_tokens_across_devices": True,
+        "ddp_find_unused_parameters": False,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "save_steps": 0,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "seed": 42,
+        "data_seed": 42,
+        "remove_unused_columns": False,
+        "accelerator_config": {"dispatch_batches": False},
+        "disable_tqdm": True,
+        "push_to_hub": False,
+        "log_level": "error",
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "expected"),
+    [
+        ({"name": "ddp"}, "pure_bf16", (False, None, None, {"dispatch_batches": False})),
+        ({"name": "zero1"}, "pure_bf16", (True, 1, None, {"dispatch_batches": False})),
+        ({"name": "zero3"}, "fp32", (False, 3, None, {"dispatch_batches": False})),
+        ({"name": "fsdp"}, "bf16", (True, None, True, {"dispatch_batches": False})),
+        (
+            {"name": "fsdp", "sync_each_batch": True},
+            "fp32",
+            (False, None, True, {"dispatch_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+        ),
+    ],
+)
+def test_training_arguments_name_one_engine(strategy: dict[str, Any], precision: str, expected: Any) -> None:
+    made = recipe(strategy=strategy, precision=precision, extra={"training_arguments": {"neftune_noise_alpha": 5}})
+    layout = batch_layout(made, 2)
+    given = training_arguments(made, layout, run_length(made, 160, layout))
+    stage = given["deepspeed"]["zero_optimization"]["stage"] if "deepspeed" in given else None
+    assert (given["bf16"], stage, given.get("fsdp"), given["accelerator_config"]) == expected
+    assert ("fsdp_config" in given) == (strategy["name"] == "fsdp")
+    assert given["neftune_noise_alpha"] == 5
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "expected"),
+    [
+        ({"mode": "full"}, {}),
+        ({"mode": "full", "every_n_layers": 2}, {"every_n_layers": 2}),
+        ({"mode": "selective"}, {"selective": True}),
+        ({"mode": "offload"}, {"offload": True}),
+    ],
+)
+def test_how_activations_are_checkpointed(checkpointing: dict[str, Any], expected: dict[str, Any]) -> None:
+    section = recipe(activation_checkpointing=checkpointing).activation_checkpointing
+    assert checkpointing_kwargs(section) == {"use_reentrant": False, **expected}
+
+
+def stated(world_size: int, **sections: Any) -> dict[str, Any]:
+    """What must hold in a run of a recipe, without what was not said."""
+    made = recipe(batch={"global_batch_size": 8, "micro_batch_size": 2}, **sections)
+    state = expected_state(made, batch_layout(made, world_size), "AdamW", "sdpa")
+    return {key: value for key, value in state.model_dump().items() if value is not None}
+
+
+PLAIN = {
+    **{"engine": "none", "world_size": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 4},
+    **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
+    **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},
+    **{"not_updated": 0, "autocast": "bfloat16", "master_dtype": "float32", "moments_dtype": "float32"},
+}
+ON_TWO = {"world_size": 2, "gradient_accumulation_steps": 2}
+ZERO = {
+    **{"engine": "deepspeed", "autocast": "none", "trained_dtype": "bfloat16", "reduce_dtype": "float32"},
+    **{"offload_optimizer": "none", "offload_param": "none"},
+}
+SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "sharded"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sections", "differs"),
+    [
+        (1, {}, {}),
+        (1, {"tf32": False}, {"tf32": False}),
+        (1, {"activation_checkpointing": {"mode": "full"}}, {"activation_checkpointing": "model"}),
+        (1, {"precision": "fp32"}, {"autocast": "none"}),
+        (1, {"optimizer": {"name": "adamw_8bit"}}, {"moments_dtype": None}),
+        (1, {"optimizer": {"name": "adafactor"}}, {"moments_dtype": None}),
+        (
+            1,
+            {"optimizer": {"name": "galore_adamw_layerwise", "max_grad_norm": 0}},
+            dict.fromkeys(("optimizer", "not_updated", "master_dtype", "moments_dtype")) | {"max_grad_norm": 0.0},
+        ),
+        (2, {}, {"engine": "ddp", **ON_TWO}),
+        (1, {"strategy": {"name": "zero3"}}, {**ZERO, "zero_stage": 3}),
+        (2, {"strategy": {"name": "zero1"}}, {**ZERO, **ON_TWO, "zero_stage": 1, "optimizer_state": "sharded"}),
+        (
+            2,
+            {"strategy": {"name": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}},
+            {**ZERO, **ON_TWO, **SHARDED, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        ),
+        (
+            2,
+            {"strategy": {"name": "fsdp", "sharding": "shard_grad_op", "sync_each_batch": True}},
+            {
+                **{"engine": "fsdp2", **ON_TWO, **SHARDED, "autocast": "none", "compute_dtype": "bfloat16"},
+                **{"reduce_dtype": "float32", "offload_param": "none", "reshard_after_forward": False},
+                "sync_each_batch": True,
+            },
+        ),
+    ],
+)
+def test_the_state_that_a_recipe_asks_for(world_size: int, sections: dict[str, Any], differs: dict[str, Any]) -> None:
+    wanted = {key: value for key, value in (PLAIN | differs).items() if value is not None}
+    assert stated(world_size, **{"precision": "bf16", **sections}) == wanted
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])

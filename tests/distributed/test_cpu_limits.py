@@ -1,0 +1,61 @@
+"""What does not train on a CPU is refused with what to set instead; all else passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.common import UserError
+from toolkit.distributed.cpu_limits import check_cpu
+from toolkit.recipe import Recipe
+
+
+def recipe(**sections: Any) -> Recipe:
+    return Recipe.model_validate({"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "what", "change", "changed"),
+    [
+        ({"precision": "fp16"}, "precision=fp16", "precision=bf16 or fp32", {"precision": "bf16"}),
+        (
+            {"precision": "fp16", "strategy": {"name": "fsdp"}},
+            "precision=fp16",
+            "precision=bf16 or fp32",
+            {"precision": "fp32"},
+        ),
+        (
+            {"activation_checkpointing": {"mode": "offload"}},
+            "activation_checkpointing.mode=offload",
+            "activation_checkpointing.mode=full",
+            {"activation_checkpointing": {"mode": "full"}},
+        ),
+        (
+            {"optimizer": {"name": "galore_adamw_8bit"}},
+            "optimizer.name=galore_adamw_8bit needs a GPU",
+            "optimizer.name=adamw or adamw_8bit",
+            {"optimizer": {"name": "adamw_8bit"}},
+        ),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_and_its_change_is_accepted(
+    sections: dict[str, Any], what: str, change: str, changed: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_cpu(recipe(**sections))
+    assert what in caught.value.what and caught.value.change == f"set {change}"
+    check_cpu(recipe(**sections | changed))
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_what_trains_on_a_cpu_passes(mode: str) -> None:
+    for precision in ("fp32", "bf16", "pure_bf16"):
+        check_cpu(recipe(precision=precision, activation_checkpointing={"mode": mode}))
+
+
+def test_deepspeed_decides_itself_whether_it_takes_fp16() -> None:
+    made = recipe(precision="fp16", strategy={"name": "zero2"})
+    check_cpu(made)
+    with pytest.raises(UserError, match="precision=fp16"):
+        check_cpu(made, deepspeed_takes_fp16=False)
