@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from data_fixtures import STOP, chatml_tokenizer, recipe, write_jsonl
 from harness import losses, write_recipe
 from ranks import Ranks
 from tiny import tiny_model
+from torch.utils.data import DataLoader
 
 from toolkit.data.prepare import prepare
 from toolkit.data.readers import read
+from toolkit.data.streaming import Stream
 from toolkit.data.tokenization import Chunker
 from toolkit.train.main import main
 
@@ -51,20 +55,21 @@ def test_two_processes_train_on_the_rows_of_one_past_the_end_of_the_stream(
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_first_sequences_take_few_rows_which_another_thread_tokenises(
-    packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packing: bool, tmp_path: Path, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ({"text": f"row {n}"} for n in range(30_000)))
-    stream = prepare(recipe(path, streaming=True, packing=packing), chatml_tokenizer(), STOP, tmp_path / "cache").train
-    seen: dict[str, list[Any]] = {"read": [], "tokenised": []}
-    tokenise = Chunker.__call__
+    wanted = recipe(path, streaming=True, packing=packing, seq_len=32)
+    stream = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").train
+    tokenised.clear()
+    lines, threads, call = [], set(), Chunker.__call__
 
     def noted(self: Chunker, *row: Any) -> Any:
-        seen["tokenised"].append(threading.current_thread())
-        return tokenise(self, *row)
+        threads.add(threading.current_thread())
+        return call(self, *row)
 
     def counted(file: Path) -> Any:
         for row in read(file):
-            seen["read"].append(row)
+            lines.append(row)
             yield row
 
     monkeypatch.setattr(Chunker, "__call__", noted)
@@ -72,5 +77,62 @@ def test_first_sequences_take_few_rows_which_another_thread_tokenises(
     rows = iter(stream)
     next(rows)
     rows.close()
-    assert 32 <= len(seen["tokenised"]) <= 100 and len(seen["read"]) < 1500
-    assert threading.main_thread() not in seen["tokenised"]
+    assert 16 <= len(tokenised) <= (600 if packing else 100) and len(lines) < 20 * len(tokenised)
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_each_process_tokenises_the_rows_it_trains_and_steps_are_those_of_one(
+    packing: bool, tmp_path: Path, tokenised: list[str]
+) -> None:
+    """Though some rows are empty and others become several sequences."""
+    sizes = {n: 0 if n % 5 == 0 else 70 if n % 7 == 0 else n % 9 for n in range(300)}
+    lines = ({"text": f"{n} " + "fox " * size if size else ""} for n, size in sizes.items())
+    path = write_jsonl(tmp_path / "a.jsonl", lines)
+    wanted = recipe(path, streaming=True, packing=packing, over_long="split", seq_len=32)
+    stream = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").train
+    assert isinstance(stream, Stream)
+
+    def steps(processes: int, rank: int) -> list[list[dict[str, Any]]]:
+        share = 16 // processes
+        tokenised.clear()
+        made = itertools.chain.from_iterable(stream.steps(range(rank * share, (rank + 1) * share), threading.Event()))
+        return [list(itertools.islice(made, share)) for _ in range(16)]
+
+    whole, alone = steps(1, 0), len(tokenised)
+    parts, counts = [], []
+    for rank in range(4):
+        parts.append(steps(4, rank))
+        counts.append(len(tokenised))
+    assert [list(itertools.chain(*step)) for step in zip(*parts, strict=True)] == whole
+    assert max(counts) < 1.3 * alone / 4
+
+    # As training reads them, from the start and continued after 5 steps of two micro-batches.
+    for rank in range(2):
+        loader = DataLoader(stream.divided(2).with_format("numpy"), batch_size=4, collate_fn=list)  # type: ignore[arg-type]
+        loader = prepare_data_loader(loader, num_processes=2, process_index=rank)
+        own = list(itertools.chain.from_iterable(step[8 * rank :][:8] for step in whole))
+        for skipped in (0, 10):
+            read = itertools.chain.from_iterable(itertools.islice(skip_first_batches(loader, skipped), 6))
+            expected = own[4 * skipped :][:24]
+            assert [row["input_ids"].tolist() for row in read] == [row["input_ids"] for row in expected]
+
+
+def test_a_lane_whose_rows_are_all_empty_is_dealt_others_in_the_next_epoch(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ({"text": "" if n == 3 else f"row {n}"} for n in range(16)))
+    wanted = recipe(path, streaming=True, shuffle=False)
+    assert len(list(itertools.islice(prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").train, 160))) == 160
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the rows stood that were tokenised."""
+    places: list[str] = []
+    call = Chunker.__call__
+
+    def noted(self: Chunker, row: Any, where: str) -> Any:
+        places.append(where)
+        return call(self, row, where)
+
+    monkeypatch.setattr(Chunker, "__call__", noted)
+    return places

@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import xxhash
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +32,7 @@ from toolkit.data.mixture import Indices, mix
 from toolkit.data.rows import Chat, Sample, from_json
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, record
-from toolkit.data.streaming import AUDITED_ROWS, stream
+from toolkit.data.streaming import AUDITED_ROWS, Stream
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Source
@@ -56,7 +56,7 @@ class Prepared:
         statistics: Figures of the above that a plan is made of; None for a stream.
     """
 
-    train: Dataset | IterableDataset
+    train: Dataset | Stream
     eval: Dataset | None
     audit: auditing.Audit
     samples: list[Sample]
@@ -115,7 +115,7 @@ def prepare(
             "free space there, make it writable, or set the environment variable TOOLKIT_CACHE to another folder",
         ) from error
     return Prepared(
-        train=stream(train, recipe, chunker, task) if data.streaming else Dataset.load_from_disk(str(path / "train")),
+        train=Stream(train, recipe, chunker, task) if data.streaming else Dataset.load_from_disk(str(path / "train")),
         eval=Dataset.load_from_disk(str(path / "eval")) if (path / "eval").is_dir() else None,
         audit=audit,
         samples=[Sample(**sample) for sample in json.loads((path / "samples.json").read_text(encoding="utf-8"))],
@@ -206,6 +206,12 @@ def _build(
     if any(problem.level == "fatal" for problem in audit.problems):
         raise auditing.DataError(audit)
 
+    unused = [each for each in sources if each.role == "train" and not each.used_rows]
+    if data.streaming and unused:  # Its rows would be searched for ever.
+        raise UserError(
+            f"data source `{unused[0].path}` has no row with a trained token among its first {AUDITED_ROWS:,}",
+            "take it out of `data.sources`, or check `data.columns`, `data.train_on` and `batch.seq_len`",
+        )
     if not data.streaming:
         sequences = tokens.take(sides["train"])
         if data.packing:

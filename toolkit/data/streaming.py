@@ -1,15 +1,19 @@
 """Rows tokenised while training reads them, for data that is too large to prepare.
 
 Training starts after the first few rows and no tokens are written, but every epoch tokenises again, rows are shuffled
-only within a window, and the audit sees only the beginning. A thread tokenises while the model computes. Every process
-does so for the whole stream and keeps its part: how many sequences a row becomes is known only when it is tokenised, so
-whoever left rows out could not tell which sequences are its own, and losses would depend on the number of processes.
+only within a window, and the audit sees only the beginning. A thread tokenises while the model computes.
+
+Rows are dealt in turn to as many lanes as a step has sequences, and a step takes the next sequence of every lane. How
+many sequences a row becomes, or how its lane packs it, moves nothing in other lanes. So a process reads all rows, which
+is cheap, but tokenises only those of its own lanes, and no step depends on the number of processes. Where a lane falls
+behind, its rows wait in memory. Files dealt to processes would be read once, but each step would hold other rows.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,95 +31,88 @@ AUDITED_ROWS = 1000
 """The audit of a stream sees this many rows of every source."""
 SHUFFLE_BUFFER = 10_000
 """Rows that the next one is drawn from. They are read, not tokenised, and grow to this number as rows are drawn."""
-_FIRST_WINDOW, _LAST_WINDOW = 32, 1000
-"""Sequences that are made, and packed, together: few at first, so that training can start; each time twice as many."""
+_FIRST_ROWS = 32
+"""Rows in the buffer when the first is drawn."""
 _GROWTH = 8
 """Rows read for each one that is drawn, until the buffer is full."""
+_AHEAD = 1000
+"""Sequences that are made before they are trained on: those of one step at first, each time twice as many."""
+_FIRST_PACKED, _PACKED = 2, 32
+"""Full sequences' worth of rows that a lane packs together: few at first, so that training can start."""
 
 
-def stream(readers: list[Reader], recipe: Recipe, chunker: Chunker, task: Task) -> IterableDataset:
-    """The training rows of a recipe as a stream without an end.
+@dataclass(frozen=True)
+class Stream:
+    """The training rows of a recipe without an end, each with input_ids and labels, with packing also seq_lengths.
 
     Without weights sources follow each other; with weights rows are drawn from them at random in these shares until
     every source has been used once. Then it begins again in another order, so that every batch is whole, and a run
     that is continued finds its place by counting rows. Shuffling is within a window of 10,000 rows.
-
-    Returns:
-        Columns input_ids and labels, with packing also seq_lengths.
     """
-    packed = {"seq_lengths": List(Value("int32"))} if recipe.data.packing else {}
-    return IterableDataset.from_generator(
-        _sequences,
-        features=Features({**FEATURES, **packed}),
-        gen_kwargs={"stream": _Stream(readers, recipe, chunker, task)},
-    )
 
-
-def _sequences(stream: _Stream) -> Iterator[dict[str, Any]]:
-    stop = threading.Event()
-    windows = stream.windows(stop)
-    following = in_background(lambda: next(windows))
-    try:
-        while True:
-            window = following.result()
-            following = in_background(lambda: next(windows))
-            yield from window
-    finally:
-        stop.set()
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row as it is read: of which source, where it stands, and how it is converted."""
-
-    source: int
-    format: RowFormat
-    where: str
-    content: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Stream:
     readers: list[Reader]
     recipe: Recipe
     chunker: Chunker
     task: Task
 
-    def windows(self, stop: threading.Event) -> Iterator[list[dict[str, Any]]]:
-        """Some sequences at a time, without an end but for `stop`.
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.divided(1))
+
+    def divided(self, processes: int) -> IterableDataset:
+        """As many shards as there are processes: accelerate's data loader reads that of its own process."""
+        packed = {"seq_lengths": List(Value("int32"))} if self.recipe.data.packing else {}
+        size = self.recipe.batch.sequences_per_step
+        share = size // processes
+        return IterableDataset.from_generator(
+            _sequences,
+            features=Features({**FEATURES, **packed}),
+            gen_kwargs={"stream": self, "lanes": [range(n, n + share) for n in range(0, size, share)]},
+        )
+
+    def steps(self, lanes: range, stop: threading.Event) -> Iterator[list[dict[str, Any]]]:
+        """What these lanes hold of each step, several steps at a time, without an end but for `stop`.
 
         Raises:
-            UserError: If a row is too long, or a source has nothing to train on.
+            UserError: If a row cannot be read or is too long.
         """
-        size = _FIRST_WINDOW
-        for epoch in itertools.count():
-            rng = np.random.default_rng([self.recipe.seed, epoch])
-            rows, used = self._rows(rng), set[int]()
-            sequences: list[dict[str, Any]] = []
-            for row in rows:
+        dealt = _Dealt(self._dealt(stop), self.recipe.batch.sequences_per_step, lanes)
+        sequences = [self._lane(dealt.to(lane)) for lane in lanes]
+        for doubled in itertools.count():
+            window: list[dict[str, Any]] = []
+            for _ in range(min(2**doubled, -(-_AHEAD // len(lanes)))):
+                step = [sequence for lane in sequences if (sequence := next(lane, None))]
                 if stop.is_set():
                     return
-                for sequence in self._tokens(row):
-                    sequences.append(sequence)
-                    used.add(row.source)
-                if len(sequences) >= size:
-                    yield self._finished(sequences, rng)
-                    sequences, size = [], min(2 * size, _LAST_WINDOW)
-            yield self._finished(sequences, rng)
-            for number, reader in enumerate(self.readers):
-                if number not in used:
-                    raise UserError(
-                        f"data source `{reader.source.path}` has no row with a trained token",
-                        "take it out of `data.sources`, or check `data.columns`, `data.train_on` and `batch.seq_len`",
-                    )
+                window += step
+            yield window
 
-    def _finished(self, sequences: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-        """What of some sequences is trained on: they are in another order, since those of one row are neighbours."""
-        if self.recipe.data.shuffle:
-            sequences = [sequences[each] for each in rng.permutation(len(sequences))]
-        if not sequences or not self.recipe.data.packing:
-            return sequences
-        return list(pack(Dataset.from_list(sequences, features=FEATURES), self.recipe.batch.seq_len))
+    def _lane(self, rows: Iterator[_Row]) -> Iterator[dict[str, Any]]:
+        """The sequences of a lane."""
+        documents = itertools.chain.from_iterable(map(self._tokens, rows))
+        if not self.recipe.data.packing:
+            yield from documents
+        seq_len, together = self.recipe.batch.seq_len, _FIRST_PACKED
+        while True:
+            taken, room = [], together * seq_len
+            for document in documents:
+                taken.append(document)
+                room -= len(document["input_ids"])
+                if room <= 0:
+                    break
+            else:
+                return
+            yield from pack(Dataset.from_list(taken, features=FEATURES), seq_len)
+            together = min(2 * together, _PACKED)
+
+    def _dealt(self, stop: threading.Event) -> Iterator[_Row | None]:
+        """Epoch after epoch, with a gap between them that has each row come to another lane in the next one: a lane
+        whose rows all have nothing to train on would wait for ever."""
+        for epoch in itertools.count():
+            for row in self._rows(np.random.default_rng([self.recipe.seed, epoch])):
+                if stop.is_set():
+                    return
+                yield row
+            yield None
 
     def _rows(self, rng: np.random.Generator) -> Iterator[_Row]:
         """The rows of an epoch in their order."""
@@ -143,7 +140,7 @@ class _Stream:
 
     def _read(self, number: int) -> Iterator[_Row]:
         row_format, rows = open_rows(self.readers[number], self.task)
-        return (_Row(number, row_format, where, content) for where, content in rows)
+        return (_Row(row_format, where, content) for where, content in rows)
 
     def _tokens(self, raw: _Row) -> Iterator[dict[str, Any]]:
         row, chunker = raw.format.convert(raw.content, raw.where), self.chunker
@@ -160,10 +157,55 @@ class _Stream:
                 yield {name: chunk[name] for name in FEATURES}
 
 
+def _sequences(stream: Stream, lanes: list[range]) -> Iterator[dict[str, Any]]:
+    (own,) = lanes
+    stop = threading.Event()
+    steps = stream.steps(own, stop)
+    following = in_background(lambda: next(steps))
+    try:
+        while True:
+            window = following.result()
+            following = in_background(lambda: next(steps))
+            yield from window
+    finally:
+        stop.set()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row as it is read: where it stands, and how it is converted."""
+
+    format: RowFormat
+    where: str
+    content: dict[str, Any]
+
+
+class _Dealt:
+    """Rows dealt in turn to a number of lanes, of which some are asked for theirs."""
+
+    def __init__(self, rows: Iterator[_Row | None], number: int, lanes: range) -> None:
+        self._rows = zip(itertools.cycle(range(number)), rows)
+        self._waiting = {lane: deque[_Row]() for lane in lanes}
+
+    def to(self, lane: int) -> Iterator[_Row]:
+        """The rows of a lane. Those of the others that are read meanwhile wait for them."""
+        waiting = self._waiting[lane]
+        while True:
+            while waiting:
+                yield waiting.popleft()
+            for receiver, row in self._rows:
+                if row and receiver in self._waiting:
+                    self._waiting[receiver].append(row)
+                    if receiver == lane:
+                        break
+            else:
+                return
+
+
 def _shuffled(rows: Iterator[_Row], rng: np.random.Generator) -> Iterator[_Row]:
     """Rows drawn at random from a buffer that fills as they are drawn."""
     buffer: list[_Row] = []
-    room = _FIRST_WINDOW
+    room = _FIRST_ROWS
     for row in rows:
         buffer.append(row)
         if len(buffer) >= room:

@@ -19,6 +19,7 @@ from toolkit.data.audit import Audit, DataError, check_batch
 from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
+from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
@@ -95,7 +96,8 @@ def set_up(
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
-    length = run_length(recipe, None if recipe.data.streaming else len(prepared.train), layout)
+    rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
+    length = run_length(recipe, rows, layout)
     if first and length.warmup_steps >= length.total_steps and not recipe.schedule.max_steps:
         _log.warning(
             "schedule.warmup_steps: a warm-up of %d steps is no shorter than the run of %d; set it lower, or "
@@ -118,11 +120,12 @@ def set_up(
     start = part_of_base(model, recipe)
 
     # Trainer
+    train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     trainer: Any = kind(
         model=model,
         args=arguments,
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
-        train_dataset=prepared.train.with_format("numpy"),
+        train_dataset=train.with_format("numpy"),
         eval_dataset=prepared.eval,
         data_collator=_collator(recipe, backend, tokenizer, compiles),
         processing_class=tokenizer,
@@ -131,9 +134,9 @@ def set_up(
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
-    if not recipe.data.streaming:
+    if rows is not None:
         draws = length.total_steps * layout.global_batch_size
-        trainer.order = FixedOrder(len(prepared.train), draws, recipe.seed, recipe.data.shuffle)
+        trainer.order = FixedOrder(rows, draws, recipe.seed, recipe.data.shuffle)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
     compiled = CompiledLayers(trainer.model) if compiles else None
