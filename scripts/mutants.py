@@ -227,7 +227,7 @@ class Reach:
         print(f"{len(self.seconds):,} tests; without a mutant fail: {known['failed']}")
 
     def stages(self, mutant: Mutant) -> Iterator[list[str]]:
-        """The tests to run, shortest first, in two parts: those in files that import the module, and the others.
+        """The tests to run, in two parts: those in files that import the module, and the others.
 
         They are those that reach the statement. One of a module or of a class runs when it is imported, for no test;
         it gets those that reach anything in its module, and all of its room.
@@ -242,13 +242,23 @@ class Reach:
         module = ".".join(Path(mutant.file).with_suffix("").parts)
         importing = {test for test in reached if module in self.texts[test.split("::")[0]]}
         for part in (importing, reached - importing):
-            total, chosen = 0.0, []
-            for test in sorted(part, key=self.seconds.__getitem__):
-                if (total := total + self.seconds[test]) > SECONDS:
-                    break
-                chosen.append(test)
-            if chosen:
+            if chosen := self._in_time(part):
                 yield chosen
+
+    def _in_time(self, tests: set[str]) -> list[str]:
+        """The shortest of each file, then the next of each, and so on, so that the limit leaves out no file."""
+        places: Counter[str] = Counter()
+        order: dict[str, tuple[int, float]] = {}
+        for test in sorted(tests, key=self.seconds.__getitem__):
+            file = test.split("::")[0]
+            order[test] = (places[file], self.seconds[test])
+            places[file] += 1
+        total, chosen = 0.0, []
+        for test in sorted(order, key=order.__getitem__):
+            if (total := total + self.seconds[test]) > SECONDS:
+                break
+            chosen.append(test)
+        return chosen
 
 
 def statement_in_function(source: str, line: int) -> range | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from arithmetic import recipe
 
 from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import find
-from toolkit.planner.memory.states import States, moment_bytes, stored_bytes
+from toolkit.planner.memory.states import States, moment_bytes, states, stored_bytes, whole_model
 from toolkit.planner.trace.types import Amount, Tensors, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe.optimizers import OPTIMIZERS
@@ -161,3 +162,82 @@ def test_4_bit_weights_take_what_bitsandbytes_stores(double):
 def test_8_bit_weights_take_a_byte_and_a_scale_per_row():
     assert stored_bytes(Tensors("layer", (256, 384), 1, False, "int8"), 2) == 256 * 384 + 4 * 256
     assert math.isclose(stored_bytes(Tensors("layer", (256, 384), 1, False, "base"), 2), 2 * 256 * 384)
+
+
+# Bytes that can be added up by hand: two frozen layers of 30 x 10 in bf16, two adapters of 6 x 10, a frozen norm.
+SMALL = (
+    Tensors("layer", (30, 10), 2, False, "base"),
+    Tensors("layer", (6, 10), 2, True, "adapter"),
+    Tensors("other", (10,), 1, False, "base"),
+)
+
+
+def workload(strategy, tensors=SMALL, devices="h200x4", **sections):
+    sections = {"method": {"name": "lora"}, "precision": "bf16", "strategy": {"name": strategy}, **sections}
+    hardware = find(devices)
+    wanted = recipe(**sections)
+    return Workload(wanted, batch_layout(wanted, hardware.devices), hardware, Trace(2, tensors, (), {}, Amount(), 0))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [
+        # Adapters in fp32 are their own masters: 4 bytes of 120, as many of gradients, and two moments.
+        ("ddp", States(2 * 610, 4 * 120, 0, 4 * 120, 8 * 120)),
+        # ZeRO's are bf16 with fp32 masters; of these and of the moments each rank has 30.
+        ("zero1", States(2 * 610, 2 * 120, 4 * 30, 4 * 120, 8 * 30)),
+        ("zero2", States(2 * 610, 2 * 120, 4 * 30, 4 * 30, 8 * 30)),
+        # A quarter of each parameter, rounded up: 75 of 300, 15 of 60, 3 of 10.
+        ("zero3", States(2 * (75 * 2 + 3), 2 * 30, 4 * 30, 4 * 30, 8 * 30)),
+        # By rows, rounded up: 8 of 30, 2 of 6, 3 of 10.
+        ("fsdp", States(2 * (8 * 10 * 2 + 3), 4 * 40, 0, 4 * 40, 8 * 40)),
+    ],
+)
+def test_one_ranks_share_of_a_small_model(strategy, held):
+    assert states(workload(strategy)) == held
+
+
+def test_unified_memory_holds_large_states_of_paged_optimizers_but_not_of_embeddings():
+    def paged(strategy, *tensors):
+        return states(workload(strategy, tensors, "h200", optimizer={"name": "paged_adamw_32bit"})).paged
+
+    # From 100,000 elements on, two moments of 4 bytes.
+    assert paged("ddp", Tensors("layer", (400, 250), 3, True, "adapter")) == 3 * 800_000
+    assert paged("ddp", Tensors("layer", (399, 250), 3, True, "adapter")) == 0
+    assert paged("ddp", Tensors("embeddings", (400, 250), 1, True, "base")) == 0
+    assert paged("ddp", Tensors("embeddings", (100_000,), 1, True, "base")) == 800_000
+    # ZeRO hands over one vector of all.
+    assert paged("zero2", Tensors("layer", (50, 1000), 2, True, "adapter")) == 800_000
+    usual = workload("ddp", (Tensors("layer", (400, 250), 3, True, "adapter"),), "h200")
+    assert states(usual).paged == 0
+
+
+def test_what_is_published_is_the_model_or_its_adapters():
+    assert whole_model(workload("ddp")) == 4 * 120
+    assert whole_model(workload("zero3")) == 2 * 120
+    full = tuple(dataclasses.replace(each, trained=each.trained is False, kind="base") for each in SMALL)
+    assert whole_model(workload("ddp", full, method={"name": "full"})) == 4 * 730
+
+
+def test_state_of_small_odd_and_projected_parameters():
+    def bytes_of(name, shape, **kwargs):
+        return moment_bytes(_optimizer(name, **kwargs), shape)
+
+    # 8 bits from 4,096 elements on, and under torchao only in whole blocks of 256, of 128 with 4 bits.
+    assert bytes_of("adamw_8bit", (4095,)) == 8 * 4095
+    assert bytes_of("adamw_8bit", (4096,)) == 2 * (4096 + 4 * 16)
+    assert bytes_of("adamw_8bit", (4097,)) == 2 * (4097 + 4 * 17)
+    assert bytes_of("adamw_torch_8bit", (4097,)) == 8 * 4097
+    assert bytes_of("adamw_torch_8bit", (4352,)) == 2 * (4352 + 4 * 17)
+    assert bytes_of("adamw_torch_4bit", (4224,)) == 2 * (4224 / 2 + 4 * 33)
+    # Embeddings stay out of 8 bits under bitsandbytes, and not under torchao.
+    embedding = {"shape": (64, 64), "place": "embeddings"}
+    assert moment_bytes(_optimizer("adamw_8bit"), **embedding) == 8 * 4096
+    assert moment_bytes(_optimizer("adamw_torch_8bit"), **embedding) == 2 * (4096 + 4 * 16)
+    # Rows and columns of a matrix in fp32; all of a vector.
+    assert bytes_of("adafactor", (30, 10)) == 4 * 40 and bytes_of("adafactor", (4, 30, 10)) == 4 * (120 + 40)
+    # A projection of 10 x 4 and two moments of 30 x 4; no rank is above the smaller side.
+    assert bytes_of("galore_adamw", (30, 10), args={"rank": 4}) == 4 * (40 + 2 * 120)
+    assert bytes_of("galore_adamw", (30, 10), args={"rank": 64}) == 4 * (100 + 2 * 300)
+    assert bytes_of("galore_adafactor", (30, 10), args={"rank": 4}) == 4 * (40 + 30 + 4)
+    assert bytes_of("sgd", (30, 10), momentum=0) == 0 and bytes_of("sgd", (30, 10)) == 4 * 300

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from recipes import BASE, write
-from toolkit.recipe import RecipeError
+from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.rules import check, load_checked
+from toolkit.recipe.rules.extra import extra_problems
 from toolkit.recipe.show import with_origins
 
 LORA, ZERO2, ZERO3 = "method.name=lora", "strategy.name=zero2", "strategy.name=zero3"
@@ -82,6 +83,88 @@ def test_what_cannot_be_passed_on_is_one_problem(mine: Path, overrides: list[str
 def test_what_is_passed_on_says_what_the_plan_leaves_out(mine: Path, overrides: list[str], cost: str) -> None:
     warnings = [each.what for each in load_checked("mine", overrides).warnings if each.path.startswith("extra")]
     assert warnings == ([f"changes {cost}, which the plan does not count"] if cost else [])
+
+
+# What is passed on, the setting under which nothing reads it, the one under which something does, and its key.
+READ_BY: list[tuple[str, str, Any, dict[str, Any], dict[str, Any], str]] = [
+    ("lora", "bias", "all", {}, {"method": {"name": "lora"}}, "method.name"),
+    (
+        *("lora", "layers_pattern", "layers", {"method": {"name": "lora"}}),
+        *({"method": {"name": "lora", "layers_to_transform": [0]}}, "method.layers_to_transform"),
+    ),
+    ("deepspeed", "dump_state", True, {}, {"strategy": {"name": "zero1"}}, "strategy.name"),
+    (
+        *("deepspeed", "fp16.hysteresis", 2, {"strategy": {"name": "zero1"}, "precision": "bf16"}),
+        *({"strategy": {"name": "zero1"}, "precision": "fp16"}, "precision"),
+    ),
+    (
+        *("deepspeed", "bf16.immediate_grad_update", True, {"strategy": {"name": "zero1"}, "precision": "fp16"}),
+        *({"strategy": {"name": "zero1"}, "precision": "pure_bf16"}, "precision"),
+    ),
+    *(
+        (
+            "deepspeed",
+            f"zero_optimization.{key}",
+            value,
+            {"strategy": {"name": "zero2"}},
+            {"strategy": {"name": "zero3"}},
+            "strategy.name=zero3",
+        )
+        for key, value in (
+            ("stage3_module_granularity_threshold", 9),
+            ("leaf_module.classes", ["Block"]),
+            ("zero_hpz_partition_size", 2),
+        )
+    ),
+    (
+        *("deepspeed", "zero_optimization.offload_optimizer.buffer_count", 9, {"strategy": {"name": "zero2"}}),
+        *({"strategy": {"name": "zero2", "offload_optimizer": "cpu"}}, "strategy=zero2_offload"),
+    ),
+    (
+        *("deepspeed", "zero_optimization.offload_param.buffer_count", 9, {"strategy": {"name": "zero3"}}),
+        *({"strategy": {"name": "zero3", "offload_param": "cpu"}}, "strategy=zero3_offload"),
+    ),
+    *(
+        (
+            *("deepspeed", "aio.block_size", 4096, {"strategy": {"name": "zero3", part: "cpu"}}),
+            *({"strategy": {"name": "zero3", part: "nvme", "nvme_path": "/scratch"}}, "strategy=zero3_nvme"),
+        )
+        for part in ("offload_optimizer", "offload_param")
+    ),
+    (
+        *("training_arguments", "ddp_find_unused_parameters", True, {"strategy": {"name": "fsdp"}}),
+        *({"strategy": {"name": "single"}}, "strategy.name=ddp"),
+    ),
+    (
+        *("training_arguments", "project", "mine", {"logging": {"trackers": ["wandb"]}}),
+        *({"logging": {"trackers": ["trackio"]}}, "logging.trackers=[trackio]"),
+    ),
+    (
+        *("training_arguments", "router_aux_loss_coef", 0.1, {"objective": "seq2seq"}),
+        *({"objective": "language_modelling"}, "objective=sft"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "key", "value", "unread", "read", "needs"), READ_BY, ids=[row[1] for row in READ_BY])
+def test_what_nothing_reads_is_refused_and_passed_on_where_it_is_read(
+    part: str, key: str, value: Any, unread: dict[str, Any], read: dict[str, Any], needs: str
+) -> None:
+    content: dict[str, Any] = {}
+    *parents, name = key.split(".")
+    section = content
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[name] = value
+
+    def problems(sections: dict[str, Any]) -> list[Any]:
+        base = {"model": {"path": "a/b"}, "data": {"sources": ["rows.jsonl"]}, "extra": {part: content}}
+        return list(extra_problems(Recipe.model_validate(base | sections), {}))
+
+    (problem,) = problems(unread)
+    assert (problem.path, problem.what) == (f"extra.{part}.{key}", "would be ignored")
+    assert f"or set {needs}" in problem.hint
+    assert problems(read) == []
 
 
 def test_auto_keeps_to_the_strategies_that_read_what_is_passed_on(mine: Path) -> None:
