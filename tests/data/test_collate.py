@@ -177,7 +177,23 @@ def test_padded_layout() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3, 7, 7], [4, 5, 6, 7, 8]]
     assert batch["attention_mask"].sum(1).tolist() == [3, 5]
     assert batch["labels"][0].tolist() == [IGNORE, 2, 3] + [IGNORE] * 2
-    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "label_positions"}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "flat"])
+def test_positions_of_labels_are_those_before_trained_tokens(layout: Any) -> None:
+    rows = [example([1, 2, 3, 4]), example([5, 6, 7, 8, 9, 10])]
+    rows[1]["labels"][1:3] = [IGNORE, IGNORE]
+    batch = Collator(0, layout)(rows)
+    positions, following = batch["label_positions"], batch["labels"].flatten().roll(-1)
+    trained = (following != IGNORE).nonzero().flatten()
+    assert positions[: len(trained)].equal(trained) and len(trained) == 6
+    assert len(positions) == 16 and (following[positions[len(trained) :]] == IGNORE).all()
+
+    rows[0]["labels"], rows[1]["labels"] = [IGNORE] * 4, [IGNORE] * 6
+    untrained = Collator(0, layout)(rows)
+    assert (untrained["labels"].flatten().roll(-1)[untrained["label_positions"]] == IGNORE).all()
+    assert len(untrained["label_positions"]) == 16
 
 
 def test_rows_are_filled_up_to_a_multiple() -> None:

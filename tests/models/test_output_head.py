@@ -43,7 +43,8 @@ def config(kind: str) -> object:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "cohere", "granite", "mixtral", "qwen3_moe", "opt"])
 def test_the_fused_head_is_that_of_usual_decoders(kind: str) -> None:
-    assert choose(config(kind)) == HeadChoice()
+    # OPT calls the decoder inside its backbone, so trained positions cannot be picked between the two.
+    assert choose(config(kind)) == HeadChoice(selects=kind != "opt")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import small
 import torch
+from accelerate.utils import send_to_device
 from harness import losses
 from ranks import ON_CPU, Ranks
 from tiny import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from toolkit.data.rows import IGNORE
 from toolkit.models.output_head import HeadChoice
 from toolkit.train import setup
 from toolkit.train.main import main
@@ -71,6 +74,70 @@ def test_which_head_runs_is_planned_said_and_kept(place: Path, capsys: pytest.Ca
     assert main(["recipe=small", "max_steps=1", "output.name=llama"]) == 0
     assert "own forward" not in capsys.readouterr().err
     assert effective(place, "llama")["output_head"] == "fused"
+
+
+class Products(TorchDispatchMode):
+    """Notes the rows of products with the output head."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.rows = vocabulary, list[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if "mm" in str(function) and made.shape[-1] == self.vocabulary:
+            self.rows.append(made.shape.numel() // self.vocabulary)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("model", "kept", "products"), [("llama", True, 1), ("llama", False, 2), ("modernbert", True, 1)]
+)
+def test_only_trained_positions_reach_the_head(place: Path, model: str, kept: bool, products: int) -> None:
+    trainer = small.set_up(f"model.path={model}").trainer
+    vocabulary = trainer.model.config.vocab_size
+    if not kept:
+        trainer.output_head.kept = 0
+    row = torch.randint(5, vocabulary, (40,)).tolist()
+    labels = [IGNORE] * 30 + row[30:]
+    batch = trainer.data_collator(
+        [{"input_ids": row, "labels": labels}, {"input_ids": row[:35], "labels": labels[:35]}]
+    )
+
+    with Products(vocabulary) as seen:
+        loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(15))
+        loss.backward()
+    assert seen.rows == [16] * products, "15 trained tokens, a multiple of 16, and again where they are recomputed"
+    with torch.no_grad(), Products(vocabulary) as seen:
+        total, count, _ = trainer.score(trainer.model, dict(batch))
+    assert seen.rows == [16] and count == 15
+    assert total.item() == pytest.approx(15 * loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_micro_batch_without_trained_tokens_adds_nothing(place: Path, kept: bool) -> None:
+    trainer = small.set_up().trainer
+    if not kept:
+        trainer.output_head.kept = 0
+    batch = trainer.data_collator([{"input_ids": [5, 6, 7], "labels": [IGNORE] * 3}])
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
+    loss.backward()
+    assert loss == 0 and all((each.grad == 0).all() for each in trainer.model.parameters() if each.grad is not None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts waits for a GPU")
+@pytest.mark.parametrize("model", ["llama", "modernbert"])
+def test_a_micro_batch_does_not_wait_for_the_device(place: Path, model: str) -> None:
+    trainer = small.set_up(f"model.path={model}").trainer
+    network = trainer.model.to("cuda")
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [IGNORE, IGNORE, 7, 8]}]
+    batch, items = send_to_device(trainer.data_collator(rows), "cuda"), torch.tensor(2, device="cuda")
+    trainer.compute_loss(network, dict(batch), num_items_in_batch=items).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.compute_loss(network, dict(batch), num_items_in_batch=items).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.slow

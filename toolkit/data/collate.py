@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Layout = Literal["padded", "packed", "flat", "pairs"]
+_POSITIONS = 16
+"""Few different sizes: kernels are made anew for each, and tensor cores want a multiple of 8."""
 
 
 def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: torch.device | None = None) -> bool:
@@ -46,7 +48,7 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
     embeddings = base.get_input_embeddings()
     row = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
     batch = collator([row])
-    del batch["labels"]
+    del batch["labels"], batch["label_positions"]
     device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     embedded: list[torch.Tensor] = []
@@ -83,6 +85,10 @@ class Collator:
         pairs: as `padded`, for encoder-decoder rows: `labels` (B, longest target) have a length of their own, and the
             model shifts them into decoder inputs itself.
 
+    All but `pairs` have `label_positions`, a multiple of `_POSITIONS` of them: those in the flattened batch whose next
+    token is trained, filled up with the last one, which has none. The output head needs no others; known on the host,
+    they need not be asked of the device.
+
     Args:
         pad_token_id: Fills up rows; never trained, never seen by other tokens.
         layout: One of the above.
@@ -113,6 +119,8 @@ class Collator:
             "input_ids": _pad(ids, self.pad_token_id, multiple),
             "labels": _pad(labels, IGNORE, multiple),
         }
+        if self.layout != "pairs":
+            batch["label_positions"] = _label_positions(batch["labels"].numpy())
         if self.layout in ("padded", "pairs"):
             return batch | {"attention_mask": _pad([np.ones_like(row) for row in ids], 0, multiple)}
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
@@ -134,6 +142,13 @@ def _pad(rows: list[NDArray[np.int64]], value: int, multiple: int) -> torch.Tens
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
     return torch.from_numpy(padded)
+
+
+def _label_positions(labels: NDArray[np.int64]) -> torch.Tensor:
+    """Where the next token is trained. No row begins with a trained token, so rows may be laid end to end in a ring."""
+    trained = np.flatnonzero(np.roll(labels, -1) != IGNORE)
+    spare = -len(trained) % _POSITIONS if len(trained) else _POSITIONS
+    return torch.from_numpy(np.append(trained, np.full(spare, labels.size - 1)))
 
 
 def _positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

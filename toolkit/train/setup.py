@@ -267,8 +267,9 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
     choice = choose(source.config, source.recipe.model.trust_remote_code)
     if first and not choice.fused:
         _log.warning(
-            "the model's own forward scores the labels, from all logits: the fused output head is not what a %s "
+            "the model's own forward scores the labels, from the logits of %s: the fused output head is not what a %s "
             "computes (%s)",
+            "trained tokens" if choice.selects else "all tokens",
             source.config.model_type,
             choice.reason,
         )

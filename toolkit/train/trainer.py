@@ -23,7 +23,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
 from toolkit.models.attention_kernels import keep_attention
-from toolkit.models.output_head import HeadChoice, OutputHead
+from toolkit.models.output_head import HeadChoice, add_output_head, kept_logits
 
 
 class FixedOrder(Sampler[int]):
@@ -172,7 +172,8 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         if not choice.balances:
             # TRL would add one because the config has a coefficient; the model's own forward knows no such loss.
             self.aux_loss_enabled = base.config.get_text_config().output_router_logits = False
-        self.output_head = OutputHead(base, choice.fused)
+        sharded = is_deepspeed_zero3_enabled() or self.is_fsdp_enabled
+        self.output_head = add_output_head(base, choice, kept_logits(args.device, sharded))
         if not choice.fused:
             return
         if is_deepspeed_zero3_enabled():

@@ -128,27 +128,32 @@ def check_isolation(session: Session) -> None:
 
 
 def check_output_head(session: Session) -> None:
-    """Asks the model itself, on its first rows, its device and in its precision, whether the fused output head scores
-    labels as its own forward does. If not, on any process, all go on with its own forward."""
+    """Asks the model itself, on its first rows, its device and in its precision, whether labels are scored as its own
+    forward does. If not, on any process, all go on with its own forward, and with all logits if need be."""
     trainer = session.trainer
     head = trainer.output_head
-    if not head.fused:
-        return
     prepared = session.prepared
     rows = prepared.eval if session.recipe.data.streaming and prepared.eval is not None else prepared.train
     tokens = [row["input_ids"][:_SCORED] for row in itertools.islice(iter(rows), 2)]
     batch = trainer.data_collator([{"input_ids": ids, "labels": [IGNORE, *ids[1:]]} for ids in tokens])
     batch = send_to_device(batch, trainer.args.device)
     compute = getattr(torch, session.dtypes.compute)
-    difference, reason = output_head.compare(trainer.model_wrapped, batch, head, compute)
-    largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
-    head.fused = largest <= 1
-    if session.leads and not head.fused:
-        _log.warning(
-            "the model's own forward scores the labels, from all logits: the fused output head is not what this model "
-            "computes (%s). The plan does not count it, as the architecture does not show it",
-            reason or "as another process found",
-        )
+
+    def equal(fused: bool) -> tuple[bool, str]:
+        difference, reason = output_head.compare(trainer.model_wrapped, batch, head, compute, fused)
+        largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
+        return largest <= 1, reason
+
+    if head.selects and (head.kept or not head.fused):
+        head.selects, _ = equal(fused=False)
+    if head.fused:
+        head.fused, reason = equal(fused=True)
+        if session.leads and not head.fused:
+            _log.warning(
+                "the model's own forward scores the labels: the fused output head is not what this model computes "
+                "(%s). The plan does not count it, as the architecture does not show it",
+                reason or "as another process found",
+            )
 
 
 def read(trainer: Any) -> EngineState:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
+from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.attention_kernels import keep_attention
-from toolkit.models.output_head import HeadChoice, add_output_head, asks_routers
+from toolkit.models.output_head import HeadChoice, OutputHead, asks_routers
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
 from toolkit.planner.trace.types import CHUNK, Setting
@@ -57,6 +58,8 @@ def run(
     _prepare(shallow, setting, choice)
     with fake:
         inputs = _inputs(setting, batch, length)
+        if not choice.fused and setting.objective != "seq2seq":
+            inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         chunked = batch * length > CHUNK
         tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
@@ -104,7 +107,9 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:
     if setting.objective != "seq2seq":
         if asks_routers(base.config):
             base.config.get_text_config().output_router_logits = choice.balances
-        add_output_head(base, choice.fused)
+        # With what TRL has it compute beside: a little more than the trainers ask for.
+        add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+        OutputHead(base, choice)
     if setting.autocast:
         # As accelerate's `prepare_model` does.
         forward = torch.autocast("cpu", getattr(torch, setting.autocast))(model.forward)
