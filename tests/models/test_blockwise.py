@@ -63,7 +63,7 @@ def test_merged_weights_are_those_that_peft_merges_into_the_whole_model(kind: st
     expected = dict(adapted.merge_and_unload(safe_merge=True).named_parameters(remove_duplicate=False))
 
     weights = source.in_files(types, tmp_path / "work")
-    blockwise = Blockwise(weights.adapted(tmp_path / "final"), weights, HOST)
+    blockwise = Blockwise(weights.adapted({tmp_path / "final": 1.0}), weights, HOST)
     blockwise.merging = True
     merged = Merged(blockwise, torch.float32)
     for name, parameter in expected.items():

@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from toolkit.cli.main import main as cli
 from toolkit.common import UserError
 from toolkit.data.prepare import prepare
+from toolkit.recipe.rules import load_checked
 from toolkit.train.export import load_trained
 from toolkit.train.merge import merge, place_for
+from toolkit.train.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +105,11 @@ def test_merge_that_is_not_equal_is_refused_and_leaves_nothing(weakly: bool, mon
     with monkeypatch.context() as patch:
         patch.setattr(Linear, "get_delta_weight", lambda self, adapter: 0 * delta(self, adapter))
         with pytest.raises(UserError, match="differs from the adapter"):
-            merge(run, run / "merged")
+            merge([run], run / "merged")
     assert not [file.name for file in run.iterdir() if "merged" in file.name]
-    merge(run, run / "merged")
+    merge([run], run / "merged")
     with pytest.raises(UserError, match="exists already"):
-        merge(run, run / "merged")
+        merge([run], run / "merged")
 
 
 def test_broken_adapter_and_full_model_are_refused() -> None:
@@ -117,10 +119,64 @@ def test_broken_adapter_and_full_model_are_refused() -> None:
     file = run / "final" / "adapter_model.safetensors"
     save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
     with pytest.raises(UserError, match="nothing was written"):
-        merge(run, run / "merged")
+        merge([run], run / "merged")
     assert not (run / "merged").exists()
     with pytest.raises(UserError, match="no adapter to merge"):
-        merge(trained("whole"), Path("runs/whole/merged"))
+        merge([trained("whole")], Path("runs/whole/merged"))
+
+
+SUMS = {
+    "lora": (LORA, ["method.r=4", "method.target_modules=[q_proj, up_proj]"]),
+    "nf4": (NF4, ["method.use_rslora=true"]),
+    "moe": ([*LORA, "model.path=moe"], ["method.rank_pattern={q_proj: 2}"]),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "lora" else pytest.param(kind, marks=pytest.mark.matrix) for kind in SUMS]
+)
+def test_several_adapters_are_added_up_by_weight(kind: str, tmp_path: Path) -> None:
+    """Also those of different ranks and on different layers."""
+    common, other = SUMS[kind]
+    runs = [trained(f"sum-{kind}-one", *common), trained(f"sum-{kind}-two", *common, "seed=7", *other)]
+    assert cli(["merge", *map(str, runs), "--weights=0.7,-0.4", "--output", str(tmp_path / "sum")]) == 0
+    proof = json.loads((tmp_path / "sum" / "merge_proof.json").read_text(encoding="utf-8"))
+    assert proof["distance"] < 1e-5 < 1e-2 < proof["effect"]
+    assert list(proof["adapters"].values()) == [0.7, -0.4]
+    if kind != "lora":
+        return
+    expected = load_file("llama/model.safetensors")
+    for run, weight in zip(runs, (0.7, -0.4), strict=True):
+        config = json.loads((run / "final" / "adapter_config.json").read_text(encoding="utf-8"))
+        adapter = load_file(run / "final" / "adapter_model.safetensors")
+        for name in (name for name in adapter if ".lora_A." in name):
+            change = adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+            merged = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            expected[merged] = expected[merged] + weight * config["lora_alpha"] / config["r"] * change
+    for name, tensor in load_file(tmp_path / "sum" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_adapters_that_do_not_add_up_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [RunFolder(Path("runs") / name) for name in ("plain", "dora", "other")]
+    for run, settings in zip(runs, ([], ["method.use_dora=true"], ["method.quantization=nf4"]), strict=True):
+        run.final.mkdir(parents=True)
+        (run.path / "recipe.yaml").write_text(load_checked("small", [*LORA, *settings]).to_yaml(), encoding="utf-8")
+    plain, dora, other = (str(run.path) for run in runs)
+    out = ["--output", str(tmp_path / "sum")]
+    for arguments, said in (
+        ([plain, dora], "no folder is named"),
+        ([plain, other, *out], "no weights are given for 2 adapters"),
+        ([plain, other, "--weights=1", *out], "1 weights are given for 2 adapters"),
+        ([plain, f"{plain}/", "--weights=1,1", *out], "a run is named twice"),
+        ([plain, dora, "--weights=1,1", *out], "use_dora, of which there is no weighted sum"),
+        ([plain, other, "--weights=1,1", *out], "the base of runs/other is another than that of runs/plain"),
+    ):
+        assert cli(["merge", *arguments]) == 1
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli(["merge", plain, "--weights", "much"])
+    assert not (tmp_path / "sum").exists()
 
 
 GPU, HOST = torch.device("cuda"), torch.device("cpu")
@@ -179,7 +235,7 @@ def noted(*arguments):
     return place_for(*arguments)
 
 merging.place_for = noted
-merging.merge(Path("runs/wide"), Path("runs/wide/merged"))
+merging.merge([Path("runs/wide")], Path("runs/wide/merged"))
 print(peak_host_bytes())
 """
 

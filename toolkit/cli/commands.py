@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature
+from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature, weights
 from toolkit.common import UserError, table
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -324,13 +324,19 @@ def generate(options: argparse.Namespace) -> None:
     chat(run, options.prompt, options.max_new_tokens, sample, options.seed)
 
 
-@_command(_RUN, _option("--output", "DIR", "where the merged model goes (default: RUN/merged)"))
+@_command(
+    _option("runs", "run", "the run folder; of several, the adapters are added up", nargs="+"),
+    _option("--weights", "W1,W2,…", "how much of each adapter is added, such as 0.7,0.3", type=weights),
+    _option("--output", "DIR", "where the merged model goes (default: RUN/merged)"),
+)
 def merge(options: argparse.Namespace) -> None:
-    """Merge a run's adapter into its base and prove it equal."""
-    run = _run_folder(options.run)
+    """Merge adapters of runs into their base and prove it equal."""
+    runs = [_run_folder(run) for run in options.runs]
+    if len(runs) > 1 and not options.output:
+        raise UserError("no folder is named for what several runs are merged into", "add --output DIR")
     from toolkit.train.merge import merge
 
-    print(merge(run, Path(options.output) if options.output else run / "merged"))
+    print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
 
 
 def _load(options: argparse.Namespace, warns: bool = True) -> Any:

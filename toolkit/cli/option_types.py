@@ -43,6 +43,17 @@ def share(text: str) -> float:
     return number
 
 
+def weights(text: str) -> list[float]:
+    """Numbers with commas between them."""
+    try:
+        numbers = [float(each) for each in text.split(",")]
+    except ValueError:
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of numbers, such as 0.7,0.3")
+    return numbers
+
+
 def _number(text: str, below: float, wrong: str) -> float:
     """A number from 0."""
     try:

@@ -49,20 +49,36 @@ class Weights:
             keep_unpacked(model)
         return model
 
-    def adapted(self, folder: Path, as_trained: bool = False) -> Any:
-        """The same with a saved adapter, whose own weights are in memory."""
+    def adapted(self, adapters: Mapping[Path, float], as_trained: bool = False) -> Any:
+        """The same with saved adapters added up, whose own weights are in memory.
+
+        Args:
+            adapters: The folder of each, and how much of it is added.
+            as_trained: As for `model`.
+        """
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import load_peft_weights
 
-        config = LoraConfig.from_pretrained(str(folder))
-        config.inference_mode = True
-        adapted = get_peft_model(self.model(), config, low_cpu_mem_usage=True)
-        for layer in adapted.modules():
-            if isinstance(layer, BaseTunerLayer):
+        adapted: Any = None
+        weights = {f"adapter{number}" if number else "default": each for number, each in enumerate(adapters.values())}
+        for name, folder in zip(weights, adapters, strict=True):
+            config = LoraConfig.from_pretrained(str(folder))
+            config.inference_mode = True
+            if adapted is None:
+                adapted = get_peft_model(self.model(), config, low_cpu_mem_usage=True)
+            else:
+                adapted.add_adapter(name, config, low_cpu_mem_usage=True)
+            layers: list[Any] = [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+            for layer in layers:
                 # Which would move it to where the base is: nowhere.
-                layer._move_adapter_to_device_of_base_layer = lambda *_, **__: None  # type: ignore[method-assign]
-        set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu"), low_cpu_mem_usage=True)
+                layer._move_adapter_to_device_of_base_layer = lambda *_, **__: None
+            saved = load_peft_weights(str(folder), device="cpu")
+            set_peft_model_state_dict(adapted, saved, name, low_cpu_mem_usage=True)
+        adapted.base_model.set_adapter(list(weights), inference_mode=True)
+        for layer in layers:
+            for name, scale in layer.scaling.items():
+                layer.scaling[name] = weights[name] * scale
         base = adapted.get_base_model()
         for name, layer in self.model(as_trained).named_modules():
             if _is_replaced(layer):

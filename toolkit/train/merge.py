@@ -1,17 +1,20 @@
-"""A run's adapter merged into its base, with proof, in the memory that one layer takes.
+"""Adapters of runs merged into their base, with proof, in the memory that one layer takes.
 
-PEFT's merge is trusted only as far as it is proved: adapter, merged model and saved files must give the same logits on
-real rows, or nothing is written. No model is ever whole in memory, see `models/blockwise.py`: what fp32 weights would
-take (32 GB for 8 billion parameters, 282 GB for 70) is more than the machine has that trained them in 4 bits. Each
-comparison reads all files once more instead; nothing else decides how long a merge takes.
+PEFT's merge is trusted only as far as it is proved: adapters, merged model and saved files must give the same logits on
+real rows, or nothing is written. Several adapters are added up, each times a weight, which logits can prove; whether
+TIES or DARE came out right, they could not. No model is ever whole in memory, see `models/blockwise.py`: what fp32
+weights would take (32 GB for 8 billion parameters, 282 GB for 70) is more than the machine has that trained them in 4
+bits. Each comparison reads all files once more instead; nothing else decides how long a merge takes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +30,9 @@ from toolkit.models.adapters import cast_parameters
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.load import ModelSource
 from toolkit.planner.hardware.detect import ram
+from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
+from toolkit.report.load import read_manifest
 from toolkit.train.export import final_model
 
 MERGE_TOLERANCE = 1e-4
@@ -41,42 +46,58 @@ SAVED_TOLERANCE = {"float32": MERGE_TOLERANCE, "bfloat16": 5e-2, "float16": 1e-2
 SHARD = 2_000_000_000
 """Bytes of a file of the merged model. It is written from memory, and its weights lie there once more on their way."""
 _PROOF_ROWS, _PROOF_TOKENS = 8, 128
-"""Rows that logits are compared on, and how many tokens of each: the last ones, where rows differ."""
+"""Rows that logits are compared on, of all runs, and how many tokens of each: the last ones, where rows differ."""
 
 Logits = list[torch.Tensor]
 """(tokens, vocabulary) of each row, in fp32 on the host."""
 
 
-def merge(run: Path, output: Path) -> str:
-    """Merges a run's adapter into the base it was trained on, proves that both say the same, and saves the result.
+def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = None) -> str:
+    """Merges adapters into the base they were trained on, proves that both say the same, and saves the result.
 
-    A quantized base is dequantized: those are the weights that the adapter was trained on. What it all takes is
-    printed, and decides between GPU and host. Logits are compared in fp32 on real rows of the run's data: the adapter's
-    against the merged model's, and again against the saved files.
+    A quantized base is dequantized: those are the weights that the adapters were trained on. What it all takes is
+    printed, and decides between GPU and host. Logits are compared in fp32 on real rows of the runs' data: the adapters'
+    against the merged model's, and again against the saved files. The first run decides on the type of the files and
+    on the tokenizer.
+
+    Args:
+        runs: Of which the adapters are added up.
+        output: The folder of the merged model.
+        weights: How much of each adapter is added; may be left out for one.
 
     Returns:
         What was compared and how close it was.
 
     Example:
-        >>> print(merge(Path("runs/smollm2_135m_lora_demo"), Path("merged")))
+        >>> print(merge([Path("runs/smollm2_135m_lora_demo")], Path("merged")))
 
     Raises:
-        UserError: If there is no adapter, the output exists, or the merge is not equal; then nothing is written.
+        UserError: If there is no adapter, they cannot be added up, the output exists, or the merge is not equal; then
+            nothing is written.
     """
-    recipe = load_resolved(run / "recipe.yaml")
-    final = final_model(run)
-    if recipe.method.name != "lora":
-        raise UserError(f"{run} holds a full model, there is no adapter to merge", f"use {final} as it is")
+    recipes = [load_resolved(run / "recipe.yaml") for run in runs]
+    finals = [final_model(run) for run in runs]
+    for run, recipe, final in zip(runs, recipes, finals, strict=True):
+        if recipe.method.name != "lora":
+            raise UserError(f"{run} holds a full model, there is no adapter to merge", f"use {final} as it is")
+    _check_sum(runs, recipes, weights)
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with --output")
-    source = ModelSource.open(recipe)
-    tokenizer = source.tokenizer(saved=final)
-    rows = _proof_rows(source, tokenizer)
+    sources = [ModelSource.open(recipe) for recipe in recipes]
+    source, tokenizer = sources[0], sources[0].tokenizer(saved=finals[0])
+    rows = [
+        row
+        for each, final in zip(sources, finals, strict=True)
+        for row in _proof_rows(each, each.tokenizer(saved=final), max(1, _PROOF_ROWS // len(runs)))
+    ]
     proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
+    adapters = dict(zip(finals, weights or [1.0], strict=True))
+    if len(runs) > 1:
+        proof["adapters"] = {str(run): weight for run, weight in zip(runs, adapters.values(), strict=True)}
 
     def write(folder: Path) -> None:
         work = folder / "work"
-        proof.update(_merge_into(folder, source, final, _Probe(rows, tokenizer.pad_token_id), work))
+        proof.update(_merge_into(folder, source, adapters, _Probe(rows, tokenizer.pad_token_id), work))
         shutil.rmtree(work, ignore_errors=True)
         tokenizer.save_pretrained(folder)
         write_json(folder / "merge_proof.json", proof)
@@ -88,19 +109,50 @@ def merge(run: Path, output: Path) -> str:
     text = (
         f"merged into {output}\n"
         f"proof: {proof['rows']} rows, {proof['tokens']} tokens: logits equal to {proof['distance']:.1e} of the "
-        f"largest in fp32 (allowed {proof['tolerance']:.0e}; the adapter moves them by {proof['effect']:.1e}); "
+        f"largest in fp32 (allowed {proof['tolerance']:.0e}; "
+        f"{'adapters move' if len(runs) > 1 else 'the adapter moves'} them by {proof['effect']:.1e}); "
         f"read back from {proof['saved_dtype']} files: {proof['distance_as_saved']:.1e}"
     )
     if "distance_to_quantized" in proof:
-        text += f"; the {recipe.method.quantization} base itself: {proof['distance_to_quantized']:.1e}"
+        text += f"; the {recipes[0].method.quantization} base itself: {proof['distance_to_quantized']:.1e}"
     return text
 
 
-def _merge_into(folder: Path, source: ModelSource, final: Path, probe: _Probe, work: Path) -> dict[str, Any]:
+def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequence[float] | None) -> None:
+    """Refuses adapters that cannot be added up."""
+    if len(weights or [1.0]) != len(runs) or (weights is None and len(runs) > 1):
+        raise UserError(
+            f"{len(weights) if weights else 'no'} weights are given for {len(runs)} adapters",
+            f"say how much of each is added: --weights {','.join(f'{1 / len(runs):.2g}' for _ in runs)} is their mean",
+        )
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is named twice", "name each once, with the sum of its weights")
+    bases = set()
+    for run, recipe in zip(runs, recipes, strict=True) if weights else ():
+        method = recipe.method
+        others = {"use_dora": method.use_dora, "modules_to_save": method.modules_to_save}
+        others["model.new_tokens"] = recipe.model.new_tokens
+        for key in (key for key, value in others.items() if value):
+            raise UserError(
+                f"{run} was trained with {key}, of which there is no weighted sum",
+                "merge it alone, without --weights",
+            )
+        bases.add((read_manifest(run)[0].hashes.get("model"), method.quantization))
+        if len(bases) > 1:
+            raise UserError(
+                f"the base of {run} is another than that of {runs[0]}: {recipe.model.path} with "
+                f"quantization {method.quantization}",
+                "merge adapters of the same weights, quantized alike",
+            )
+
+
+def _merge_into(
+    folder: Path, source: ModelSource, adapters: Mapping[Path, float], probe: _Probe, work: Path
+) -> dict[str, Any]:
     """Writes the merged model into a folder. Returns what was compared."""
     types = dtypes(source.recipe)
     base = source.in_files(types, work / "base")
-    adapted_model = base.adapted(final)
+    adapted_model = base.adapted(adapters)
     place, memory = place_for(adapted_model, probe.tokens * (source.vocab_size or 0))
     print(memory, flush=True)
 
@@ -108,7 +160,7 @@ def _merge_into(folder: Path, source: ModelSource, final: Path, probe: _Probe, w
     before = probe.logits(adapted)
     proof: dict[str, Any] = {"saved_dtype": types.export}
     if base.quantizer:
-        trained = Blockwise(base.adapted(final, as_trained=True), base, place, as_trained=True)
+        trained = Blockwise(base.adapted(adapters, as_trained=True), base, place, as_trained=True)
         proof["distance_to_quantized"] = _distance(before, probe.logits(trained, types.autocast))
     with adapted.model.disable_adapter():
         proof["effect"] = _distance(before, probe.logits(adapted))
@@ -212,10 +264,10 @@ def _batch(rows: list[list[int]], fill: int) -> torch.Tensor:
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
 
 
-def _proof_rows(source: ModelSource, tokenizer: Any) -> list[dict[str, Any]]:
+def _proof_rows(source: ModelSource, tokenizer: Any, count: int) -> list[dict[str, Any]]:
     prepared = prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer), vocab_size=source.vocab_size)
     dataset = prepared.eval if prepared.eval is not None else prepared.train
-    rows = [row for row, _ in zip(dataset, range(_PROOF_ROWS), strict=False)]
+    rows = itertools.islice(dataset, count)
     return [{key: row[key][-_PROOF_TOKENS:] for key in ("input_ids", "labels")} for row in rows]
 
 
