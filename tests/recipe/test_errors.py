@@ -48,6 +48,7 @@ def problems(text: str | bytes, *overrides: str) -> str:
         (BASE + "description: a: b\n", ["mine.yaml:2", "quotes"]),
         (BASE + "1: 2\nbatch: {5: 6}\n", ["mine.yaml:2", "mine.yaml:3", "not text"]),
         (BASE + "seed: !!python/object/apply:os.system ['exit 1']\n", ["mine.yaml:2", "python/object", "not allowed"]),
+        (BASE + "batch: {<<: 5}\n", ["mine.yaml:2", "not valid YAML", "merging"]),
         (BASE + "evaluation: &a {prompts: *a}\n", ["mine.yaml:2", "alias"]),
         ("# @package other\n" + BASE, ["mine.yaml:1", "@package"]),
         (BASE + "hydra: {run: {dir: x}}\n", ["mine.yaml:2", "hydra", "unknown key"]),
@@ -100,6 +101,7 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("batch:\n  seq.len: ${seed}\n", ["seq.len: unknown key", "mine.yaml:3"]),
         ("sed: 1\n", ["sed: unknown key", "mine.yaml:2", "given    1", "did you mean `seed`"]),
         ("learning_rate: 1e-3\n", ["did you mean `optimizer.learning_rate`"]),
         ("optimizer: {lr: 1e-3}\n", ["did you mean `optimizer.learning_rate`"]),

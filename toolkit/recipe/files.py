@@ -161,6 +161,12 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         place = short(file) if line is None else f"{short(file)}:{line}"
         result.problems.append(Problem(path, what, place, hint=hint))
 
+    def not_yaml(error: yaml.YAMLError, text: str) -> None:
+        mark = getattr(error, "problem_mark", None)
+        position = getattr(error, "position", None)
+        line = mark.line if mark else None if position is None else text[:position].count("\n")
+        problem(f"is not valid YAML: {_plainly(error)}", None if line is None else line + 1, hint="correct that line")
+
     if folders is not None and not _inside(file, folders):
         problem(f"leads outside the recipe folders, to {file.resolve()}", hint="copy the file instead of linking it")
         return result
@@ -172,10 +178,7 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         problem("is not UTF-8 text", content[: error.start].count(b"\n") + 1, hint="save the file as UTF-8")
         return result
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        position = getattr(error, "position", None)
-        line = mark.line if mark else None if position is None else text[:position].count("\n")
-        problem(f"is not valid YAML: {_plainly(error)}", None if line is None else line + 1, hint="correct that line")
+        not_yaml(error, text)
         return result
     if not isinstance(node, yaml.MappingNode):
         what = "is empty" if node is None else "must be a mapping of keys"
@@ -194,6 +197,9 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         return result
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except yaml.YAMLError as error:
+        not_yaml(error, text)  # Merge keys (`<<`) are looked at only when values are made.
+        return result
     except (OmegaConfBaseException, ValueError) as error:
         problem(first_lines(error))
         return result

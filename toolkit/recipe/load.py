@@ -151,7 +151,8 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
                 value = OmegaConf.select(config, path)
                 part = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
                 parent = value_at(data, parents)
-                parent[int(last) if isinstance(parent, list) else last] = part
+                if parent is not None:  # It is under a key with a dot in it, which no section knows.
+                    parent[int(last) if isinstance(parent, list) else last] = part
                 continue
             except OmegaConfBaseException as error:
                 what, hint = _interpolation_error(error)
