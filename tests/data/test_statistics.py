@@ -46,6 +46,7 @@ def test_figures_are_those_of_the_rows(tmp_path: Path, packing: bool) -> None:
     assert (statistics.documents, statistics.squared_tokens) == (30, sum(part**2 for part in parts))
     assert (statistics.quantiles[0], statistics.quantiles[-1]) == (min(lengths), max(lengths))
     assert (statistics.eval_rows, statistics.eval_tokens) == (10, sum(len(row["input_ids"]) for row in held_out))
+    assert statistics.longest_eval == max(len(row["input_ids"]) for row in held_out)
 
 
 def test_changed_data_and_settings_are_not_counted(tmp_path: Path) -> None:
@@ -99,12 +100,15 @@ def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:
     rows = [{"source": "word " * (3 + n), "target": "word " * (30 - 2 * n)} for n in range(10)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wanted = recipe(path, seq_len=256).model_copy(update={"objective": "seq2seq"})
+    held_out = write_jsonl(tmp_path / "held.jsonl", [{"source": "word", "target": "word " * n} for n in (3, 41)])
+    wanted = recipe(path, seq_len=256, eval_sources=[str(held_out)]).model_copy(update={"objective": "seq2seq"})
     prepared = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache")
     longer = [max(len(row["input_ids"]), len(row["labels"])) for row in prepared.train]
     assert prepared.statistics and prepared.statistics.quantiles[-1] == max(longer)
     assert prepared.statistics.quantiles[0] == min(longer)
-    assert prepared.statistics.longest_target == max(len(row["labels"]) for row in prepared.train)
+    assert prepared.eval is not None
+    targets = max(len(row["labels"]) for row in prepared.eval)
+    assert prepared.statistics.longest_target == prepared.statistics.longest_eval == targets > max(longer)
 
 
 def test_counting_imports_no_framework() -> None:

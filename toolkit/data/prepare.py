@@ -130,10 +130,15 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
     lengths = pc.list_value_length(table["input_ids"]).to_numpy()
     documents = pc.list_flatten(table["seq_lengths"]).to_numpy() if "seq_lengths" in table.column_names else lengths
-    longest, targets = lengths, None
+    longest, target, longest_eval = lengths, None, 0
     if audit.objective == "seq2seq":
         targets = pc.list_value_length(table["labels"]).to_numpy()
-        longest = np.maximum(lengths, targets)
+        longest, target = np.maximum(lengths, targets), int(targets.max())
+    if (path / "eval").is_dir():
+        held_out = Dataset.load_from_disk(str(path / "eval")).with_format("arrow")[:]
+        ids, labels = (pc.max(pc.list_value_length(held_out[name])).as_py() for name in ("input_ids", "labels"))
+        longest_eval = max(ids, labels)
+        target = None if target is None else max(target, labels)
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -143,7 +148,8 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
         quantiles=tuple(np.quantile(longest, np.linspace(0, 1, 1001)).tolist()),
         eval_rows=audit.eval.rows if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
-        longest_target=None if targets is None else int(targets.max()),
+        longest_eval=longest_eval,
+        longest_target=target,
     )
 
 

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from toolkit.common import cache_dir, write_atomically
 from toolkit.recipe import Recipe
 
-FORMAT = 3
+FORMAT = 4
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -43,7 +43,8 @@ class DataStatistics:
             pairs the longer of source and target counts, to which a batch is padded at most.
         eval_rows: Held-out rows.
         eval_tokens: In all of them.
-        longest_target: Tokens of the longest target of pairs.
+        longest_eval: Length of the longest, as in `quantiles`.
+        longest_target: Tokens of the longest target of pairs, trained on or held out.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class DataStatistics:
     quantiles: tuple[float, ...]
     eval_rows: int = 0
     eval_tokens: int = 0
+    longest_eval: int = 0
     longest_target: int | None = None
 
     @property

@@ -88,7 +88,7 @@ class _Question:
             workload,
             layout=fullest,
             target_len=targets and min(targets, fullest.seq_len),
-            evaluation_len=max(fullest.seq_len, _evaluated(recipe, layout, counted)) if counted else None,
+            evaluation_len=max(fullest.seq_len, self._evaluated(recipe, layout, backend)),
             recipe=recipe.with_values({"compile": compiles}),
         )
         ranks, ram = memory(largest), host(largest)
@@ -135,6 +135,14 @@ class _Question:
             return math.ceil(self.statistics.fullest_of(layout.micro_batch_size))
         return math.ceil(self.statistics.quantiles[-1])
 
+    def _evaluated(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
+        """Tokens of a row in an evaluation's first batch: the longest rows together, at most all that are held out."""
+        counted, size = self.statistics, recipe.evaluation.batch_size or layout.micro_batch_size
+        if counted is None:
+            return layout.seq_len
+        length = counted.longest_eval * min(1.0, counted.eval_rows / size)
+        return math.ceil(min(length, counted.eval_tokens / size) if backend in attention.VARLEN else length)
+
     def batches(self, recipe: Recipe, hardware: Hardware) -> list[str]:
         """A note on what other micro-batches of the data need; empty where it is not known or all are alike."""
         counted, layout = self.statistics, batch_layout(recipe, hardware.devices)
@@ -151,12 +159,6 @@ class _Question:
             needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {math.ceil(length):,} tokens")
         decides = "the fullest that an epoch is expected to have" if flat else "the one with the longest row"
         return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides} decides"]
-
-
-def _evaluated(recipe: Recipe, layout: BatchLayout, counted: DataStatistics) -> int:
-    """Tokens of a row in an evaluation's first batch: the longest rows together, at most all that are held out."""
-    size = recipe.evaluation.batch_size or layout.micro_batch_size
-    return math.ceil(min(layout.seq_len, counted.quantiles[-1], counted.eval_tokens / size))
 
 
 def estimate(
