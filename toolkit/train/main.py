@@ -19,6 +19,7 @@ from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
+from toolkit.models.imports import quick_imports
 from toolkit.recipe import split_arguments
 from toolkit.recipe.errors import as_text, warn
 from toolkit.recipe.hydra_habits import refuse_flags
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sources = [each.path for each in (*data.sources, *data.eval_sources)]
         hub.ask_for(model.path, model.tokenizer, *sources)
         # Only now: these imports take seconds and read the environment.
-        from toolkit.train.train import train
+        with quick_imports():
+            from toolkit.train.train import train
 
         with ahead_of_launcher():
             train(loaded, options.force)

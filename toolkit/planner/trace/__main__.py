@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.common import in_a_line, quiet_libraries
+from toolkit.models.imports import quick_imports
 
 
 def main() -> int:
     """Returns 0; an answer may say why there is no trace."""
     quiet_libraries()
+    with quick_imports():
+        import toolkit.planner.trace.fit  # noqa: F401
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
     return 0
