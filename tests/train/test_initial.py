@@ -56,7 +56,7 @@ def test_adapters_begin_without_an_effect_and_end_on_the_base_as_it_was(way: str
     assert (trained - before).abs().max() > 1e-3
     _, published, _ = load_trained(session.folder.path)
     torch.testing.assert_close(logits(published, session), trained, atol=2e-5, rtol=0)
-    merge(session.folder.path, session.folder.path / "merged")
+    merge([session.folder.path], session.folder.path / "merged")
 
 
 def test_second_matrices_learn_faster_with_loraplus() -> None:

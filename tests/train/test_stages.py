@@ -51,7 +51,7 @@ def test_each_stage_begins_where_the_last_one_ended() -> None:
     assert manifest["started_from"] == ["runs/first/final", "runs/second/final"]
     assert "runs/first/final, then runs/second/final" in (third / "final" / "README.md").read_text(encoding="utf-8")
     # The last adapter holds all stages, and stands on the base itself.
-    merge(second, second / "merged")
+    merge([second], second / "merged")
 
 
 def test_rank_and_targets_are_the_adapters_and_what_is_stated_must_agree() -> None:
