@@ -1,0 +1,175 @@
+"""What columns mean elsewhere: each is refused in the formats that leave it unused, and in no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.common import UserError
+from toolkit.data.columns import parsed, refuse_meaning, refuse_other_forms, value_at
+
+CHATS = {"messages", "sharegpt"}
+PROMPTS = {"prompt_completion", "alpaca", "source_target"}
+ANSWERS = CHATS | PROMPTS
+FORMATS = ANSWERS | {"text", "segments", "tokens"}
+# Columns, a value, the formats that refuse it, and what the message says and offers.
+MEANINGS = [
+    (
+        *(("image", "images", "video", "videos", "audio", "audios", "pixel_values", "input_features"), ["a.png"]),
+        *(FORMATS, "pictures, sound or film", "remove these rows"),
+    ),
+    (("label", "kto_tag"), False, ANSWERS, "whether the answer is good", "keep the rows that are"),
+    (("weight", "loss_weight", "sample_weight"), 0.5, ANSWERS, "weight of a row in the loss", "`weight` of a source"),
+    (("choices", "options"), ["a", "b"], PROMPTS, "choices of a question", "write them into the question"),
+    (("documents",), ["a"], ANSWERS, "documents to answer from", "write them into the prompt"),
+    (("mask",), [0, 1], CHATS, "what is not trained", '`"train": false`'),
+    (("reflection", "corrected"), "b", PROMPTS, "a second answer", "data.columns={output: corrected}"),
+    (("history",), [["a", "b"]], CHATS | {"prompt_completion", "source_target"}, "earlier rounds", "as `messages`"),
+    (
+        ("system", "input", "system_prompt", "system_message"),
+        *("Be brief.", {"prompt_completion"}, "plain prompts and completions do not have"),
+        "data.columns={instruction: prompt, output: completion}",
+    ),
+    (
+        *(("reasoning", "reasoning_content", "thinking"), "Hm.", CHATS, "reasoning beside the messages"),
+        "write it into them as `reasoning_content`",
+    ),
+    (
+        *(("reasoning", "reasoning_content", "thinking"), "Hm.", {"prompt_completion"}, "do not have"),
+        "data.columns={instruction: prompt, output: completion}",
+    ),
+    (("seq_lengths", "position_ids"), [3], {"tokens"}, "documents of a packed row", "a row for each document"),
+]
+
+
+def refusal(name: str, raw: dict[str, Any], used: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> str:
+    try:
+        refuse_meaning(raw, used, optional, name, "d:1")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "formats", "what", "change"),
+    [(column, *rest) for columns, *rest in MEANINGS for column in columns],
+    ids=[f"{column}-{what}" for columns, _, _, what, _ in MEANINGS for column in columns],
+)
+def test_a_column_is_refused_in_the_formats_that_leave_it_unused(
+    column: str, value: Any, formats: set[str], what: str, change: str
+) -> None:
+    own = [rest for columns, *rest in MEANINGS if column in columns]
+    for name in FORMATS:
+        said = refusal(name, {column: value})
+        if name in formats:
+            assert f"d:1: `{column}` is" in said and what in said and change in said
+            assert f"or set 'data.ignore=[{column}]' to train without it" in said
+        else:
+            assert not said or any(name in other for _, other, *_ in own if other is not formats)
+        assert not refusal(name, {column: value}, used=(column,)) and not refusal(name, {column: ""})
+
+
+def test_a_label_that_judges_nothing_is_no_judgement() -> None:
+    for value in (0, 1, True, "true", "false", "True", "False", "0", "1"):
+        assert "whether the answer is good" in refusal("alpaca", {"label": value}), value
+    for value in ("neutral", 3, 0.5):
+        assert not refusal("alpaca", {"label": value}), value
+
+
+OTHERWISE = {
+    "text": "content document body",
+    "prompt": "question query instruction input problem user message_1 article",
+    "completion": ("answer response output solution assistant generation corrected revision message_2 summary"),
+    "instruction": "prompt question query problem message_1 input",
+    "input": "context article query",
+    "output": "response answer completion solution generation corrected revision message_2",
+    "messages": "conversation dialog dialogue chat turns",
+    "system": "system_prompt system_message",
+    "reasoning": "reasoning_content thinking",
+}
+
+
+@pytest.mark.parametrize(("expected", "names"), OTHERWISE.items())
+def test_a_column_under_another_name_is_proposed_where_its_format_takes_it(expected: str, names: str) -> None:
+    for name in names.split():
+        said = refusal("text", {name: "a"}, optional=(expected,))
+        assert f"`{name}` would be left unused, but looks like `{expected}`" in said
+        assert f"set 'data.columns={{{expected}: {name}}}', or set 'data.ignore=[{name}]'" in said
+        # Both are there: this one is another thing.
+        assert not refusal("text", {name: "a", expected: "b"}, used=(expected,), optional=(expected,))
+
+
+TOOLS = [{"name": "f"}]
+OTHER: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "(chosen, rejected)", "data.columns={completion: chosen}"),
+    ({"chosen": "b", "rejected": "c"}, "(chosen, rejected)", "data.columns={text: chosen}"),
+    *(
+        ({name: "a", "chosen": "b", "rejected": "c"}, "(chosen, rejected)", change)
+        for name, change in {
+            "instruction": "data.columns={output: chosen}",
+            "question": "data.columns={instruction: question, output: chosen}",
+            "input": "data.columns={instruction: input, output: chosen}",
+            "messages": "data.columns={prompt: messages, completion: chosen}",
+            "conversations": "data.columns={prompt: conversations, completion: chosen}",
+        }.items()
+    ),
+    ({"chosen": [{}, {}], "rejected": [{}, {}]}, "(chosen, rejected)", "data.columns={messages: chosen}"),
+    ({"prompt": "a", "chosen": [{}], "rejected": [{}]}, "(chosen, rejected)", "data.columns={completion: chosen}"),
+    (
+        {"prompt": "a", "chosen_response": "b", "rejected_response": "c"},
+        *("(chosen_response, rejected_response)", "data.columns={completion: chosen_response}"),
+    ),
+    (
+        {"chosen_messages": [{}], "rejected_messages": [{}]},
+        *("(chosen_messages, rejected_messages)", "data.columns={messages: chosen_messages}"),
+    ),
+    (
+        {"input": {"messages": [], "tools": TOOLS}, "preferred_output": [{}], "non_preferred_output": [{}]},
+        "(preferred_output, non_preferred_output)",
+        "data.columns={prompt: input.messages, completion: preferred_output, tools: input.tools}",
+    ),
+    (
+        {"input": {"messages": []}, "preferred_output": [{}], "non_preferred_output": [{}]},
+        "(preferred_output, non_preferred_output)",
+        "data.columns={prompt: input.messages, completion: preferred_output}",
+    ),
+    ({"prompt": "a", "completions": ["b"], "labels": [True]}, "judged one by one", "{completion: completions}"),
+    ({"custom_id": "1", "body": {"messages": []}}, "requests to a model", "data.columns={messages: body.messages}"),
+    (
+        {"custom_id": "1", "body": {"messages": [], "tools": TOOLS}},
+        *("requests to a model", "data.columns={messages: body.messages, tools: body.tools}"),
+    ),
+    ({"custom_id": "1", "response": {}}, "without the requests", "join the two files by `custom_id`"),
+    ({"prompt": "a", "answers": ["b"]}, "several answers to each prompt", "write the one to learn into `completion`"),
+    ({"role": "user", "content": "a"}, "single messages", "data.columns={text: content}"),
+    ({"role": "user", "text": "a"}, "single messages", "data.columns={text: text}"),
+]
+
+
+@pytest.mark.parametrize(("row", "what", "change"), OTHER, ids=[f"{'-'.join(row)}" for row, _, _ in OTHER])
+def test_rows_for_another_trainer_are_refused_unless_mapped(row: dict[str, Any], what: str, change: str) -> None:
+    with pytest.raises(UserError) as caught:
+        refuse_other_forms(row, set(row), (), "d.jsonl")
+    assert "data source `d.jsonl` holds" in caught.value.what and what in caught.value.what
+    assert change in caught.value.change
+    # What the change says ends the refusal.
+    mapped = [part.partition(": ")[2] for part in change.rpartition("{")[2].rstrip("}").split(", ") if ": " in part]
+    if mapped:
+        refuse_other_forms(row, set(row) - {each.partition(".")[0] for each in mapped}, mapped, "d.jsonl")
+
+
+def test_a_mapped_column_says_what_the_others_are_for() -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    refuse_other_forms(row, {"prompt", "rejected"}, ["chosen"], "d")
+    refuse_other_forms(row, {"prompt", "rejected"}, ["chosen.text"], "d")
+    with pytest.raises(UserError):
+        refuse_other_forms(row, {"chosen", "rejected"}, ["prompt"], "d")
+
+
+def test_values_inside_columns_and_json_inside_strings() -> None:
+    row = {"body": {"messages": [1]}, "a.b": 2}
+    assert [value_at(row, name) for name in ("body", "body.messages", "a.b")] == [{"messages": [1]}, [1], 2]
+    assert [value_at(row, name) for name in ("none", "body.none", "body.messages.0", "a.c")] == [None] * 4
+    assert parsed('{"a": 1}') == parsed('"{\\"a\\": 1}"') == {"a": 1}
+    assert [parsed(value) for value in ("", "text", None, [1], '"text"')] == [None, "text", None, [1], "text"]
