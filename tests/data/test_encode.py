@@ -512,5 +512,6 @@ def test_segments_and_tokens_are_trained_as_they_are() -> None:
     assert encoder.prompt_ids(row) == encoder(row).input_ids[: -len(encoder.tokenizer("!<|endoftext|>")["input_ids"])]
     tokens = Tokens([5, 6, 7, 0], [IGNORE, IGNORE, 7, 0])
     assert encoder(tokens) == Encoded([5, 6, 7, 0], [IGNORE, IGNORE, 7, 0]) and encoder.prompt_ids(tokens) == [5, 6]
+    assert encoder.prompt_text(tokens) == (encoder.tokenizer.decode([5, 6]), encoder.tokenizer.decode([7, 0]))
     with pytest.raises(UserError, match="has the token 9999"):
         encoder(Tokens([9999], [IGNORE]))

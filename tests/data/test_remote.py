@@ -123,6 +123,16 @@ def test_what_is_not_there(server: tuple[str, Path, list[str]]) -> None:
     assert "unknown extension" in refused("memory://a.xlsx") or "cannot be read" in refused("memory://a.xlsx")
     assert "Protocol not known" in refused("nowhere://a.jsonl")
     assert "127.0.0.1:1" in refused("http://127.0.0.1:1/a.jsonl")
+    assert "`memory://nothing.jsonl` cannot be read" in refused("memory://nothing.jsonl")
+
+
+def test_a_file_that_goes_while_it_is_wanted_is_named(server: tuple[str, Path, list[str]]) -> None:
+    address, folder, _ = server
+    (folder / "a.jsonl").write_bytes(LINES)
+    source = open_source(Source(path=f"{address}/a.jsonl"))
+    (folder / "a.jsonl").unlink()
+    with pytest.raises(UserError, match=f"`{address}/a.jsonl` cannot be read: .*404"):
+        list(source.rows())
 
 
 @pytest.mark.parametrize("protocol", ["s3", "gs", "abfs"])

@@ -141,6 +141,18 @@ def test_a_process_group_where_one_is_needed() -> None:
         assert "RANK" not in environment(recipe(name=strategy), ONE, {"LOCAL_RANK": "0"})
 
 
+def test_what_other_engines_were_told_is_taken_away_and_all_else_stays() -> None:
+    left_over = (
+        *("ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING"),
+        *("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "FSDP_VERSION"),
+        *("ACCELERATE_USE_PARALLELISM_CONFIG", "MEGATRON_LM_TP_DEGREE", "PARALLELISM_CONFIG_CP_SIZE"),
+    )
+    kept = ("ACCELERATE_MIXED_PRECISION", "HOME", "NCCL_DEBUG", "MY_FSDP_NOTES")
+    made = environment(recipe(), ONE, dict.fromkeys((*left_over, *kept), "1"))
+    assert {key for key, value in made.items() if value is None} == set(left_over)
+    assert not set(kept) & made.keys()
+
+
 def test_segments_of_cudas_memory_grow_unless_the_user_says_otherwise() -> None:
     grows = "expandable_segments:True"
     assert environment(recipe(), ONE, {})["PYTORCH_CUDA_ALLOC_CONF"] == grows

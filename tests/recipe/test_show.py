@@ -10,8 +10,9 @@ import yaml
 from harness import ROOT
 from omegaconf import OmegaConf
 
-from toolkit.recipe import list_recipes, load, shipped_recipes
-from toolkit.recipe.show import json_schema, markdown, with_origins
+from recipes import BASE, write
+from toolkit.recipe import Recipe, list_recipes, load, shipped_recipes
+from toolkit.recipe.show import description, json_schema, markdown, with_origins
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("mine")
 def test_shown_recipe_is_yaml_with_the_same_values_and_an_origin_on_every_line() -> None:
     loaded = load("mine", ["seq_len=64", "data=[a, {path: b, weight: 2}]"])
     text = with_origins(loaded)
-    assert yaml.safe_load(text)["batch"]["seq_len"] == 64
+    assert Recipe.model_validate(yaml.safe_load(text)) == loaded.recipe
     lines = [line for line in text.splitlines() if not line.rstrip().endswith(":")]
     assert all("  # " in line for line in lines)
     (line,) = [line for line in lines if "seq_len" in line]
@@ -31,6 +32,12 @@ def test_value_inside_a_mapping_of_the_command_line_has_its_origin() -> None:
     origins = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in text.splitlines()}
     assert origins["packing"] == origins["nesterov"] == "command line"
     assert origins["shuffle"] == "default"
+
+
+def test_a_file_describes_itself_or_is_not_described() -> None:
+    assert description(write("described", "description: >\n  Two\n  lines.\n" + BASE)) == "Two lines."
+    for content in (BASE, "description:\n" + BASE, "[a]", "a: [", ""):
+        assert description(write("plain", content)) == ""
 
 
 def test_generated_files_are_current() -> None:

@@ -284,7 +284,7 @@ def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"{where} has a tool call without a name", 'write {"name": …, "arguments": {…}}')
     given = next((name for name in _ARGUMENTS if function.get(name)), "arguments")
-    arguments = parsed(function.get(given, {})) or {}
+    arguments = parsed(function.get(given)) or {}
     if not isinstance(arguments, dict):
         raise UserError(
             f"{where} calls `{function['name']}` with arguments that are no JSON object", 'write {"argument": value}'

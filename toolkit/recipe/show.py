@@ -35,7 +35,7 @@ def description(file: Path) -> str:
         content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError):
         return ""
-    return " ".join(str(content.get("description", "")).split()) if isinstance(content, dict) else ""
+    return " ".join(str(content.get("description") or "").split()) if isinstance(content, dict) else ""
 
 
 def with_origins(loaded: Loaded) -> str:
