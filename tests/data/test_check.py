@@ -56,6 +56,20 @@ def test_good_data_and_data_elsewhere_are_valid(place: Path, capsys: pytest.Capt
         assert main(["validate", "recipe=mine", *changes]) == 0, changes
 
 
+def test_of_large_files_only_those_are_opened_that_can_be_read_in_part(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("large.csv", "small.csv", "large.jsonl"):
+        with Path(name).open("w") as file:
+            file.write('{"wrong": 1}\n' * 20 if name.endswith("jsonl") else "wrong,columns\n1,2\n")
+            if name.startswith("large"):
+                file.truncate(20_000_001)
+    assert main(["validate", "recipe=mine", "data=large.csv"]) == 0
+    for name in ("small.csv", "large.jsonl"):
+        assert main(["validate", "recipe=mine", f"data={name}"]) == 2
+        assert "wrong" in capsys.readouterr().err
+
+
 def test_rows_are_checked_without_a_framework(place: Path) -> None:
     program = (
         "import sys; from toolkit.cli.main import main; code = main(['validate', 'recipe=mine']);"

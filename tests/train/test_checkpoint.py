@@ -112,6 +112,52 @@ def test_checkpoint_that_cannot_be_read_is_refused_with_both_sides(
     assert not (place / "runs" / "new").exists()
 
 
+OFFLOADS = "strategy.offload_optimizer=cpu"
+ON_NVME = [ZERO3, "strategy.offload_optimizer=nvme", "strategy.nvme_path=/scratch"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "writer", "reader"),
+    [
+        (
+            *([ZERO2, OFFLOADS], ["strategy=ddp"]),
+            *("strategy.name=zero2 strategy.offload_optimizer=cpu on 2 processes", "strategy.name=ddp on 1 process "),
+        ),
+        (
+            *(ON_NVME, [ZERO3, OFFLOADS]),
+            *(
+                "strategy.name=zero3 strategy.offload_optimizer=nvme on 2 processes",
+                "offload_optimizer=cpu on 1 process ",
+            ),
+        ),
+        (FSDP, [ZERO2], "strategy.name=fsdp strategy.state_dict_type=sharded on 2 processes", "zero2 on 1 process "),
+    ],
+)
+def test_who_wrote_a_checkpoint_and_who_would_read_it(
+    place: Path, saved: list[str], now: list[str], writer: str, reader: str
+) -> None:
+    folder = write_checkpoint(place, 3, *saved)
+    with pytest.raises(UserError) as refusal:
+        checkpoint.check_readable(folder, recipe_of(*now).recipe, 1)
+    assert refusal.value.what.startswith(f"{folder} was saved by {writer}; ") and reader in refusal.value.what
+    assert refusal.value.change.startswith(f"continue with {writer}, or start anew")
+
+
+def test_a_named_checkpoint_must_be_whole_and_of_this_method_with_steps_left(place: Path) -> None:
+    folder = write_checkpoint(place, 3)
+    checkpoint.check_named(folder, recipe_of("schedule.max_steps=4").recipe)
+    for overrides, what, change in (
+        (["schedule.max_steps=3"], "is at step 3 already, schedule.max_steps is 3", "raise schedule.max_steps"),
+        (["method.name=lora"], "holds a full model, the recipe trains an adapter", "set method.name"),
+    ):
+        with pytest.raises(UserError) as refusal:
+            checkpoint.check_named(folder, recipe_of(*overrides).recipe)
+        assert refusal.value.what == f"checkpoint.resume={folder} {what}" and change in refusal.value.change
+    (folder / "checkpoint.json").unlink()
+    with pytest.raises(UserError, match="is not a whole checkpoint of this toolkit: no checkpoint"):
+        checkpoint.check_named(folder, recipe_of().recipe)
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a tiny model, rows, and the recipe `small`; runs stay for the other tests."""
