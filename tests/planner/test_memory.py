@@ -157,10 +157,10 @@ def _recipe(**sections):
     )
 
 
-def _planned(hardware="h100x8", **sections):
+def _planned(hardware="h100x8", trace=None, evaluation_len=None, **sections):
     recipe, machine = _recipe(**sections), find(hardware)
     layout = batch_layout(recipe, machine.devices)
-    workload = Workload(recipe, layout, machine, _trace())
+    workload = Workload(recipe, layout, machine, trace or _trace(), evaluation_len=evaluation_len)
     return SimpleNamespace(
         memory=memory(workload),
         host=host(workload),
@@ -405,3 +405,124 @@ def test_a_process_takes_more_than_its_tensors(hardware, context, workspace, hel
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     fixed = _planned(hardware).memory[0].reserved
     assert [fixed.value, fixed.low, fixed.high] == pytest.approx([rank.allocated * x for x in (1.17, 1.08, 1.4)])
+
+
+_OFFLOAD = {"name": "zero2", "offload_optimizer": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "optimizer", "strategy", "allocated"),
+    [
+        # Of embeddings of half a million weights and four layers of a million, in fp32.
+        ("h100", "adamw", {}, 0),
+        ("h100", "adamw_torch", {}, 4 * 4_500_000),  # All tensors together.
+        ("h100", "adafactor", {}, 4 * (2 + 1) * 1_000_000),  # Two copies of a layer, and one of the layer before.
+        ("h100", "adamw_torch_8bit", {}, 4 * (4 + 1) * 1_000_000),
+        ("h100", "galore_adamw", {}, 4 * (3 + 1) * 1_000_000),
+        ("h100", "muon", {}, 4 * (2 * 1_000_000 + 1000**2)),
+        # ZeRO updates one vector, which on eight devices is an eighth.
+        ("h100x8", "adamw_torch_8bit", {"name": "zero2"}, 4 * 4 * 4_500_000 / 8),
+        ("h100x8", "rmsprop", {"name": "zero2"}, 4 * 4_500_000 / 8),
+        ("h100x8", "adamw_torch_8bit", _OFFLOAD, 0),
+        ("h100x8", "adamw_torch_8bit", {"name": "fsdp"}, 4 * (4 + 1) * 1_000_000 / 8),
+        # A CPU takes no tensors together, and what is offloaded is updated there all the same.
+        ("cpu", "adamw_torch", {}, 4 * (2 + 1) * 1_000_000),
+        ("cpu", "adamw_torch", _OFFLOAD, 4 * 2 * 4_500_000),
+    ],
+)
+def test_what_an_optimizer_allocates_while_it_updates(hardware, optimizer, strategy, allocated):
+    phases = _planned(hardware, optimizer={"name": optimizer}, strategy=strategy).memory[0].phases
+    assert phases["step"].get("workspace", 0) - phases["forward"].get("workspace", 0) == allocated
+
+
+def test_weights_are_quantized_one_by_one_while_they_load():
+    """The largest is a frozen one, here and where ZeRO-3 and FSDP put them in place one by one."""
+    tensors = (
+        Tensors("embeddings", (2000, 1000), 1, False, "base"),
+        Tensors("layer", (1000, 1000), 4, False, "base"),
+        Tensors("layer", (16, 1000), 4, True, "adapter"),
+    )
+    trace = Trace(4, tensors, _trace().moments, {}, Amount((0.0, 2000.0)), 0)
+
+    def loading(part, **sections):
+        phases = _planned(trace=trace, precision="bf16", **sections).memory[0].phases
+        return phases["load"].get(part, 0) - phases["resume"].get(part, 0)
+
+    quantized, plain = ({"name": "lora", "quantization": kind} for kind in ("nf4", "none"))
+    assert loading("parameters", method=quantized) == 2 * 2_000_000
+    assert loading("parameters", method=plain) == loading("engine", method=plain) == 0
+    assert loading("engine", method=plain, strategy={"name": "fsdp"}) == 2 * 2_000_000
+
+
+def test_on_a_cpu_the_process_that_reads_and_writes_has_all_weights():
+    def phases(rank, **sections):
+        return _planned("cpux2", **sections).memory[rank].phases
+
+    resumes = phases(0, strategy={"name": "fsdp"})["resume"].get("engine", 0)
+    # The largest in fp32 beside the whole model.
+    assert phases(0, strategy={"name": "fsdp"})["load"]["engine"] - resumes == 4 * 1_000_000 + 4 * 4_500_000
+    # Written, it is gathered in fp32 and converted to bf16, on the first process alone.
+    saving = 4 * 1_000_000 + (4 + 2) * 4_500_000
+    assert phases(0, strategy={"name": "fsdp"}, precision="bf16")["save"]["engine"] - resumes == saving
+    assert phases(0, strategy={"name": "fsdp"}, precision="fp32")["save"]["engine"] - resumes == 4 * 5_500_000
+
+
+@pytest.mark.parametrize(
+    ("sections", "copied"),
+    [
+        # The largest parameter is converted to what is published.
+        ({"precision": "bf16"}, 2 * 1_000_000),
+        ({"precision": "fp32"}, 0),
+        ({"precision": "bf16", "method": {"name": "lora"}}, 0),
+        # ZeRO's share one vector, out of which each is copied; all of them are on every device.
+        ({"precision": "bf16", "strategy": {"name": "zero2"}}, 2 * 4_500_000),
+        ({"precision": "bf16", "strategy": {"name": "zero2"}, "method": {"name": "lora"}}, 0),
+        ({"precision": "bf16", "strategy": {"name": "zero3"}}, 2 * 1_000_000),
+        ({"precision": "bf16", "strategy": {"name": "fsdp"}}, 4 * 1_000_000),
+    ],
+    ids=str,
+)
+def test_copies_of_weights_that_are_written(sections, copied):
+    phases = _planned(**sections).memory[0].phases
+    assert phases["save"].get("engine", 0) - phases["resume"].get("engine", 0) == copied
+
+
+def test_a_compiled_layer_that_is_recomputed_holds_its_widest_tensor_and_two_hidden_states():
+    def held(mode, **sections):
+        sections["activation_checkpointing"] = {"mode": mode}
+        return _planned("h100", precision="bf16", **sections).memory[0].phases["backward"]["activations"]
+
+    assert held("full", compile="layers") - held("full") == 1024 * 1000 * 2 + 2 * 1024 * 2000
+    assert held("none", compile="layers") == held("none")
+
+
+def test_an_evaluation_has_batches_and_lengths_of_its_own():
+    def held(**sections):
+        return _planned("h100", **sections).memory[0].phases["evaluation"]["activations"]
+
+    own = held()
+    assert held(evaluation={"batch_size": 4}) == 4 * own
+    assert held(evaluation_len=512) == own / 2
+    assert held(evaluation={"batch_size": 3}, evaluation_len=2048) == 6 * own
+    assert _planned("h100", evaluation_len=512).memory[0].phases["forward"]["activations"] == own
+
+
+def test_paged_state_is_on_the_host_as_far_as_it_is_large():
+    usual, paged = (_planned("h100", optimizer={"name": name}) for name in ("adamw", "paged_adamw_32bit"))
+    state = 8 * 4_500_000
+    assert usual.memory[0].phases["step"]["optimizer"] == state
+    # Embeddings stay on the device.
+    assert paged.memory[0].phases["step"]["optimizer"] == 8 * 500_000
+    assert paged.host.parts["optimizer"] == 8 * 4_000_000 and "optimizer" not in usual.host.parts
+
+
+def test_memory_that_a_cpu_keeps_and_may_keep():
+    """What comes and goes in a step, up to a GiB of it; context as for a process of Python with its libraries."""
+    (rank,) = _planned("cpu").memory
+    goes = rank.allocated - sum(rank.phases["resume"].values())
+    ends = ((rank.total.value, 600, 1.0), (rank.total.low, 450, 0.1), (rank.total.high, 900, 1.6))
+    for total, mebibytes, share in ends:
+        assert total == pytest.approx(rank.allocated + share * goes + mebibytes * 2**20)
+    long = {"seq_len": 2**21, "global_batch_size": 1, "micro_batch_size": 1}
+    (rank,) = _planned("cpu", batch=long).memory
+    assert rank.reserved.value == rank.allocated + 2**30
