@@ -141,7 +141,7 @@ def _trace():
         Tensors("embeddings", (500, 1000), 1, True, "base"),
         Tensors("layer", (1000, 1000), 4, True, "base"),
     )
-    return Trace(4, tensors, tuple(moments), {}, Amount((0.0, 2000.0)), 0)
+    return Trace(4, tensors, tuple(moments), {}, Amount((0.0, 2000.0)), 0, None)
 
 
 def _recipe(**sections):

@@ -57,7 +57,7 @@ def trace_of(wanted: Recipe) -> Trace:
     again = wanted.activation_checkpointing.mode != "none"
     passes = {"forward": passing(1), "backward": passing(2 + again), "recompute": passing(1 if again else 0)}
     between = Amount((0.0, 2.0 * width))
-    return Trace(layers, tuple(tensors), (), {**passes, "evaluation": passing(1)}, between, 0)
+    return Trace(layers, tuple(tensors), (), {**passes, "evaluation": passing(1)}, between, 0, None)
 
 
 def plan(
@@ -538,7 +538,7 @@ def test_muon_multiplies_each_matrix_of_a_layer_five_times():
     shapes = (("embeddings", (9000, 512), True), ("layer", (512,), True), ("layer", (8, 64, 64), True))
     tensors = [Tensors(place, shape, 1, trained, "base") for place, shape, trained in shapes]  # type: ignore[arg-type]
     tensors += [Tensors("layer", (512, 2048), 3, True, "base"), Tensors("layer", (512, 512), 1, False, "base")]
-    trace = Trace(1, tuple(tensors), (), {}, none, 0)
+    trace = Trace(1, tuple(tensors), (), {}, none, 0, None)
 
     def flops(**optimizer: object) -> float:
         sections = {"model": {"path": "m"}, "data": {"sources": ["d.jsonl"]}, "optimizer": optimizer}

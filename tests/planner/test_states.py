@@ -28,7 +28,7 @@ def _optimizer(name: str, **values: object) -> Optimizer:
 def test_the_zero_papers_model_of_7_5_billion_on_64_devices(stage, gigabytes):
     """Figure 1 and table 1 of Rajbhandari et al. 2020: 2 bytes for weights, 2 for gradients, 12 for the optimizer."""
     wanted = recipe(strategy={"name": f"zero{stage}" if stage else "ddp"}, batch={"global_batch_size": 64})
-    over = Workload(wanted, batch_layout(wanted, 64), find("h200x8x8"), Trace(1, (), (), {}, Amount(), 0)).over
+    over = Workload(wanted, batch_layout(wanted, 64), find("h200x8x8"), Trace(1, (), (), {}, Amount(), 0, None)).over
     each = 2 / over.parameters + 2 / over.gradients + 12 / over.optimizer
     assert 7.5 * each == pytest.approx(gigabytes, abs=0.05)
 

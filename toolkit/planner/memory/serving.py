@@ -1,7 +1,8 @@
 """Whether a device serves the trained model: its weights, the cache of keys and values, and one chunk of a prompt.
 
-The cache follows from the config alone, the weights from the trace. A server is taken to use `_SHARE` of a device, as
-vLLM does by default, and to split weights and cache evenly where it takes several.
+What a sequence keeps and the weights follow from the trace; where a model could not be traced, from its config. A
+server is taken to use `_SHARE` of a device, as vLLM does by default, and to split weights and cache evenly where it
+takes several.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ _CHUNK = 2048
 _WIDTH = 2
 """Bytes of a number in 16 bits."""
 _DEVICES = (1, 2, 4, 8, 16)
-_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""Every which layer sees all tokens, the others a window, for architectures whose configs did not always say it."""
 
 
 def serving(method: Method, config: Mapping[str, Any], trace: Trace, memory: int, context: int) -> Serving | None:
@@ -35,10 +34,11 @@ def serving(method: Method, config: Mapping[str, Any], trace: Trace, memory: int
         config: The model's `config.json`.
 
     Returns:
-        None for what has no attention heads, whose state does not grow with the context.
+        None for what keeps nothing of a sequence, or nothing that is known.
     """
-    per_sequence = cache_bytes(config, context)
-    if per_sequence is None:
+    caches = trace.caches
+    per_sequence = _cache_bytes(config, context) if caches is None else round(sum(each.at(context) for each in caches))
+    if not per_sequence:
         return None
     chunk = Shape(trace.layers, 1, min(context, _CHUNK))
     activations = max((each.activations.at(chunk) for each in trace.moments if each.phase == "evaluation"), default=0.0)
@@ -53,13 +53,12 @@ def serving(method: Method, config: Mapping[str, Any], trace: Trace, memory: int
     )
 
 
-def cache_bytes(config: Mapping[str, Any], context: int) -> int | None:
-    """Keys and values of one sequence in 16 bits, over all layers; None without attention heads.
+def _cache_bytes(config: Mapping[str, Any], context: int) -> int:
+    """Keys and values of one sequence in 16 bits, if every layer attends to all tokens; 0 without attention heads.
 
     Heads that share keys and values (grouped or multi-query attention) share the cache; multi-head latent attention
-    keeps one compressed vector and one rotary key for all heads (DeepSeek-V2, section 2.1.2), as servers do. Layers
-    with a window keep as many tokens; those without attention (state spaces, convolutions) have a state of fixed size,
-    which is left out. Decoders that attend to an encoder keep the keys and values of a source as long as the context.
+    keeps one compressed vector and one rotary key for all heads (DeepSeek-V2, section 2.1.2), as servers do. Decoders
+    that attend to an encoder keep the keys and values of a source as long as the context.
     """
     text = model_configs.text_config(config)
     heads = _first(text, "decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -68,29 +67,14 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int | None:
     decoder = _first(text, "decoder_layers", "num_decoder_layers") if crossing else None
     layers = decoder or _first(text, "num_layers", "num_hidden_layers", "n_layer", "n_layers")
     if not (heads and layers and hidden):
-        return None
+        return 0
     if latent := text.get("kv_lora_rank"):
         width = int(latent) + int(text.get("qk_rope_head_dim") or 0)
     else:
         shared = 1 if text.get("multi_query") and not text.get("new_decoder_architecture") else None
         shared = shared or _first(text, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
         width = 2 * shared * int(_first(text, "head_dim", "d_kv") or hidden // heads)
-    tokens = sum(_kept(text, layers, context)) + (layers * context if crossing else 0)
-    return _WIDTH * width * tokens
-
-
-def _kept(text: Mapping[str, Any], layers: int, context: int) -> list[int]:
-    """Tokens that each layer keeps."""
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    short = min(context, int(window)) if window else context
-    if kinds := text.get("layer_types"):
-        chunk = min(context, int(text.get("attention_chunk_size") or context))
-        lengths = {"full_attention": context, "sliding_attention": short, "chunked_attention": chunk}
-        return [lengths.get(kind, 0) for kind in kinds]
-    if full := text.get("max_window_layers") if "use_sliding_window" in text else None:
-        return [context] * min(layers, int(full)) + [short] * max(0, layers - int(full))
-    every = text.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(text.get("model_type", ""))
-    return [context if every and (layer + 1) % every == 0 else short for layer in range(layers)]
+    return _WIDTH * width * layers * context * (2 if crossing else 1)
 
 
 def _weights(trace: Trace, form: str, double_quantization: bool) -> int:

@@ -96,6 +96,7 @@ def estimated(setting: Setting, note: str) -> Trace:
         },
         boundary=Amount((0.0, float(between), 0.0)),
         buffers=0,
+        caches=None,
         origin="formulas",
         note=note,
     )

@@ -17,14 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.common import UserError
 from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.trace import fake_kernels
+from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import Micro, run
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
-from toolkit.planner.trace.types import CHUNK, Amount, Moment, Pass, Setting, Shape, Tensors, Trace
+from toolkit.planner.trace.types import CHUNK, Amount, Cache, Moment, Pass, Setting, Shape, Tensors, Trace
 
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
 _CHUNKS, _GRADIENTS = CATEGORIES.index("chunks"), CATEGORIES.index("gradients")
+_caches_before: dict[tuple[str, str], tuple[Cache, ...] | None] = {}
 # Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
 _SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
 
@@ -64,8 +66,17 @@ def trace(setting: Setting) -> Trace:
         passes=_passes(runs, fit, choice.fused and not encoder_decoder),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
+        caches=_caches(setting, config),
         fused_head=choice.fused,
     )
+
+
+def _caches(setting: Setting, config: Any) -> tuple[Cache, ...] | None:
+    """The same in every setting of an architecture."""
+    key = setting.architecture(), setting.objective
+    if key not in _caches_before:
+        _caches_before[key] = kept(config, setting.objective, setting.trust_remote_code)
+    return _caches_before[key]
 
 
 def _shapes(setting: Setting) -> list[tuple[int, int]]:

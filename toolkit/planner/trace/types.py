@@ -156,6 +156,27 @@ class Tensors:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """What layers that are alike keep of one sequence while the model generates, in 16 bits.
+
+    Args:
+        layers: How many there are.
+        fixed: Bytes of the states of recurrences and convolutions, whatever the length.
+        per_token: Bytes of keys and values.
+        window: Most tokens that are kept; None for all.
+    """
+
+    layers: int
+    fixed: float
+    per_token: float
+    window: int | None
+
+    def at(self, context: int) -> float:
+        """Bytes for so many tokens."""
+        return self.layers * (self.fixed + self.per_token * min(context, self.window or context))
+
+
+@dataclass(frozen=True)
 class Trace:
     """A model in one setting (see `Setting`), for every shape of micro-batch.
 
@@ -166,6 +187,7 @@ class Trace:
         passes: `forward`, `backward` (with what it recomputes), `recompute` (that part alone), `evaluation`.
         boundary: Bytes of the hidden states between two layers, which offloaded checkpointing keeps on the host.
         buffers: Bytes of what the model holds beside parameters (rotary frequencies, position tables).
+        caches: What the layers keep of a sequence that is generated; None where it is not known.
         origin: `traced`, or `formulas` where the model's code could not be traced.
         note: Why it could not be traced.
         fused_head: Whether TRL's fused output head is what a decoder computes, or labels are scored by the model's own
@@ -178,6 +200,7 @@ class Trace:
     passes: Mapping[str, Pass]
     boundary: Amount
     buffers: int
+    caches: tuple[Cache, ...] | None
     origin: Literal["traced", "formulas"] = "traced"
     note: str = ""
     fused_head: bool = True
