@@ -286,9 +286,9 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   (another layer, scale or cap before the logits, or routers by other names), so the model's own forward scores the
   labels. Either way trained tokens alone reach the head wherever the model's code lets them be picked. The run says
   which, the plan counts it, `manifest.json` keeps it (`effective.output_head`), and before the first step both are
-  compared once more with the real weights, on the first rows, in the run's precision. On CPUs the logits of up to 134
-  million trained tokens times vocabulary are formed at once by the model's own forward, which takes less than half the
-  fused head's time. BERT and its kin train as decoders only, which their config must say (`is_decoder`).
+  compared once more with the real weights, on the first rows, in the run's precision. On CPUs the model's own forward
+  scores in any case, in less than half the time, as long as the logits of trained tokens take no more memory than the
+  fused head. BERT and its kin train as decoders only, which their config must say (`is_decoder`).
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them is stored in 4 bits (`method.quantization: nf4`), experts of one tensor too; such experts stay in 16 bits under

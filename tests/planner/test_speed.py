@@ -8,9 +8,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import batch_layout
+from toolkit.models.output_head import kept_logits
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Work
@@ -18,7 +20,7 @@ from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, tr
 from toolkit.planner.speed.step import Load, Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
-from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace, setting_of
+from toolkit.planner.trace.types import KEPT_LOGITS, Amount, Pass, Tensors, Trace, setting_of
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, load, model_configs, shipped_recipes
 
@@ -116,6 +118,26 @@ def test_recomputing_counts_for_the_hardware_only() -> None:
     assert again.model_flops_per_step == kept.model_flops_per_step
     assert again.hardware_flops_per_step == pytest.approx(kept.hardware_flops_per_step * 4 / 3)
     assert again.mfu < kept.mfu
+
+
+def test_the_output_head_is_for_trained_tokens_and_a_cpu_keeps_their_logits() -> None:
+    every = figures([1024] * 64)
+    some = dataclasses.replace(every, trained_tokens=every.tokens // 4)
+    product = 2 * 128_256 * 4096 * every.tokens
+    whole, part = plan(recipe(), counted=every), plan(recipe(), counted=some)
+    assert whole.model_flops_per_step - part.model_flops_per_step == pytest.approx(3 * 0.75 * product)
+    assert whole.hardware_flops_per_step - part.hardware_flops_per_step == pytest.approx(3 * 0.75 * product)
+    assert whole.step_seconds.value > part.step_seconds.value
+
+    # The trace of a model that is recomputed also has the head's product a second time.
+    again = {"mode": "full"}
+    kept, formed = (plan(recipe(engine, activation_checkpointing=again), "cpu", some) for engine in ("ddp", "zero3"))
+    assert formed.hardware_flops_per_step - kept.hardware_flops_per_step == pytest.approx(0.25 * product)
+    assert kept_logits(torch.device("cpu"), False) == KEPT_LOGITS and kept_logits(torch.device("cpu"), True) == 0
+    # All of them would be more than the fused head's tile takes.
+    assert plan(recipe(activation_checkpointing=again), "cpu", every).hardware_flops_per_step == pytest.approx(
+        plan(recipe("zero3", activation_checkpointing=again), "cpu", every).hardware_flops_per_step
+    )
 
 
 def test_attention_is_within_documents_and_padding_is_no_model_flop() -> None:
@@ -266,7 +288,7 @@ def test_small_kernels_take_as_long_as_their_launches() -> None:
     wanted, hardware = recipe(), find("h200")
     layout = batch_layout(wanted, 1)
     found = trace_of(wanted)
-    tiny = Load(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    tiny = Load(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     many = {
         name: dataclasses.replace(each, launches=Amount((1e6, 0.0, 0.0))) for name, each in found.passes.items()
     }  # fmt: skip
@@ -295,10 +317,10 @@ def test_products_of_few_rows_and_narrow_layers_are_slower() -> None:
         hardware = find("a100")
         layout = batch_layout(recipe(batch=batch), 1)
         workload = Workload(recipe(batch=batch), layout, hardware, trace_of(recipe()))
-        rates.append(Step(workload, Load(length, length, 0, 0, 0, length), [])._products(length))
+        rates.append(Step(workload, Load(length, length, 0, 0, 0, length, length), [])._products(length))
     assert rates == sorted(rates) and rates[0] < 0.6 and rates[2] < 0.97 < rates[3] < rates[4] < 1.1
     narrow = dataclasses.replace(workload.trace, tensors=(Tensors("layer", (2048, 2048), 64, True, "base"),))
-    assert Step(dataclasses.replace(workload, trace=narrow), Load(1, 1, 0, 0, 0, 1), [])._products(16384) < 0.95
+    assert Step(dataclasses.replace(workload, trace=narrow), Load(1, 1, 0, 0, 0, 1, 1), [])._products(16384) < 0.95
 
 
 def test_all_steps_evaluations_and_checkpoints_take_time() -> None:

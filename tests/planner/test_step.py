@@ -16,8 +16,9 @@ from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
 
-# 100 tokens padded to 200; 3,000 pairs within documents, 4,000 attended, 5,000 of the grid; the longest has 20 tokens.
-LOAD = Load(100.0, 200.0, 3e3, 4e3, 5e3, 20.0)
+# 100 tokens padded to 200; 3,000 pairs within documents, 4,000 attended, 5,000 of the grid; the longest has
+# 20 tokens; 40 are trained.
+LOAD = Load(100.0, 200.0, 3e3, 4e3, 5e3, 20.0, 40.0)
 TRAINED = 2_000_000
 
 

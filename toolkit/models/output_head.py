@@ -124,9 +124,9 @@ class OutputHead:
     Args:
         model: A causal language model with TRL's fused head, without adapters around it.
         choice: How labels are scored.
-        kept: Logits of trained tokens up to so many are formed at once by the model's own forward, whose backward pass
-            need not form them a second time as the fused head's does: 2.2 times as fast on a CPU. Where Triton's
-            kernels run, it is 0, and where processes must call the same modules and count different tokens.
+        kept: Up to so many logits for each position of a batch are formed at once by the model's own forward, whose
+            backward pass need not form them a second time as the fused head's does: 2.2 times as fast on a CPU. Where
+            Triton's kernels run, it is 0, and where processes must call the same modules and count different tokens.
 
     Attributes:
         fused: Whether the fused head may score.
@@ -157,7 +157,8 @@ class OutputHead:
                 return forward(*args, fused_lm_head=True, labels=labels, **kwargs)
             # The first token of a row is never trained, so the last one of the row before has no label.
             following = _at(labels.roll(-1), label_positions)
-            few = self.selects and label_positions.numel() * vocabulary <= self.kept
+            room = self.kept * min(labels.numel(), TOKEN_CHUNK_SIZE)
+            few = self.selects and label_positions.numel() * vocabulary <= room
             if not (self.fused or self.selects):
                 outputs = forward(*args, **kwargs)
                 outputs.logits = _at(outputs.logits, label_positions)
@@ -192,12 +193,15 @@ def add_output_head(model: Any, choice: HeadChoice, kept: int = 0) -> OutputHead
 
 
 def kept_logits(device: torch.device, sharded: bool) -> int:
-    """`OutputHead`'s `kept`: as many as TRL's fused head forms at once.
+    """`OutputHead`'s `kept`: as many as take the memory of the fused head's tile, which has 32,768 for each position.
+
+    In fp32 a tile and what its backward pass makes of it are 8 tensors of its size (1.08 MB for each position); logits,
+    their logarithms and their gradient are 3.
 
     Args:
         sharded: Whether processes share the model's weights.
     """
-    return 0 if sharded or _use_triton(device) else TOKEN_CHUNK_SIZE * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    return 0 if sharded or _use_triton(device) else 5 * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE // 2
 
 
 def _from_logits(outputs: Any, following: torch.Tensor) -> FusedCausalLMOutput:

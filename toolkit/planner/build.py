@@ -376,7 +376,7 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list
         why = textwrap.shorten(trace.note, 200, placeholder=" …")
         notes.append(f"activations are estimated from the config; the model's code could not be traced: {why}")
     if not trace.fused_head:
-        notes.append("the fused output head is not what this model computes: its own forward holds all logits")
+        notes.append("the fused output head is not what this model computes: its own forward holds the logits")
     if not hardware.device.efficiency.matmul.measured:
         notes.append(
             f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"

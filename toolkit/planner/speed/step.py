@@ -63,6 +63,7 @@ class Load:
         attended: Pairs that the attention kernel works through.
         grid: Pairs of the padded sequences.
         longest: Tokens of the longest sequence.
+        scored: Tokens that reach the output head.
     """
 
     tokens: float
@@ -71,6 +72,7 @@ class Load:
     attended: float
     grid: float
     longest: float
+    scored: float
 
 
 def peak_dtype(workload: Workload) -> str:
@@ -150,13 +152,13 @@ class Step:
     def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
         """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""
         device, layers = self._hardware.device, self._trace.layers
-        rates, peak = device.efficiency, device.flops[self._dtype]
+        rates, peak, share = device.efficiency, device.flops[self._dtype], load.scored / load.padded
 
         def of(amount: Amount, pairs: float = load.grid) -> float:
-            return amount.of(layers, load.padded, pairs, load.longest)
+            return amount.of(layers, load.padded, pairs, load.longest, share)
 
         def fused(amount: Amount) -> float:
-            outside = amount.of(0, load.padded, load.grid, load.longest)
+            outside = amount.of(0, load.padded, load.grid, load.longest, share)
             return outside + left * (of(amount) - outside)
 
         busy = (

@@ -18,7 +18,7 @@ from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, transfers
 from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
-from toolkit.planner.trace.types import Pass, Trace
+from toolkit.planner.trace.types import CHUNK, KEPT_LOGITS, Pass, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
 
@@ -55,6 +55,9 @@ def work(
     ranks = layout.world_size * layout.gradient_accumulation_steps
     tokens = load.tokens * ranks
     parameters = trace.elements()
+    if _keeps_logits(workload, load):
+        trace = trace.keeping_logits()
+        workload = dataclasses.replace(workload, trace=trace)
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
     sent = transfers(workload, boundary)
@@ -110,15 +113,15 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     """FLOPs of a micro-batch that the model needs, and those that are executed.
 
     The first are what model FLOPs utilisation counts (Chowdhery et al. 2022, appendix B): no padding, nothing twice,
-    attention within documents, and of a causal mask's pairs the visible half. The second have recomputed layers,
-    padding and the pairs that the kernel does not skip.
+    attention within documents, of a causal mask's pairs the visible half, and of the output head's products those of
+    trained tokens. The second have recomputed layers, padding and the pairs that the kernel does not skip.
     """
     forward, backward, again = (trace.passes[name] for name in ("forward", "backward", "recompute"))
     # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
     visible = 1.0 if recipe.objective == "seq2seq" else 0.5
 
     def total(each: Pass, tokens: float, grid: float, pairs: float) -> float:
-        matmul = each.matmul.of(trace.layers, tokens, grid, load.longest)
+        matmul = each.matmul.of(trace.layers, tokens, grid, load.longest, load.scored / tokens)
         return matmul + each.attention.of(trace.layers, tokens, pairs, load.longest)
 
     needed = (total(each, load.tokens, load.within, visible * load.within) for each in (forward, backward, again))
@@ -140,10 +143,13 @@ def micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | No
     if counted is None:
         return load_of(recipe, backend, size, length, length**2, length)
     squared = counted.squared_tokens / counted.rows
-    return load_of(recipe, backend, size, counted.mean_length, squared, counted.longest_of(size))
+    trained = counted.trained_tokens / counted.tokens
+    return load_of(recipe, backend, size, counted.mean_length, squared, counted.longest_of(size), trained)
 
 
-def load_of(recipe: Recipe, backend: str, size: int, mean: float, squared: float, longest: float) -> Load:
+def load_of(
+    recipe: Recipe, backend: str, size: int, mean: float, squared: float, longest: float, trained: float = 1.0
+) -> Load:
     """A batch of `size` sequences.
 
     Args:
@@ -151,6 +157,7 @@ def load_of(recipe: Recipe, backend: str, size: int, mean: float, squared: float
         mean: Tokens of a sequence.
         squared: Sum of the squares of the lengths of a sequence's documents.
         longest: Tokens of the longest, to which all are padded where the batch has rows.
+        trained: Share of the tokens that carry loss.
     """
     tokens, within = size * mean, size * squared
     padded, grid = size * longest, size * longest**2
@@ -164,7 +171,18 @@ def load_of(recipe: Recipe, backend: str, size: int, mean: float, squared: float
     elif backend == "sdpa" and not recipe.data.packing and size == 1:
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
-    return Load(tokens, padded, within, attended, grid, longest)
+    # An encoder-decoder's head is given its targets whole.
+    scored = padded if recipe.objective == "seq2seq" else tokens * trained
+    return Load(tokens, padded, within, attended, grid, longest, scored)
+
+
+def _keeps_logits(workload: Workload, load: Load) -> bool:
+    """Whether the logits of trained tokens are kept for the backward pass, as `models.output_head.OutputHead` says."""
+    trace, recipe = workload.trace, workload.recipe
+    if not (workload.on_cpu and trace.fused_head) or recipe.strategy.shards_parameters or recipe.objective == "seq2seq":
+        return False
+    vocabulary = max((each.shape[0] for each in trace.tensors if each.place in ("embeddings", "head")), default=0)
+    return load.scored * vocabulary <= KEPT_LOGITS * min(load.padded, CHUNK)
 
 
 def _links(sent: list[Transfer], hardware: Hardware) -> list[Link]:
@@ -202,7 +220,8 @@ def _total(
         batches = evaluations * math.ceil(counted.eval_rows / rows / workload.layout.world_size)
         mean = counted.eval_tokens / counted.eval_rows
         # Never packed, and sorted by length, so that there is little padding.
-        load = load_of(workload.recipe, backend, rows, mean, mean**2, mean)
+        trained = counted.trained_tokens / counted.tokens
+        load = load_of(workload.recipe, backend, rows, mean, mean**2, mean, trained)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
     saves = math.ceil(steps / length.save_steps) if length.save_steps else 0
     compiling = COMPILE_SECONDS if compiles else dict.fromkeys(COMPILE_SECONDS, 0.0)

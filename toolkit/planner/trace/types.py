@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -29,6 +30,9 @@ FORMAT = 2
 
 CHUNK = 4096
 """Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
+
+KEPT_LOGITS = 81_920
+"""Logits for each position up to which a CPU keeps those of trained tokens (`models.output_head.kept_logits`)."""
 
 Phase = Literal["forward", "backward", "evaluation"]
 Place = Literal["embeddings", "first_layer", "last_layer", "head"]
@@ -81,12 +85,17 @@ class Amount:
         layers = Amount(per_layer=self.per_layer)
         return min(whole, outside + layers.of(shape.layers, targets, targets * shape.target_len, shape.target_len))
 
-    def of(self, layers: int, tokens: float, pairs: float, longest: float = 0) -> float:
-        """The same for sequences of different lengths: their sum, the sum of their squares, and the longest."""
+    def of(self, layers: int, tokens: float, pairs: float, longest: float = 0, share: float = 1.0) -> float:
+        """The same for sequences of different lengths: their sum, the sum of their squares, and the longest.
+
+        Args:
+            share: Of the tokens those that reach the output head, which most of what is outside the layers is for.
+        """
         terms = (1, tokens, pairs, longest)
-        outside = sum(each * term for each, term in zip(self.fixed, terms, strict=False))
+        parts = [each * term for each, term in zip(self.fixed, terms, strict=False)]
+        outside = sum(parts[:1]) + share * sum(parts[1:])
         inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
-        return max(0.0, outside + layers * inside + self.chunk * min(1.0, tokens / CHUNK))
+        return max(0.0, outside + layers * inside + self.chunk * min(1.0, share * tokens / CHUNK))
 
 
 @dataclass(frozen=True)
@@ -214,6 +223,17 @@ class Trace:
             and (kind is None or tensors.kind == kind)
             and (place is None or tensors.place == place)
         )
+
+    def keeping_logits(self) -> Trace:
+        """The same where the backward pass has the logits, and need not form them a second time."""
+        again, backward = self.passes["recompute"], self.passes["backward"]
+        both = itertools.zip_longest(backward.matmul.fixed, again.matmul.fixed, fillvalue=0.0)
+        left = [whole - part for whole, part in both]
+        passes = {
+            "backward": dataclasses.replace(backward, matmul=dataclasses.replace(backward.matmul, fixed=tuple(left))),
+            "recompute": dataclasses.replace(again, matmul=dataclasses.replace(again.matmul, fixed=())),
+        }
+        return dataclasses.replace(self, passes={**self.passes, **passes})
 
     def met(self, experts: tuple[int, int], *, trained: bool | None = None) -> float:
         """Number of parameters that one token meets.
