@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -205,6 +206,15 @@ def test_rows_are_filled_up_to_a_multiple() -> None:
     padded = Collator(7, "padded", 8)([example([1] * 9)])
     assert padded["input_ids"].shape == (1, 16) and padded["attention_mask"].sum() == 9
     assert isolates(model_of(ISOLATING["llama"]), Collator(0, "packed", 16))
+
+
+def test_rows_are_not_filled_up_beyond_the_longest_or_where_no_mask_would_be_needed() -> None:
+    collator = Collator(7, "padded", 8, longest=12, lone=False)
+    nine, ten = example([1] * 9), example([1] * 10)
+    assert collator([nine, ten])["input_ids"].shape == (2, 12)
+    assert collator([nine, example([1] * 3)])["labels"].shape == (2, 12)
+    assert collator([nine])["input_ids"].shape == collator([nine])["attention_mask"].shape == (1, 9)
+    assert collator.width(np.array([1, 8, 9, 12, 14])).tolist() == [8, 8, 12, 12, 14]
 
 
 def test_first_token_of_a_document_must_not_be_trained() -> None:

@@ -55,6 +55,7 @@ def test_data_and_machine_are_told_in_sentences_with_all_figures_behind_a_fold(r
         "A step is 8 sequences of up to 512 tokens: 2 micro-batches of 4 on one process.",
         "It computed in bfloat16 under fsdp, with sdpa attention; AdamW updated float32 weights.",
         "The code was commit 0123abc, with uncommitted changes.",
+        "8% of what is computed is padding",
     ):
         assert sentence in text, sentence
     assert re.search(r"<summary>audit.json</summary><pre>{[^<]*&#34;duplicates&#34;: 41", html)

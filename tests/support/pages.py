@@ -53,6 +53,7 @@ def step_line(step: int, **values: Any) -> dict[str, Any]:
         "grad_norm": 1.5,
         "tokens_per_second": 400.0,
         "tokens": 870 * step,
+        "padding": 0.08,
         "memory_bytes": 3 * 2**30,
     } | values
 

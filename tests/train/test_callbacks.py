@@ -8,25 +8,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset
 
+from toolkit.data.batches import FixedOrder, MicroBatches
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.report.terminal import Progress
 from toolkit.train import callbacks
 from toolkit.train.callbacks import Meter, TimeLeft, step_tokens
 from toolkit.train.run_folder import RunFolder
-from toolkit.train.trainer import FixedOrder
 
 
-def session(folder: Path, length: Length, order: FixedOrder | None, lengths: list[int], guard: Any = None) -> Any:
+def session(folder: Path, length: Length, lengths: list[int], shuffle: bool = True, guard: Any = None) -> Any:
     """What a meter reads of a session: four rows of up to 25 tokens are a step."""
+    columns = np.array(lengths)[:, None]
+    order = FixedOrder(len(lengths), 1, shuffle)
     return SimpleNamespace(
         folder=RunFolder(folder),
         world=World(),
         length=length,
         layout=BatchLayout(4, 4, 1, 1, 25),
-        trainer=SimpleNamespace(order=order),
-        prepared=SimpleNamespace(train=Dataset.from_dict({"input_ids": [[0] * n for n in lengths]}), eval=[]),
+        trainer=SimpleNamespace(
+            batches=MicroBatches(order, columns, columns, length.total_steps, 4, 1, 1) if lengths else None
+        ),
+        prepared=SimpleNamespace(eval=[]),
         progress=Progress(),
         guard=guard,
         recipe=SimpleNamespace(evaluation=SimpleNamespace(every_steps=4)),
@@ -36,19 +39,20 @@ def session(folder: Path, length: Length, order: FixedOrder | None, lengths: lis
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_step_tokens_are_those_of_the_rows_drawn(shuffle: bool, tmp_path: Path) -> None:
     lengths = np.array([3, 5, 7, 11, 13])
-    order = FixedOrder(num_rows=5, num_samples=24, seed=1, shuffle=shuffle)
-    tokens = step_tokens(session(tmp_path, Length(6, None, 0, None), order, lengths.tolist()))
-    rows = list(order)
+    counted = session(tmp_path, Length(6, None, 0, None), lengths.tolist(), shuffle)
+    tokens, rows = step_tokens(counted), counted.trainer.batches.order.between(0, 24)
     by_step = [int(lengths[rows[step * 4 : step * 4 + 4]].sum()) for step in range(6)]
-    assert [tokens(step, step + 1) for step in range(6)] == by_step
-    assert tokens(1, 5) == sum(by_step[1:5])
-    assert tokens(2, 2) == 0
+    longest = [4 * int(lengths[rows[step * 4 : step * 4 + 4]].max()) for step in range(6)]
+    assert [tokens(step, step + 1)[0] for step in range(6)] == by_step
+    total, padding = tokens(1, 5)
+    assert total == sum(by_step[1:5]) and padding == pytest.approx(1 - total / sum(longest[1:5]))
+    assert tokens(2, 2)[0] == 0
 
 
 def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     lines = ['{"step": 5, "seconds": 100.0, "loss": 2.0}', '{"step": 6, "seconds": 120.0}', '{"step": 7, "sec']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    meter = Meter(session(tmp_path, Length(20, 2.0, 0, None), FixedOrder(8, 80, 0, True), [10] * 8))
+    meter = Meter(session(tmp_path, Length(20, 2.0, 0, None), [10] * 8))
     state = type("State", (), {"global_step": 5, "max_steps": 20})()
     meter.on_train_begin(None, state, None)
     state.global_step = 6
@@ -63,7 +67,7 @@ def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch
     now = [0.0]
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
     plan = SimpleNamespace(work=SimpleNamespace(step_seconds=SimpleNamespace(value=1.0)))
-    meter = Meter(session(tmp_path, Length(20, None, 0, 5), None, [], guard=SimpleNamespace(plan=plan)))
+    meter = Meter(session(tmp_path, Length(20, None, 0, 5), [], guard=SimpleNamespace(plan=plan)))
     state = type("State", (), {"global_step": 0, "max_steps": 20})()
     meter.on_train_begin(None, state, None)
     for step in range(1, 13):

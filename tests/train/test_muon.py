@@ -44,12 +44,12 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 def by_hand(steps: int, decay: float) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of the same training, one formula after the other."""
     trainer = set_up("batch.micro_batch_size=4", f"schedule.max_steps={steps}", "schedule.name=constant").trainer
-    model, rate, rows = trainer.model.train(), 1e-2, list(trainer.order)
+    model, rate, rows = trainer.model.train(), 1e-2, list(trainer.batches.order.between(0, 4 * steps))
     first = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
     second = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
     curve = []
     for step in range(steps):
-        batch = trainer.data_collator([trainer.train_dataset[row] for row in rows[4 * step : 4 * step + 4]])
+        batch = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows[4 * step : 4 * step + 4]])
         loss = trainer.compute_loss(model, batch, num_items_in_batch=batch["labels"][:, 1:].ne(-100).sum())
         loss.backward()
         curve.append(loss.item())

@@ -21,7 +21,6 @@ from toolkit.data.prepare import prepare
 from toolkit.models.load import ModelSource
 from toolkit.recipe import load
 from toolkit.train.main import main
-from toolkit.train.trainer import FixedOrder
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, LEARNING_RATE, WARMUP = 20, 4, 256, 3e-3, 5
 RECIPE = """
@@ -157,12 +156,3 @@ def test_a_micro_batch_does_not_wait_for_the_device(place: Path, monkeypatch: py
     with Waits() as waits:
         trainer.training_step(trainer.model, first, tokens)
     assert len(waits.seen) <= 2
-
-
-def test_every_row_is_drawn_once_an_epoch_and_no_batch_is_short() -> None:
-    order = list(FixedOrder(num_rows=10, num_samples=24, seed=3, shuffle=True))
-    assert len(order) == 24
-    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
-    assert order[:10] != order[10:20]
-    assert order == list(FixedOrder(10, 24, 3, True))
-    assert list(FixedOrder(3, 7, 0, False)) == [0, 1, 2, 0, 1, 2, 0]

@@ -8,7 +8,6 @@ the device, and wait for it. Many models take positions and ignore them, so `iso
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,11 +92,21 @@ class Collator:
         pad_token_id: Fills up rows; never trained, never seen by other tokens.
         layout: One of the above.
         pad_to_multiple_of: Rows are filled up to a multiple of this.
+        longest: But not beyond so many tokens: some models have no more positions.
+        lone: Whether a row by itself is filled up too. Without padding no mask is needed, and CUDA's kernels without
+            one are twice as fast.
     """
 
     pad_token_id: int
     layout: Layout
     pad_to_multiple_of: int = 1
+    longest: int | None = None
+    lone: bool = True
+
+    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What rows of these lengths are filled up to."""
+        wide = -(-lengths // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return wide if self.longest is None else np.maximum(lengths, np.minimum(wide, self.longest))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels` and, where packed, `seq_lengths`."""
@@ -114,15 +123,14 @@ class Collator:
             ids, labels, lengths = ([np.concatenate(each)] for each in (ids, labels, lengths))
         assert self.layout != "padded" or all(len(each) == 1 for each in lengths), "packed rows need isolation"
 
-        multiple = self.pad_to_multiple_of
         batch: dict[str, Any] = {
-            "input_ids": _pad(ids, self.pad_token_id, multiple),
-            "labels": _pad(labels, IGNORE, multiple),
+            "input_ids": self._pad(ids, self.pad_token_id),
+            "labels": self._pad(labels, IGNORE),
         }
         if self.layout != "pairs":
             batch["label_positions"] = _label_positions(batch["labels"].numpy())
         if self.layout in ("padded", "pairs"):
-            return batch | {"attention_mask": _pad([np.ones_like(row) for row in ids], 0, multiple)}
+            return batch | {"attention_mask": self._pad([np.ones_like(row) for row in ids], 0)}
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
         lengths = [np.append(each, pad) if pad else each for each, pad in zip(lengths, pads, strict=True)]
         batch["position_ids"] = torch.from_numpy(np.stack([_positions(each) for each in lengths]))
@@ -134,14 +142,13 @@ class Collator:
             batch["max_length_q"] = batch["max_length_k"] = int(lengths[0].max())
         return batch
 
-
-def _pad(rows: list[NDArray[np.int64]], value: int, multiple: int) -> torch.Tensor:
-    """The rows, padded on the right to the longest and on to a multiple."""
-    width = math.ceil(max(map(len, rows)) / multiple) * multiple
-    padded = np.full((len(rows), width), value)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return torch.from_numpy(padded)
+    def _pad(self, rows: list[NDArray[np.int64]], value: int) -> torch.Tensor:
+        """The rows, padded on the right to the longest and on to its width."""
+        longest = np.array(max(map(len, rows)))
+        padded = np.full((len(rows), int(self.width(longest) if len(rows) > 1 or self.lone else longest)), value)
+        for number, row in enumerate(rows):
+            padded[number, : len(row)] = row
+        return torch.from_numpy(padded)
 
 
 def _label_positions(labels: NDArray[np.int64]) -> torch.Tensor:

@@ -125,31 +125,33 @@ def prepare(
     )
 
 
+def sequence_lengths(rows: Dataset, pairs: bool = False) -> NDArray[np.int64]:
+    """(rows, 1) tokens of each row, or (rows, 2) of source and target, from Arrow's offsets; no row is decoded."""
+    table = rows.with_format("arrow")[:]
+    columns = ("input_ids", "labels") if pairs else ("input_ids",)
+    return np.stack([pc.list_value_length(table[name]).to_numpy() for name in columns], axis=1).astype(np.int64)
+
+
 def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
-    """Figures of a folder of prepared data, from the audit and from Arrow's offsets; no row is decoded."""
-    table = Dataset.load_from_disk(str(path / "train")).with_format("arrow")[:]
-    lengths = pc.list_value_length(table["input_ids"]).to_numpy()
-    documents = pc.list_flatten(table["seq_lengths"]).to_numpy() if "seq_lengths" in table.column_names else lengths
-    longest, target, longest_eval = lengths, None, 0
-    if audit.objective == "seq2seq":
-        targets = pc.list_value_length(table["labels"]).to_numpy()
-        longest, target = np.maximum(lengths, targets), int(targets.max())
+    """Figures of a folder of prepared data, from the audit and from the lengths of its rows."""
+    train, pairs = Dataset.load_from_disk(str(path / "train")), audit.objective == "seq2seq"
+    both, held_out = sequence_lengths(train, pairs), np.zeros((1, 1), np.int64)
+    lengths, documents = both[:, 0], both[:, 0]
+    if "seq_lengths" in train.column_names:
+        documents = pc.list_flatten(train.with_format("arrow")[:]["seq_lengths"]).to_numpy()
     if (path / "eval").is_dir():
-        held_out = Dataset.load_from_disk(str(path / "eval")).with_format("arrow")[:]
-        ids, labels = (pc.max(pc.list_value_length(held_out[name])).as_py() for name in ("input_ids", "labels"))
-        longest_eval = max(ids, labels)
-        target = None if target is None else max(target, labels)
+        held_out = sequence_lengths(Dataset.load_from_disk(str(path / "eval")), pairs)
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
         trained_tokens=audit.train.trained_tokens,
         documents=len(documents),
         squared_tokens=int((documents.astype(np.float64) ** 2).sum()),
-        quantiles=tuple(np.quantile(longest, np.linspace(0, 1, 1001)).tolist()),
+        quantiles=tuple(np.quantile(both.max(axis=1), np.linspace(0, 1, 1001)).tolist()),
         eval_rows=audit.eval.rows if audit.eval else 0,
         eval_tokens=audit.eval.tokens if audit.eval else 0,
-        longest_eval=longest_eval,
-        longest_target=target,
+        longest_eval=int(held_out.max()),
+        longest_target=int(max(both[:, 1].max(), held_out[:, -1].max())) if pairs else None,
     )
 
 

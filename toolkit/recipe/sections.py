@@ -287,8 +287,9 @@ class Batch(Section):
     """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this many over
     `seq_len`."""
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Sequences per process and forward pass. `auto`: the number that fits and is fastest by the plan, up to 16,384
-    tokens, more of which only cost memory."""
+    """Sequences per process and forward pass, on average: those of a step are sorted by length and dealt so that the
+    largest micro-batch has few tokens and little is padded. `auto`: the number that fits and is fastest by the plan, up
+    to 16,384 tokens, more of which only cost memory."""
 
     @property
     def sequences_per_step(self) -> int:

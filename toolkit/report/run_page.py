@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -167,7 +168,10 @@ def _tiles(record: Record) -> list[Tile]:
         text = "?" if loss is None else f"{loss:.3f}"
         tiles.append(Tile("Training loss", text, ("never evaluated on held-out rows",)))
     if record.tokens_per_second is not None:
-        tiles.append(Tile("Tokens per second", compact(record.tokens_per_second), ("median of all steps",)))
+        padding = finite(record.training, "padding")
+        share = (f"{statistics.fmean(padding):.0%} of what is computed is padding",) if padding else ()
+        notes = ("median of all steps", *share)
+        tiles.append(Tile("Tokens per second", compact(record.tokens_per_second), notes))
     if record.peak_memory:
         device, value = record.peak_memory
         tiles.append(Tile("Peak memory", bytes_text(value), (device,)))

@@ -25,22 +25,28 @@ from toolkit.common import write_atomically
 from toolkit.report.load import read_metrics
 from toolkit.train.checkpoint import seal
 from toolkit.train.energy import EnergyMeter, energy_meter
-from toolkit.train.evaluate import evaluate, row_lengths
+from toolkit.train.evaluate import evaluate
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.session import Session
 
 
-def step_tokens(session: Session) -> Callable[[int, int], int]:
-    """Counts tokens, padding left out, of the steps after a first one up to and including a last one.
+def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | None]]:
+    """Counts tokens, padding left out, of the steps after a first one up to and including a last one, and the share of
+    padding in what is computed.
 
     They are known from the order of rows, without touching a device. The lengths of a stream's rows are not: full
     sequences are assumed.
     """
-    order, layout = session.trainer.order, session.layout
-    if order is None:
-        return lambda first, last: (last - first) * layout.tokens_per_step
-    lengths, size = row_lengths(session.prepared.train), layout.global_batch_size
-    return lambda first, last: sum(int(lengths[rows].sum()) for rows in order.between(first * size, last * size))
+    batches, layout = session.trainer.batches, session.layout
+    if batches is None:
+        return lambda first, last: ((last - first) * layout.tokens_per_step, None)
+
+    def count(first: int, last: int) -> tuple[int, float]:
+        tokens = batches.tokens(first, last)
+        # Of pairs the sources are counted, and both are padded.
+        return int(tokens[0]), 1 - float(tokens.sum()) / max(1.0, float(batches.padded(first, last).sum()))
+
+    return count
 
 
 class Meter(TrainerCallback):
@@ -67,14 +73,14 @@ class Meter(TrainerCallback):
         earlier = _keep_until(self._file, state.global_step)
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
-        self._total_tokens = self._tokens(0, self._step)
+        self._total_tokens, _ = self._tokens(0, self._step)
         self._step_time = time.monotonic()
         self._progress.start(state.max_steps, step=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs or state.global_step == self._step:
             return
-        tokens = self._tokens(self._step, state.global_step)
+        tokens, padding = self._tokens(self._step, state.global_step)
         now = time.monotonic()
         seconds = max(1e-9, now - self._step_time - self._paused)
         rate = tokens / seconds
@@ -87,6 +93,7 @@ class Meter(TrainerCallback):
             "grad_norm": logs.get("grad_norm"),
             "tokens_per_second": round(rate, 1),
             "tokens": self._total_tokens,
+            "padding": None if padding is None else round(padding, 4),
             "memory_bytes": peak_host_bytes(),
         }
         if torch.cuda.is_available():

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 import torch
 from accelerate.utils import gather_object, send_to_device
 from transformers.pytorch_utils import move_to_device
 
 from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
+from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
 from toolkit.train.session import Session
@@ -50,7 +49,7 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
     model, dataset, accelerator = trainer.model_wrapped, trainer.eval_dataset, trainer.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     # Rows of like length together: little padding.
-    lengths = row_lengths(dataset)
+    lengths = sequence_lengths(dataset)[:, 0]
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     rounds = math.ceil(len(batches) / world)
@@ -68,12 +67,6 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
     total_loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
     mean = total_loss / tokens if tokens else math.nan
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
-
-
-def row_lengths(dataset: Any) -> np.ndarray:
-    """(num_rows,) tokens of each row, read from Arrow's offsets without decoding the rows."""
-    table = dataset.with_format("arrow")[:]
-    return np.asarray(pc.list_value_length(table["input_ids"]))
 
 
 @contextmanager

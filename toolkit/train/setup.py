@@ -16,8 +16,9 @@ from transformers import PrinterCallback, set_seed
 
 from toolkit.common import check_disk, in_background, write_json
 from toolkit.data.audit import Audit, DataError, check_batch
+from toolkit.data.batches import FixedOrder, MicroBatches
 from toolkit.data.collate import Collator, Layout
-from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import render
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import dtypes
@@ -42,7 +43,7 @@ from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.session import Session
-from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer, FixedOrder
+from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 from toolkit.train.verify import Verify
 
 _log = logging.getLogger("toolkit.train")
@@ -134,9 +135,18 @@ def set_up(
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
-    if rows is not None:
-        draws = length.total_steps * layout.global_batch_size
-        trainer.order = FixedOrder(rows, draws, recipe.seed, recipe.data.shuffle)
+    if not isinstance(prepared.train, Stream):
+        lengths = sequence_lengths(prepared.train, recipe.objective == "seq2seq")
+        trainer.batches = MicroBatches(
+            order=FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle),
+            lengths=lengths,
+            widths=trainer.data_collator.width(lengths),
+            steps=length.total_steps,
+            global_batch_size=layout.global_batch_size,
+            accumulation=layout.gradient_accumulation_steps,
+            world_size=layout.world_size,
+            flat=trainer.data_collator.layout == "flat",
+        )
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
     compiled = CompiledLayers(trainer.model) if compiles else None
@@ -211,8 +221,8 @@ def _prepare(
 
 
 _ALIGNED = 8
-"""Rows of a compiled model are filled up to a multiple of this. CUDA's kernels for masked attention need it, so code is
-compiled once for lengths that have it and once for others."""
+"""Rows are filled up to a multiple of this: CUDA's kernels for masked attention need it, units that multiply matrices
+work in such blocks, and what is compiled or built for a length serves more often."""
 
 
 def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: bool) -> PlanGuard | None:
@@ -282,13 +292,15 @@ def _collator(
     recipe: Recipe, backend: str, tokenizer: Any, compiles: bool
 ) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     if recipe.objective == "seq2seq":
-        return Collator(tokenizer.pad_token_id, "pairs")
+        return Collator(tokenizer.pad_token_id, "pairs", _ALIGNED, longest=recipe.batch.seq_len)
     layout: Layout = "packed" if recipe.data.packing else "padded"
     if backend in attention.VARLEN:
         return Collator(tokenizer.pad_token_id, "flat")
-    return Collator(
-        tokenizer.pad_token_id, layout, attention.FLEX_BLOCK if backend == "flex" else _ALIGNED if compiles else 1
-    )
+    if backend == "flex":
+        return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
+    # By itself a row that is packed has a mask all the same.
+    lone = compiles or recipe.data.packing or device.kind() == "cpu"
+    return Collator(tokenizer.pad_token_id, layout, _ALIGNED, longest=recipe.batch.seq_len, lone=lone)
 
 
 class Callbacks:

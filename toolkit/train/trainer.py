@@ -1,4 +1,4 @@
-"""TRL's and Transformers' trainers, with the order of rows, the norm of gradients and the held-out loss made exact.
+"""TRL's and Transformers' trainers, with the division of rows, the norm of gradients and the held-out loss made exact.
 
 Everything else is theirs. What is overridden is what would otherwise make losses depend on the engine or on the number
 of processes, and what an engine needs to be told about weights that a loss reads past their own module.
@@ -9,57 +9,20 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
+from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.output_head import HeadChoice, add_output_head, kept_logits
-
-
-class FixedOrder(Sampler[int]):
-    """The rows of a whole run, a pure function of the seed: the same for every world size, micro-batch and resume.
-
-    Epoch after epoch is a fresh permutation; a batch that starts in one epoch is filled from the next, so every batch
-    is whole and no row is dropped.
-
-    Args:
-        num_samples: Rows to draw in all: optimizer steps times global batch size.
-        shuffle: False keeps the rows' own order.
-    """
-
-    def __init__(self, num_rows: int, num_samples: int, seed: int, shuffle: bool) -> None:
-        self.num_rows, self.num_samples, self.seed, self.shuffle = num_rows, num_samples, seed, shuffle
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        for rows in self.between(0, self.num_samples):
-            yield from rows.tolist()
-
-    def between(self, start: int, end: int) -> Iterator[np.ndarray]:
-        """The rows at these positions of the run, in one array for each epoch."""
-        while start < end:
-            epoch, offset = divmod(start, self.num_rows)
-            rows = _epoch_order(self.num_rows, self.seed, epoch, self.shuffle)[offset : offset + end - start]
-            yield rows
-            start += len(rows)
-
-
-# The sampler runs ahead of the steps whose tokens are counted.
-@functools.lru_cache(maxsize=2)
-def _epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows) if shuffle else np.arange(num_rows)
 
 
 def clip_gradients(model: Any, max_norm: float) -> torch.Tensor:
@@ -92,9 +55,9 @@ def _sharded_over(gradients: list[Any]) -> list[Any]:
 
 
 class _ExactMixin:
-    """What both trainers share. Set `order` after construction."""
+    """What both trainers share. Set `batches` after construction."""
 
-    order: FixedOrder | None = None
+    batches: MicroBatches | None = None
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         if (args.activation_checkpointing_kwargs or {}).get("selective"):
@@ -124,8 +87,21 @@ class _ExactMixin:
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         return loss
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return self.order
+    def get_train_dataloader(self) -> Any:
+        """Theirs divides rows into batches by number."""
+        if self.batches is None:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        args = self.args  # type: ignore[attr-defined]
+        loader: DataLoader[Any] = DataLoader(
+            self.train_dataset,  # type: ignore[attr-defined]
+            batch_sampler=self.batches,
+            collate_fn=self.data_collator,  # type: ignore[attr-defined]
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+        return self.accelerator.prepare_data_loader(loader)  # type: ignore[attr-defined]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from toolkit.common import UserError
+from toolkit.data.batches import MicroBatches
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
@@ -177,7 +178,7 @@ def read(trainer: Any) -> EngineState:
         "trained_dtype": _dtypes(trained),
         "tf32": device.computes_tf32(),
         "compile": "layers" if compiled_layers.compiled(model) else "off",
-        "micro_batch_size": trainer.callback_handler.train_dataloader.batch_sampler.batch_size,
+        "micro_batch_size": _micro_batch_size(trainer.callback_handler.train_dataloader.batch_sampler),
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }
     if isinstance(trainer, CausalTrainer):
@@ -204,6 +205,12 @@ def read(trainer: Any) -> EngineState:
         accumulation = trainer.accelerator.gradient_state.plugin_kwargs
         state |= _fsdp(model) | {"sync_each_batch": accumulation.get("sync_each_batch", False)}
     return EngineState(**state)
+
+
+def _micro_batch_size(sampler: Any) -> int:
+    """Rows of a micro-batch, on average, of what accelerate divides among processes where there are several."""
+    sampler = getattr(sampler, "batch_sampler", sampler)
+    return sampler.micro_batch_size if isinstance(sampler, MicroBatches) else sampler.batch_size
 
 
 def _engine(engine: Any, deepspeed: Any) -> str:
