@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from small import LORA, populate
+from small import LORA, place_with
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
@@ -20,17 +19,7 @@ from toolkit.planner.trace.shallow import build
 from toolkit.planner.trace.types import setting_of
 from toolkit.recipe.rules import load_checked
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapters")
-    populate(folder, "llama", "moe", "gpt2", "blenderbot")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+place = place_with("llama", "moe", "gpt2", "blenderbot")
 
 
 def recipe(*overrides: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import loss_and_gradients, populate, set_up
+from small import loss_and_gradients, place_with, set_up
 from tiny import tiny_model
 from torch.torch_version import TorchVersion
 from transformers.integrations import sdpa_attention
@@ -26,19 +26,13 @@ GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config
 LLAMA = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("attention")
-    populate(folder, "llama", "gemma")
-    tiny_model("google/gemma-3-1b-it", folder / "gemma3")
-    tiny_model("Qwen/Qwen3-0.6B", folder / "qwen3")
-    return folder
+place = place_with("llama", "gemma")
 
 
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+@pytest.fixture(scope="module", autouse=True)
+def more_models(place: Path) -> None:
+    tiny_model("google/gemma-3-1b-it", place / "gemma3")
+    tiny_model("Qwen/Qwen3-0.6B", place / "qwen3")
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])

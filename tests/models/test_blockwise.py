@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import INT8, LORA, NF4, SEQ2SEQ, dequantized, populate
+from small import INT8, LORA, NF4, SEQ2SEQ, dequantized, place_with
 
 from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
@@ -20,16 +20,7 @@ from toolkit.recipe.rules import load_checked
 HOST = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("blockwise")
-    populate(folder, "llama", "moe", "gpt2", "blenderbot")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+place = place_with("llama", "moe", "gpt2", "blenderbot")
 
 
 KINDS = {

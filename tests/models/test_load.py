@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import INT8, LORA, NF4, populate, set_up
+from small import INT8, LORA, NF4, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 
 from toolkit.common import UserError
@@ -20,18 +20,7 @@ from toolkit.models.load import ModelSource
 from toolkit.recipe import load
 from toolkit.recipe.rules import load_checked
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    populate(folder, "llama")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+place = place_with("llama")
 
 
 def recipe(*overrides: str):  # type: ignore[no-untyped-def]
@@ -39,10 +28,10 @@ def recipe(*overrides: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def gguf_file(models: Path) -> Path:
-    smollm2 = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", models / "smollm2")
-    (models / "gguf").mkdir()
-    return tiny_gguf(smollm2, models / "gguf" / "tiny.gguf")
+def gguf_file(place: Path) -> Path:
+    smollm2 = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", place / "smollm2")
+    (place / "gguf").mkdir()
+    return tiny_gguf(smollm2, place / "gguf" / "tiny.gguf")
 
 
 def test_gguf_file_is_found_by_its_own_path_and_inside_a_folder(gguf_file: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import write_recipe
 from tiny import chat_rows, pair_rows, text_rows, tiny_model
 
@@ -41,6 +43,20 @@ def populate(folder: Path, *models: str) -> None:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
+
+
+def place_with(*models: str) -> Any:
+    """A fixture of a module: a folder that `populate` has filled, in which its tests run."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+        folder = tmp_path_factory.mktemp("small")
+        populate(folder, *models)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            yield folder
+
+    return place
 
 
 def trained(name: str, *overrides: str) -> Path:

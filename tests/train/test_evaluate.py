@@ -9,23 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from harness import metrics
-from small import LORA, NF4, SEQ2SEQ, populate, set_up
+from small import LORA, NF4, SEQ2SEQ, place_with, set_up
 
 from toolkit.train.evaluate import answer, generated_metrics, held_out_loss, inputs_on
 from toolkit.train.main import main
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluate")
-    populate(folder, "llama", "moe", "gpt2", "blenderbot")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+place = place_with("llama", "moe", "gpt2", "blenderbot")
 
 
 @pytest.mark.parametrize("model", ["llama", "moe", "gpt2", "blenderbot"])

@@ -9,24 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import LORA, SEQ2SEQ, logits_of, populate, trained, with_callbacks
+from small import LORA, SEQ2SEQ, logits_of, place_with, trained, with_callbacks
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
 from toolkit.train import train
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export")
-    populate(folder, "llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
 
 
 def test_adapter_names_its_base_by_the_recipe() -> None:

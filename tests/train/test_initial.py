@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import LORA, populate, set_up, with_callbacks
+from small import LORA, place_with, set_up, with_callbacks
 
 from toolkit.models.load import ModelSource
 from toolkit.train import train
@@ -16,17 +15,7 @@ from toolkit.train.export import load_trained
 from toolkit.train.merge import merge
 from toolkit.train.optimizer import optimizer_class
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("initial")
-    populate(folder, "llama")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+place = place_with("llama")
 
 
 def logits(model: Any, session: Any) -> torch.Tensor:

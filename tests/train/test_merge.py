@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import environment
 from safetensors.torch import load_file
-from small import INT8, LORA, NF4, SEQ2SEQ, logits_of, populate, trained
+from small import INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.cli.main import main as cli
@@ -26,18 +26,7 @@ from toolkit.train.export import load_trained
 from toolkit.train.merge import merge, place_for
 from toolkit.train.run_folder import RunFolder
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("merge")
-    populate(folder, "llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
 
 
 MERGES = {
@@ -242,10 +231,10 @@ print(peak_host_bytes())
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux resets the peak of a process")
-def test_merging_takes_the_memory_that_it_states(models: Path) -> None:
-    for folder in (models / "wide", models / "runs" / "wide" / "final"):
+def test_merging_takes_the_memory_that_it_states(place: Path) -> None:
+    for folder in (place / "wide", place / "runs" / "wide" / "final"):
         folder.mkdir(parents=True)
-        for file in [*(models / "llama").glob("*token*"), *(models / "llama").glob("*.jinja")]:
+        for file in [*(place / "llama").glob("*token*"), *(place / "llama").glob("*.jinja")]:
             (folder / file.name).write_bytes(file.read_bytes())
     command = [sys.executable, "-c", WIDE, *LORA, "model.path=wide"]
     out = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout

@@ -10,24 +10,14 @@ import pytest
 import torch
 from harness import losses
 from ranks import Ranks
-from small import LORA, populate, set_up
+from small import LORA, place_with, set_up
 
 from toolkit.train.main import main
 
 MUON = ["optimizer.name=muon", "optimizer.weight_decay=0.1"]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("muon")
-    populate(folder, "llama", "moe", "gpt2", "qwen")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+place = place_with("llama", "moe", "gpt2", "qwen")
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

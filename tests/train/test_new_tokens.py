@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import LORA, loss_and_gradients, populate, set_up
+from small import LORA, loss_and_gradients, place_with, set_up
 from transformers import AutoTokenizer
 
 from toolkit.models.coverage import parameter_counts
@@ -21,20 +21,15 @@ from toolkit.train.main import main
 TOKENS = 'model.new_tokens=["<tool>","str","</tool>"]'
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
-    populate(folder, "llama", "qwen")
-    rows = [json.loads(line) for line in (folder / "chat.jsonl").read_text(encoding="utf-8").splitlines()]
+place = place_with("llama", "qwen")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools(place: Path) -> None:
+    rows = [json.loads(line) for line in (place / "chat.jsonl").read_text(encoding="utf-8").splitlines()]
     for message in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
         message["content"] = f"<tool>{message['content']}</tool>"
-    (folder / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+    (place / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.mark.parametrize(("model", "tied"), [("llama", True), ("qwen", False)])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import losses
-from small import INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, populate, set_up
+from small import INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
@@ -31,17 +31,7 @@ from toolkit.train.optimizer import optimizer_class
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("methods")
-    populate(folder, "llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import losses, metrics
 from ranks import Ranks
-from small import LORA, NF4, SEQ2SEQ, populate
+from small import LORA, NF4, SEQ2SEQ, place_with
 from transformers import AutoModelForSeq2SeqLM
 
 from toolkit.data.prepare import prepare
@@ -20,18 +20,12 @@ from toolkit.train.main import main
 STEPS, LEARNING_RATE = 6, 1e-2
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seq2seq")
-    populate(folder, "blenderbot")
-    _without_dropout(folder / "blenderbot")
-    return folder
+place = place_with("blenderbot")
 
 
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(models)
-    return models
+@pytest.fixture(scope="module", autouse=True)
+def without_dropout(place: Path) -> None:
+    _without_dropout(place / "blenderbot")
 
 
 ARGUMENTS = [*SEQ2SEQ, f"schedule.max_steps={STEPS}", "schedule.name=constant", "data.eval_split=0.2"]

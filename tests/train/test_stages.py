@@ -7,24 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import LORA, populate
+from small import LORA, place_with
 
 from toolkit.recipe import RecipeError
 from toolkit.recipe.rules import load_checked
 from toolkit.train.main import main
 from toolkit.train.merge import merge
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stages")
-    populate(folder, "llama")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def place(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(models)
+place = place_with("llama")
 
 
 def stage(name: str, *overrides: str) -> tuple[Path, list[float]]:
