@@ -55,6 +55,12 @@ def test_what_is_said(arguments: list[str], first: bool, shown: list[str], capsy
     assert (said.err.splitlines(), said.out) == (shown, "")
 
 
+def test_what_an_error_quotes_cannot_steer_the_terminal() -> None:
+    error = UserError("no column `\x1b[31mred`\nbut `caf\u00e9`, `\u202eback`, `\ud800`", "rename `\r`")
+    assert str(error) == "no column `\\x1b[31mred`\nbut `caf\u00e9`, `\\u202eback`, `\\ud800`\n  rename `\\r`"
+    assert error.change == "rename `\\r`"
+
+
 def test_first_line_of_an_error() -> None:
     assert first_line(ValueError("Error in file:\n  line 3\nmore")) == "Error in file: line 3"
     assert first_line(ValueError("one\ntwo")) == "one"

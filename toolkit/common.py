@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """Something the user gave cannot work. Printed without a stack trace.
+    """Something the user gave cannot work. Printed without a stack trace, and what it quotes as `printable` text.
 
     Args:
         what: What is wrong, with the offending value and where it stands (file and line, row, key).
@@ -40,9 +40,19 @@ class UserError(ValueError):
     exit_code = 1
 
     def __init__(self, what: str, change: str = "") -> None:
-        self.what = what
-        self.change = change
-        super().__init__(f"{what}\n  {change}" if change else what)
+        self.what, self.change = printable(what), printable(change)
+        super().__init__(f"{self.what}\n  {self.change}" if change else self.what)
+
+
+def printable(text: str) -> str:
+    r"""Text from outside as a terminal may show it, line by line.
+
+    What could steer the terminal or hide something (control characters, marks that turn the direction of writing, half
+    surrogates) becomes an escape, such as `\x1b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_a_line(error: BaseException) -> str:
@@ -257,7 +267,7 @@ class _StandardError(logging.StreamHandler[Any]):
     """Writes a message alone, except that a warning says that it is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = printable(super().format(record))
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
     def emit(self, record: logging.LogRecord) -> None:

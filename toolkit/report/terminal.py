@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from toolkit.common import compact, duration, perplexity_of, perplexity_text, table
+from toolkit.common import compact, duration, perplexity_of, perplexity_text, printable, table
 from toolkit.data.rows import Sample
 
 PLAIN_LINE_SECONDS = 10.0
@@ -168,7 +168,7 @@ def prompts_before_after(samples: Sequence[Sample], width: int | None = None) ->
     blocks = []
     for number, sample in enumerate(samples, start=1):
         texts = {key: getattr(sample, key) for key in ("prompt", "before", "after", "reference")}
-        rows = [(key, _printable(text)) for key, text in texts.items() if text is not None]
+        rows = [(key, printable(text.strip().expandtabs(4))) for key, text in texts.items() if text is not None]
         lines = table(rows, columns=width, indent=2, first=9).plain
         blocks.append(f"Sample {number} of {len(samples)}\n{lines}")
     return "\n\n".join(blocks)
@@ -187,8 +187,3 @@ def write(text: Text, console: Console) -> None:
         encoding = getattr(console.file, "encoding", None) or "utf-8"
         console.file.write(text.plain.encode(encoding, "replace").decode(encoding) + "\n")
         console.file.flush()
-
-
-def _printable(text: str) -> str:
-    """Control characters, which could steer the terminal, become dots."""
-    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "·" for c in text.strip())
