@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from example_run import AUDIT, MANIFEST
+from pages import step_line
 from tiny import tiny_model
 
 from toolkit.recipe import Recipe
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     (run / "final").mkdir(parents=True)
     rows = [
         {"step": 0, "eval_loss": 3.96},
-        {"step": 40, "epoch": 0.5, "loss": 2.8, "tokens": 34_800, "seconds": 120.0},
+        step_line(40, epoch=0.5, loss=2.8, tokens=34_800, seconds=120.0, step_seconds=2.0),
         {"step": 40, "eval_loss": 2.74},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -141,6 +142,8 @@ def test_results_and_settings_are_those_of_the_run(run: Path) -> None:
         "| trained parameters | 4.88M of 139M |",
         "| global batch size | 8 sequences |",
         "| steps | 40 (0.5 epochs) |",
+        "| speed | 400 tokens a second, 160 of them trained: 310 GFLOP/s, 23.0% of the dense peak |",
+        "| time of a step | Half of the steps took at most 2.00 s, 90% at most 2.00 s, 99% at most 2.00 s |",
         "torch 2.13.0",
     ):
         assert row in card

@@ -48,3 +48,16 @@ def test_a_step_that_is_no_whole_number_is_read_as_one(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", step_line(1) | {"step": "1"}, eval_line(2, 3.0) | {"step": 2.0})
     record = read_run(tmp_path / "run")
     assert [row["step"] for row in record.training + record.evaluations] == [1, 2]
+
+
+def test_percentiles_of_steps_leave_the_first_ones_out(tmp_path: Path) -> None:
+    times = [100.0, 100.0, *(step / 100 for step in range(1, 101))]
+    write_metrics(tmp_path / "run", *(step_line(step, step_seconds=time) for step, time in enumerate(times, 1)))
+    speed = read_run(tmp_path / "run").speed
+    assert speed and (speed.median, speed.p90, speed.p99) == (0.5, 0.9, 0.99)
+    assert (speed.trained_tokens, speed.data_wait, speed.mfu) == (160.0, 0.01, 0.23)
+
+
+def test_runs_that_did_not_time_their_steps_have_no_speed(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", {"step": 1, "loss": 2.0})
+    assert read_run(tmp_path / "run").speed is None

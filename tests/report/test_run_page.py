@@ -37,6 +37,19 @@ def test_a_report_shows_the_headline_figures(run: Path) -> None:
     assert "41 rows repeat — set `data.deduplicate: true`" in text
 
 
+def test_speed_and_start_up_are_told_in_sentences(run: Path) -> None:
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    for sentence in (
+        "The first step had ended 15.5 s after the process was started: imports and checks 5.1 s, data 0.5 s, the plan "
+        "0.1 s, loading the model 1.5 s, answers and evaluation 6.3 s, the step itself 2.0 s.",
+        "Half of the steps took at most 2.00 s, 90% at most 2.00 s, 99% at most 2.00 s (the first 2 steps are not",
+        "Of that, 1.0% was waiting for batches.",
+        "400 tokens a second, 160 of them trained: 310 GFLOP/s, 23.0% of the dense peak.",
+        "6 for every parameter that it meets (4 where they are frozen)",
+    ):
+        assert sentence in text, sentence
+
+
 def test_data_and_machine_are_told_in_sentences_with_all_figures_behind_a_fold(run: Path) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     gpus = [{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}] * 2

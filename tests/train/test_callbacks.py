@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
 from toolkit.data.batches import FixedOrder, MicroBatches
 from toolkit.distributed.layout import BatchLayout, Length, World
@@ -15,6 +18,8 @@ from toolkit.report.terminal import Progress
 from toolkit.train import callbacks
 from toolkit.train.callbacks import Meter, TimeLeft, step_tokens
 from toolkit.train.run_folder import RunFolder
+from toolkit.train.startup import StartUp, process_seconds
+from toolkit.train.trainer import Waiting
 
 
 def session(folder: Path, length: Length, lengths: list[int], shuffle: bool = True, guard: Any = None) -> Any:
@@ -27,7 +32,8 @@ def session(folder: Path, length: Length, lengths: list[int], shuffle: bool = Tr
         length=length,
         layout=BatchLayout(4, 4, 1, 1, 25),
         trainer=SimpleNamespace(
-            batches=MicroBatches(order, columns, columns, length.total_steps, 4, 1, 1) if lengths else None
+            batches=MicroBatches(order, columns, columns, length.total_steps, 4, 1, 1) if lengths else None,
+            waiting=Waiting(),
         ),
         prepared=SimpleNamespace(eval=[]),
         progress=Progress(),
@@ -66,13 +72,19 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
 def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
-    plan = SimpleNamespace(work=SimpleNamespace(step_seconds=SimpleNamespace(value=1.0)))
+    # By the plan a step has 50 tokens of 8 FLOPs each and takes a second, in which the device could do 1000 FLOPs.
+    work = SimpleNamespace(
+        step_seconds=SimpleNamespace(value=1.0), tokens_per_step=50.0, model_flops_per_step=400.0, mfu=0.4
+    )
+    plan = SimpleNamespace(work=work)
     meter = Meter(session(tmp_path, Length(20, None, 0, 5), [], guard=SimpleNamespace(plan=plan)))
     state = type("State", (), {"global_step": 0, "max_steps": 20})()
     meter.on_train_begin(None, state, None)
     for step in range(1, 13):
         now[0] += 2.0
         state.global_step = step
+        meter._trainer.waiting.seconds += 0.5
+        meter._trainer.waiting.trained += torch.tensor(40.0)
         meter.on_step_end(None, state, None)
         meter.on_log(None, state, None, logs={"loss": 1.0})
         if step % 4 == 0:
@@ -82,8 +94,28 @@ def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch
             now[0] += 11.0
             meter.on_save(None, state, None)
         assert meter.last["tokens_per_second"] == 50
+        assert meter.last["trained_tokens_per_second"] == 20
+        assert (meter.last["step_seconds"], meter.last["data_wait"]) == (2.0, 0.25)
+        # 100 tokens in two seconds.
+        assert (meter.last["model_flops"], meter.last["mfu"]) == (400.0, 0.4)
     assert meter.time_left.measured == 2.0
     assert meter.time_left.after(12) == 8 * 2.0 + 2 * 30.0 + 2 * 11.0
+
+
+def test_start_up_is_split_into_stages_that_add_up() -> None:
+    start_up = StartUp()
+    reported: list[dict[str, float]] = []
+    start_up.report = lambda seconds: reported.append(dict(seconds))
+    start_up.ended("imports")
+    assert start_up.seconds["imports"] == pytest.approx(time.time() - psutil.Process().create_time(), abs=1.5)
+    start_up.ended("data")
+    start_up.on_train_begin(None, None, None)
+    time.sleep(0.05)
+    for _ in range(2):
+        start_up.on_step_end(None, None, None)
+    (seconds,) = reported
+    assert list(seconds) == ["imports", "data", "evaluation", "first_step"]
+    assert seconds["first_step"] >= 0.04 and sum(seconds.values()) == pytest.approx(process_seconds(), abs=0.5)
 
 
 def test_time_left_is_planned_first_and_measured_after_ten_steps() -> None:

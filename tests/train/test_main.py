@@ -94,8 +94,13 @@ def test_run_folder_holds_all_that_is_needed(place: Path) -> None:
     assert {"recipe", "data", "model"} <= manifest["hashes"].keys()
     assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == ["checkpoint-12", "checkpoint-9"]
     assert all({"before", "after"} <= sample.keys() for sample in json.loads((run / "samples.json").read_text()))
+    assert [*manifest["start_up"]] == ["imports", "data", "plan", "model", "evaluation", "first_step"]
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, *range(1, 13), 12]
+    for row in (row for row in rows if "loss" in row):
+        assert 0 < row["trained_tokens_per_second"] < row["tokens_per_second"]
+        assert 0 < row["data_wait"] < 1 and row["step_seconds"] > 0
+        assert row["model_flops"] > 0 and 0 < row["mfu"] < 1
     assert rows[-1]["tokens_per_second" if "loss" in rows[-1] else "eval_loss"] > 0
 
 

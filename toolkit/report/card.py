@@ -20,6 +20,7 @@ from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import percent_change
+from toolkit.report.run_view import step_times, token_rates
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE = re.compile(rf"({'|'.join(map(re.escape, [*KINDS, '.gguf']))})(\.\w+)?$", re.IGNORECASE)
@@ -164,6 +165,10 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         rows.append(("steps", f"{last['step']:,}" + (f" ({epoch:.3g} epochs)" if epoch is not None else "")))
         if tokens is not None:
             rows.append(("tokens", compact(tokens)))
+    if rates := token_rates(record):
+        rows.append(("speed", rates))
+    if speed := record.speed:
+        rows.append(("time of a step", step_times(speed)))
     if record.train_seconds is not None:
         rows.append(("duration", duration(record.train_seconds)))
     measured, plan = record.manifest.measured, record.manifest.plan

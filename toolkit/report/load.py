@@ -118,12 +118,40 @@ class Manifest(Partial):
     notes: list[str] = []
     """What has to be known to read the figures."""
     total_steps: int | None = None
+    start_up: dict[str, float] = {}
+    """Seconds from the start of the first process to the end of its first step, by `startup.Stage`; of a run that was
+    continued, those of the last time."""
     resumed_from: str | None = None
     plan: Plan | None = None
     effective: EngineState | None = None
     train_seconds: float | None = None
     peak_memory_bytes: int | None = None
     measured: Measured | None = None
+
+
+WARM_UP_STEPS = 2
+"""The first steps of a training, which are slower than the others."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What steps took; figures that are no percentiles of time are medians.
+
+    Args:
+        median: Seconds that half of the steps do not exceed; `p90` and `p99` are those of 90% and 99%.
+        trained_tokens: Tokens with a label, per second.
+        flops: Of the model, per second, see `Work.model_flops_per_step`.
+        mfu: The same as a share of the devices' dense peak, see `Work.mfu`.
+        data_wait: Share of a step in which the first process waited for its batches.
+    """
+
+    median: float
+    p90: float
+    p99: float
+    trained_tokens: float | None
+    flops: float | None
+    mfu: float | None
+    data_wait: float | None
 
 
 @dataclass
@@ -160,6 +188,17 @@ class Record:
         """Median over the steps."""
         values = finite(self.training, "tokens_per_second")
         return statistics.median(values) if values else None
+
+    @property
+    def speed(self) -> Speed | None:
+        """What steps took, the first ones left out where there are others; None for runs that did not note it."""
+        rows = [row for row in self.training[WARM_UP_STEPS:] or self.training if finite([row], "step_seconds")]
+        if not rows:
+            return None
+        times = sorted(finite(rows, "step_seconds"))
+        keys = ("trained_tokens_per_second", "model_flops", "mfu", "data_wait")
+        medians = (statistics.median(values) if (values := finite(rows, key)) else None for key in keys)
+        return Speed(*(times[math.ceil(share * len(times)) - 1] for share in (0.5, 0.9, 0.99)), *medians)
 
     @property
     def train_seconds(self) -> float | None:

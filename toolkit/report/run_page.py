@@ -58,6 +58,7 @@ def write_report(run: Path) -> Path:
         notices=_notices(record),
         tiles=_tiles(record),
         charts=_charts(record),
+        speed=run_view.speed_sentences(record),
         planned=_planned(manifest.plan, manifest.measured) if manifest.plan and manifest.measured else None,
         audit=_audit(record.audit) if record.audit else None,
         recipe=[_keyed(line) for line in record.recipe.splitlines()],
@@ -172,6 +173,10 @@ def _tiles(record: Record) -> list[Tile]:
         share = (f"{statistics.fmean(padding):.0%} of what is computed is padding",) if padding else ()
         notes = ("median of all steps", *share)
         tiles.append(Tile("Tokens per second", compact(record.tokens_per_second), notes))
+    if (speed := record.speed) and speed.flops is not None and speed.mfu is not None:
+        tiles.append(
+            Tile("Utilisation", f"{speed.mfu:.1%}", ("of the dense peak", f"{plan_view.flops_text(speed.flops)}/s"))
+        )
     if record.peak_memory:
         device, value = record.peak_memory
         tiles.append(Tile("Peak memory", bytes_text(value), (device,)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.common import bytes_text
+from toolkit.common import bytes_text, compact
 from toolkit.data.audit import Audit, Bucket, Lengths
-from toolkit.report.load import Machine, Manifest
+from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed
+from toolkit.report.plan_view import flops_text, seconds_text
 
 Row = tuple[str, ...]
 
@@ -40,6 +41,56 @@ def bars(histogram: list[Bucket]) -> list[tuple[str, str, float]]:
     """Of each range of lengths: label, number of rows, and their share of the largest number."""
     most = max((bucket.rows for bucket in histogram), default=0) or 1
     return [(f"{each.low:,}\N{EN DASH}{each.high:,}", f"{each.rows:,}", each.rows / most) for each in histogram]
+
+
+STAGES = {
+    "imports": "imports and checks",
+    "data": "data",
+    "plan": "the plan",
+    "model": "loading the model",
+    "evaluation": "answers and evaluation",
+    "first_step": "the step itself",
+}
+"""See `startup.Stage`."""
+_COUNTED = (
+    "FLOPs are those of the model: of each token 6 for every parameter that it meets (4 where they are frozen), and of "
+    "causal attention the visible half; padding and what is computed a second time do not count."
+)
+
+
+def speed_sentences(record: Record) -> list[str]:
+    """How long the run took to start, how fast its steps were, and what it waited for."""
+    texts, speed, stages = [], record.speed, record.manifest.start_up
+    if stages:
+        parts = ", ".join(f"{STAGES.get(name, name)} {seconds:.1f} s" for name, seconds in stages.items())
+        texts.append(f"The first step had ended {sum(stages.values()):.1f} s after the process was started: {parts}.")
+    if speed:
+        texts.append(f"{step_times(speed)} (the first {WARM_UP_STEPS} steps are not counted).")
+    if speed and speed.data_wait is not None:
+        texts.append(f"Of that, {speed.data_wait:.1%} was waiting for batches.")
+    if rates := token_rates(record):
+        texts.append(f"{rates}.")
+    if speed and speed.flops is not None:
+        texts.append(_COUNTED)
+    return texts
+
+
+def step_times(speed: Speed) -> str:
+    """Half, 90% and 99% of the steps."""
+    half, most, nearly_all = map(seconds_text, (speed.median, speed.p90, speed.p99))
+    return f"Half of the steps took at most {half}, 90% at most {most}, 99% at most {nearly_all}"
+
+
+def token_rates(record: Record) -> str:
+    """Tokens and FLOPs per second, and utilisation; empty where nothing was measured."""
+    if record.tokens_per_second is None:
+        return ""
+    text, speed = f"{compact(record.tokens_per_second)} tokens a second", record.speed
+    if speed and speed.trained_tokens is not None:
+        text += f", {compact(speed.trained_tokens)} of them trained"
+    if speed and speed.flops is not None and speed.mfu is not None:
+        text += f": {flops_text(speed.flops)}/s, {speed.mfu:.1%} of the dense peak"
+    return text
 
 
 def machine_sentences(manifest: Manifest) -> list[str]:

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.common import write_atomically
-from toolkit.report.load import read_metrics
+from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.checkpoint import seal
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
@@ -66,6 +66,7 @@ class Meter(TrainerCallback):
         self._started = self._step_time = self._step_end = time.monotonic()
         self._step = self._total_tokens = 0
         self._paused = 0.0
+        self._trainer, self._work = session.trainer, guard.plan.work if guard else None
         self.last: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -84,18 +85,27 @@ class Meter(TrainerCallback):
         now = time.monotonic()
         seconds = max(1e-9, now - self._step_time - self._paused)
         rate = tokens / seconds
-        self.time_left.steps(state.global_step - self._step, seconds)
+        steps = state.global_step - self._step
+        self.time_left.steps(steps, seconds)
         self._total_tokens += tokens
+        waited, trained = self._trainer.waiting.take()
         self._step, self._step_time, self._step_end, self._paused = state.global_step, now, now, 0.0
         row = {
             "loss": logs["loss"],
             "learning_rate": logs.get("learning_rate"),
             "grad_norm": logs.get("grad_norm"),
             "tokens_per_second": round(rate, 1),
+            "trained_tokens_per_second": round(trained / seconds, 1),
+            "step_seconds": round(seconds / steps, 4),
+            "data_wait": round(waited / seconds, 4),
             "tokens": self._total_tokens,
             "padding": None if padding is None else round(padding, 4),
             "memory_bytes": peak_host_bytes(),
         }
+        if self._work:
+            share = tokens / self._work.tokens_per_step / seconds
+            row["model_flops"] = self._work.model_flops_per_step * share
+            row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         self.write(state.global_step, row)
@@ -269,8 +279,6 @@ def _keep_until(file: Path, step: int) -> dict[str, Any]:
     return kept[-1] if kept else {}
 
 
-WARM_UP_STEPS = 2
-"""The first steps of a training, which are slower than the others."""
 NEWEST_STEPS = 100
 """So many steps are looked back at."""
 

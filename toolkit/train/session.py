@@ -17,6 +17,7 @@ from toolkit.recipe import Loaded, Recipe
 from toolkit.report.terminal import Progress
 from toolkit.train.plan_guard import PlanGuard
 from toolkit.train.run_folder import RunFolder
+from toolkit.train.startup import StartUp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Session:
         hashed: Ends when the manifest names the model's files, on the first process.
         trainer: The Trainer, with the model that is trained.
         progress: The terminal; that of other processes than the first is silent.
+        start_up: How long it takes until the first step has ended.
     """
 
     loaded: Loaded
@@ -53,6 +55,7 @@ class Session:
     hashed: Future[None] | None
     trainer: Any
     progress: Progress
+    start_up: StartUp
 
     @property
     def recipe(self) -> Recipe:

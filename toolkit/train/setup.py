@@ -43,6 +43,7 @@ from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.session import Session
+from toolkit.train.startup import StartUp
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 from toolkit.train.verify import Verify
 
@@ -61,6 +62,7 @@ def set_up(
     folder: RunFolder,
     swap: Path | None,
     progress: Progress,
+    start_up: StartUp,
     force: bool = False,
 ) -> Session:
     """Builds the session of a training.
@@ -90,10 +92,14 @@ def set_up(
     stops = source.stop_tokens(tokenizer)
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
 
+    start_up.ended("data")
+
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _with_micro_batch(loaded, layout, guard, rendezvous)
     compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
+
+    start_up.ended("plan")
 
     # Processes: whoever has come this far has the same data and files; TrainingArguments start the process group.
     preflight.agree(rendezvous, source, prepared.fingerprint)
@@ -173,6 +179,7 @@ def set_up(
             total_steps=length.total_steps,
         )
         hashed = in_background(lambda: folder.update_manifest(hashes={"model": model_hash.result()}))
+    start_up.ended("model")
     return Session(
         loaded=loaded,
         world=world,
@@ -191,6 +198,7 @@ def set_up(
         hashed=hashed,
         trainer=trainer,
         progress=progress,
+        start_up=start_up,
     )
 
 
@@ -314,6 +322,9 @@ class Callbacks:
         self.meter = Meter(session) if session.leads else None
         self.evaluator = Evaluator(session, self.meter) if session.prepared.eval is not None else None
         self.stop = CleanStop(session.trainer.accelerator, session.progress.message)
-        for each in (Verify(session), self.samples, Seal(session), self.meter, self.evaluator, self.stop):
+        start_up = session.start_up
+        if session.leads:
+            start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
+        for each in (Verify(session), self.samples, Seal(session), self.meter, self.evaluator, self.stop, start_up):
             if each is not None:
                 session.trainer.add_callback(each)

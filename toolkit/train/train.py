@@ -38,6 +38,7 @@ from toolkit.train.run_folder import RunFolder, claim_together, now
 from toolkit.train.save import publish
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
+from toolkit.train.startup import StartUp
 
 _log = logging.getLogger("toolkit.train")
 
@@ -54,6 +55,8 @@ def train(loaded: Loaded, force: bool = False) -> None:
     Raises:
         UserError: Any error the user can fix.
     """
+    start_up = StartUp()
+    start_up.ended("imports")
     world = World.from_environment()
     first = world.rank == 0
     # Whatever ends one process early is told to the others, which would wait for it.
@@ -69,10 +72,12 @@ def train(loaded: Loaded, force: bool = False) -> None:
         for checkpoint in folder.cut_off:
             _log.info("%s was cut off while saving and is passed over", checkpoint)
         with folder.held() if first else contextlib.nullcontext():
-            _train(loaded, rendezvous, folder, progress, force)
+            _train(loaded, rendezvous, folder, progress, start_up, force)
 
 
-def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: Progress, force: bool) -> None:
+def _train(
+    loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: Progress, start_up: StartUp, force: bool
+) -> None:
     recipe, world = loaded.recipe, rendezvous.world
     source: ModelSource | None = None
     session: Session | None = None
@@ -87,7 +92,7 @@ def _train(loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: 
             compiled_ops.wait_for_compilers()
         source = ModelSource.open(recipe)
         with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
-            session = set_up(loaded, rendezvous, source, folder, swap, progress, force)
+            session = set_up(loaded, rendezvous, source, folder, swap, progress, start_up, force)
             callbacks = Callbacks(session)
             resume_from = folder.resume_from
             session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +56,32 @@ def _sharded_over(gradients: list[Any]) -> list[Any]:
     return []
 
 
+@dataclass
+class Waiting:
+    """What it took to get the batches of steps, and what is in them.
+
+    Args:
+        seconds: In which the loop waited for them, and the processes told each other how many tokens they train.
+        trained: Tokens with a label, of all processes. A tensor, so that no device is waited for in a step.
+    """
+
+    seconds: float = 0.0
+    trained: Any = 0
+
+    def take(self) -> tuple[float, int]:
+        """Both since this was last called."""
+        taken = self.seconds, int(self.trained)
+        self.seconds, self.trained = 0.0, 0
+        return taken
+
+
 class _ExactMixin:
     """What both trainers share. Set `batches` after construction."""
 
     batches: MicroBatches | None = None
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        self.waiting = Waiting()
         if (args.activation_checkpointing_kwargs or {}).get("selective"):
             # SFTTrainer does this to the adapters' wrapper, which Transformers does not ask, and Seq2SeqTrainer not at
             # all: both would recompute attention too.
@@ -86,6 +108,14 @@ class _ExactMixin:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         return loss
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step and the number of their trained tokens."""
+        started = time.monotonic()
+        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self.waiting.seconds += time.monotonic() - started
+        self.waiting.trained = self.waiting.trained + (0 if count is None else count)
+        return batches, count
 
     def get_train_dataloader(self) -> Any:
         """Theirs divides rows into batches by number."""
