@@ -81,6 +81,11 @@ def test_a_hub_that_never_answers_is_said_once_within_five_seconds(
     assert os.environ["HF_HUB_OFFLINE"] == "1"  # For processes that are started from here.
 
 
+def test_who_says_that_the_hub_is_away_is_believed(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub.offline() and silent.connections() == 0
+
+
 def test_only_the_first_process_says_it(
     silent: Silent, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,40 @@ def test_following_the_launcher_is_offered_only_where_it_suffices() -> None:
     assert "set " not in refused(recipe("fsdp"), compiles).change
 
 
+def test_places_where_a_launcher_gets_its_settings_from_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    config = tmp_path / "cache" / "accelerate" / "default_config.yaml"
+    for file in (config, tmp_path / ".deepspeed_env", tmp_path / "home" / ".deepspeed_env"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    said = {"ACCELERATE_MIXED_PRECISION": "fp16", "HF_HOME": str(tmp_path / "cache")}
+    change = refused(recipe(precision="bf16"), said).change
+    flags = "the flags and --config_file of accelerate launch"
+    assert change.endswith(f"leave it out of {flags}, {config}, .deepspeed_env, {tmp_path / 'home' / '.deepspeed_env'}")
+    config.unlink()
+    moved = {**said, "XDG_CACHE_HOME": str(tmp_path)}
+    del moved["HF_HOME"]
+    elsewhere = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.touch()
+    assert f"{flags}, {elsewhere}, " in refused(recipe(precision="bf16"), moved).change
+
+
+def test_flags_and_file_are_told_together(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": 99, "steps_per_print": 5}')
+    said = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file), "ACCELERATE_GRADIENT_CLIPPING": "0.5"}
+    what = refused(recipe("zero2"), said).what
+    assert what.startswith("recipe and launcher differ in 2 settings\n")
+    assert "--gradient_clipping 0.5" in what and f"gradient_accumulation_steps=99 ({file})" in what
+    assert check_launch(recipe("ddp"), World(), {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}) == Launch(
+        (), {}, str(file)
+    )
+
+
 def test_variables_left_in_a_shell_are_named_to_be_unset() -> None:
     error = refused(recipe("fsdp"), {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "1"})
     assert "unset FSDP_OFFLOAD_PARAMS FSDP_VERSION" in error.change
@@ -325,6 +359,9 @@ SLURM = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "
             },
             World(1, 0, 2, 1, "rack1n07", 23456),
         ),
+        # Of one node Slurm need not say how many each has, nor of an old one who is the first.
+        ({"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NTASKS": "4"}, World(2, 2, 4, 4, "gpu03", 23456)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "7"}, World(0, 0, 1, 1, "gpu03", 23463)),
         # The launcher that srun started has set its own.
         (
             {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}

@@ -43,3 +43,69 @@ def test_rows_without_names_are_refused(adapter: Path) -> None:
     (adapter / "tokenizer.json").unlink()
     with pytest.raises(RecipeError, match=r"tokenizer\.json does not name"):
         load("small", [RIGHT])
+
+
+def configure(adapter: Path, **settings: object) -> None:
+    """Writes of the adapter what PEFT writes; it has no rows of tokens."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], **settings}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
+    configure(adapter)
+    loaded = load("small")
+    method = loaded.recipe.method
+    assert (method.name, method.r, method.lora_alpha, method.target_modules) == ("lora", 4, 8, ["q_proj", "v_proj"])
+    assert not method.use_rslora and not method.use_dora and method.rank_pattern == method.alpha_pattern == {}
+    assert method.modules_to_save == method.target_parameters == method.layers_to_transform == []
+    assert loaded.origins["method.r"] == "first/adapter_config.json"
+    more = {"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"down_proj": 16}, "modules_to_save": ["lm_head"]}
+    configure(adapter, use_rslora=True, use_dora=True, layers_to_transform=3, target_modules="all-linear", **more)
+    method = load("small").recipe.method
+    assert method.use_rslora and method.use_dora and method.layers_to_transform == [3]
+    assert method.target_modules == "all-linear" and method.modules_to_save == ["lm_head"]
+    assert (method.rank_pattern, method.alpha_pattern) == ({"down_proj": 8}, {"down_proj": 16})
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "words"),
+    [
+        ({}, ["method.r=8"], ["method.r: the adapter in first has 4", "remove method.r, or set it to that"]),
+        ({}, ["method.target_modules=[q_proj]"], ["the adapter in first has [q_proj, v_proj]"]),
+        ({"use_dora": True}, ["method.use_dora=false"], ["method.use_dora: the adapter in first has true"]),
+        ({"peft_type": "VERA"}, [], ["model.adapter: has peft_type=VERA, unlike", "name another adapter"]),
+        ({"bias": "all"}, [], ["model.adapter: has bias=all, unlike", "set extra.lora.bias to that"]),
+        ({"lora_bias": True}, [], ["has lora_bias=True", "name another adapter"]),
+        ({"exclude_modules": ["b", "a"]}, [], ["has exclude_modules=", "set extra.lora.exclude_modules to that"]),
+        ({"base_model_name_or_path": "a/b"}, [], ["was trained on a/b", "set model.path=a/b"]),
+    ],
+    ids=str,
+)
+def test_what_does_not_agree_with_the_adapter(
+    adapter: Path, settings: dict[str, object], overrides: list[str], words: list[str]
+) -> None:
+    configure(adapter, **settings)
+    with pytest.raises(RecipeError) as caught:
+        load("small", overrides)
+    (problem,) = caught.value.problems
+    assert [word for word in words if word not in " ".join(str(problem).split())] == [], str(problem)
+
+
+def test_what_agrees_with_the_adapter(adapter: Path) -> None:
+    configure(adapter, bias="all", exclude_modules=["b", "a"], base_model_name_or_path="nowhere")
+    overrides = ["extra.lora={bias: all, exclude_modules: [a, b]}", "method.target_modules=[v_proj, q_proj]"]
+    assert load("small", [*overrides, "method.r=4"]).recipe.method.r == 4
+    assert load("small", [*overrides, "method.target_modules=all-linear"]).recipe.method.target_modules == [
+        *("q_proj", "v_proj")
+    ]
+
+
+def test_a_folder_without_an_adapter_names_the_one_inside(adapter: Path) -> None:
+    (adapter / "adapter_config.json").rename(adapter / "other.json")
+    with pytest.raises(RecipeError, match=r"no readable adapter_config\.json in this folder") as caught:
+        load("small")
+    assert "name the folder `final` of a run" in str(caught.value)
+    (adapter / "final").mkdir()
+    (adapter / "other.json").rename(adapter / "final" / "adapter_config.json")
+    with pytest.raises(RecipeError, match=r"set model\.adapter=first/final"):
+        load("small")
