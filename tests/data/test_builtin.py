@@ -53,6 +53,42 @@ def test_answer_is_leading_prose_without_signature_or_example(doc, answer):
     assert builtin._answer(doc) == answer
 
 
+@pytest.mark.parametrize(
+    ("kind", "questions"),
+    [
+        (
+            "class",
+            {
+                "x.y": "What is the Python class `x.y`?",
+                "os.path": "Explain the class `os.path` from Python's standard library.",
+                "io.open": "In Python, what is `io.open` for?",
+                "re.sub": "Describe `re.sub` in Python.",
+            },
+        ),
+        (
+            "function",
+            {
+                "x.y": "What does the Python function `x.y` do?",
+                "os.path": "Explain `os.path` from Python's standard library.",
+                "io.open": "In Python, what is `io.open` for?",
+                "re.sub": "Describe what `re.sub()` does in Python.",
+            },
+        ),
+        (
+            "method",
+            {
+                "x.y": "What does the Python method `x.y` do?",
+                "os.path": "Explain the method `os.path` from Python's standard library.",
+                "io.open": "In Python, what happens when I call `io.open`?",
+                "re.sub": "Describe what `re.sub()` does in Python.",
+            },
+        ),
+    ],
+)
+def test_an_object_is_asked_for_in_one_of_four_ways_by_its_name(kind, questions):
+    assert {name: builtin._question(kind, name) for name in questions} == questions
+
+
 def test_rows_are_the_same_in_every_process_and_import_no_framework(tmp_path, rows):
     program = (
         "import sys, json; from toolkit.data import builtin; rows = builtin.docstring_rows();"

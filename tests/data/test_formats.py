@@ -215,6 +215,9 @@ def test_format_must_suit_train_on_and_the_tokenizer() -> None:
         ({"messages": [assistant("", tool_calls=[{"name": "f", "arguments": "x=1"}])]}, "no JSON object"),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "`system` column"),
         ({"messages": [], "tools": "calculator"}, "`tools`"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "`conversations[0]` has the role"),
+        ({"prompt": [user("a")], "completion": [{"role": "narrator", "content": "b"}]}, "`completion[0]`"),
+        ({"prompt": ["a", {}], "completion": "b"}, "`prompt[0]` is not an object"),
     ],
 )
 def test_wrong_types_name_the_row(row: dict[str, Any], words: str) -> None:

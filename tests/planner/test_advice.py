@@ -8,7 +8,7 @@ import pytest
 import yaml
 from arithmetic import Arithmetic, recipe
 
-from toolkit.planner.advice import MOST, _with_devices, advise
+from toolkit.planner.advice import MOST, _notes, _with_devices, advise
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Advice, Plan
@@ -134,6 +134,29 @@ def test_words_state_the_difference_with_figures() -> None:
     assert f"{(best.total - first.total) / 2**30:.1f} GiB more memory on a device" in best.costs
     quantized = next(each for each in entries if each.changes.get("method.quantization") == "nf4")
     assert "less memory" in quantized.buys and "rounded to 4 bits" in quantized.costs
+
+
+@pytest.mark.parametrize(
+    ("changes", "costs"),
+    [
+        ({"method.name": "lora"}, "only adapters are trained"),
+        ({"method.quantization": "nf4"}, "rounded to 4 bits"),
+        ({"precision": "pure_bf16"}, "no fp32 masters"),
+        ({"precision": "bf16"}, "8 significant bits"),
+        ({"precision": "fp32"}, "of twice the size"),
+        ({"precision": "fp16"}, "loss scaling"),
+        ({"activation_checkpointing.mode": "full"}, "layers are computed twice"),
+        ({"activation_checkpointing.mode": "selective"}, "all but attention is computed twice"),
+        ({"activation_checkpointing.mode": "offload"}, "cross to the host and back"),
+        ({"activation_checkpointing.mode": "none"}, ""),
+        ({"batch.micro_batch_size": 4, "method.name": "lora", "precision": "bf16"}, "adapters; 8 significant"),
+    ],
+    ids=str,
+)
+def test_what_a_setting_costs_beside_its_figures(changes: dict[str, Any], costs: str) -> None:
+    told = "; ".join(_notes(changes))
+    assert all(part in told for part in costs.split("; ")) and bool(told) == bool(costs)
+    assert told.count("; ") == costs.count("; ")
 
 
 def test_fewer_devices_are_cheaper_where_links_cost() -> None:

@@ -178,6 +178,58 @@ def test_every_key_of_the_examples_of_other_tools_is_ours_or_answered(keys: str)
     assert unknown - set(Recipe.model_fields) - set(sections()) <= silent
 
 
+OURS = """
+    batch.micro_batch_size: per_gpu_train_batch_size train_micro_batch_size_per_gpu micro_batch
+    batch.global_batch_size: train_batch_size
+    batch.seq_len: max_seq_len model_max_length
+    schedule.num_epochs: epochs n_epochs max_epochs
+    schedule.name: scheduler
+    optimizer.name: optimizer_name
+    optimizer.eps: adam_eps
+    optimizer.max_grad_norm: gradient_clipping gradient_clip_val grad_clip clip_grad_norm
+    method.r: rank
+    method.lora_dropout: lora_dropout_rate
+    method.use_dora: lora_use_dora
+    method.use_rslora: lora_use_rslora
+    model.path: model_name pretrained_model_name_or_path model_id
+    model.tokenizer: tokenizer_name_or_path
+    model.chat_template: chat_template_path
+    data.eval_split: validation_split test_size
+    checkpoint.save_steps: save_interval
+    evaluation.every_steps: eval_interval
+    evaluation.num_beams: eval_num_beams
+    logging.every_steps: log_interval
+    output.name: experiment_name
+    seed: random_seed
+    activation_checkpointing.mode: gradient_checkpointing_mode
+"""
+LISTS = """
+    model.new_tokens: new_special_tokens additional_special_tokens add_special_tokens tokens
+    data.sources: dataset_path train_data
+    logging.trackers: log_with
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [(line, value) for lines, value in ((OURS, "4"), (LISTS, "[4]")) for line in lines.strip().splitlines()],
+)
+def test_names_that_people_type_have_one_here(line: str, value: str) -> None:
+    ours, _, names = line.strip().partition(": ")
+    for name in names.split():
+        assert translation(name, "4", "4") == f"write {ours}: {value}", name
+        assert translated_keys()[name] == [ours] * ("." in ours), name
+
+
+def test_keys_that_several_values_stand_for_lead_to_all_of_them() -> None:
+    keys = {"load_in_4bit": ["method.quantization"], "stage": [], "adapter": []}
+    keys |= {
+        "bnb_4bit_use_double_quant": ["method.double_quantization"] * 2,
+        "fsdp": ["strategy.name", "strategy.sharding"],
+    }
+    assert {key: translated_keys()[key] for key in keys} == keys
+
+
 LORA = "write method: {name: lora, quantization: "
 ANSWERS: list[tuple[str, Any, str]] = [
     *(("load_in_4bit", True, LORA + "nf4}"), ("load_in_4bit", False, "write method.quantization: none")),

@@ -11,7 +11,7 @@ import yaml
 from recipes import BASE, write
 from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.rules import check, load_checked
-from toolkit.recipe.rules.extra import extra_problems
+from toolkit.recipe.rules.extra import extra_problems, own_key
 from toolkit.recipe.show import with_origins
 
 LORA, ZERO2, ZERO3 = "method.name=lora", "strategy.name=zero2", "strategy.name=zero3"
@@ -66,6 +66,60 @@ def test_what_cannot_be_passed_on_is_one_problem(mine: Path, overrides: list[str
     assert overrides[-1].startswith(problem.path) and problem.where == "command line" and problem.hint
     text = " ".join(str(problem).split())
     assert all(word in text for word in words), text
+
+
+OWN_KEYS = {
+    "training_arguments": """
+        precision: bf16 fp16 bf16_full_eval fp16_full_eval
+        activation_checkpointing.mode: activation_checkpointing_kwargs activation_offloading
+        strategy.sharding: fsdp_config parallelism_config
+        compile: torch_compile torch_compile_backend torch_compile_mode
+        seed: data_seed
+        logging.every_steps: logging_strategy
+        evaluation.at_start: eval_on_start
+        evaluation.every_steps: eval_delay
+        evaluation.max_new_tokens: generation_max_length
+        data.packing: eval_packing
+        data.over_long: truncation_mode
+        data.shuffle: shuffle_dataset
+        batch.micro_batch_size: per_device_train_batch_size
+        schedule.warmup_steps: warmup_steps
+    """,
+    "lora": """
+        model.path: base_model_name_or_path
+        objective: task_type
+        model.new_tokens: trainable_token_indices
+        method.r: r
+        method.lora_alpha: lora_alpha
+    """,
+    "deepspeed": """
+        batch.global_batch_size: train_batch_size gradient_accumulation_steps
+        batch.micro_batch_size: train_micro_batch_size_per_gpu
+        optimizer.max_grad_norm: gradient_clipping
+        optimizer.name: optimizer optimizer.type optimizer.params.lr
+        schedule.name: scheduler scheduler.type
+        logging.every_steps: steps_per_print
+        activation_checkpointing.mode: activation_checkpointing activation_checkpointing.partition_activations
+        precision: bfloat16 fp16.enabled fp16.fp16_master_weights_and_grads bf16.enabled
+        precision: bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+        logging.trackers: tensorboard wandb comet csv_monitor tensorboard.enabled
+        strategy.reduce_dtype: communication_data_type data_types.grad_accum_dtype
+        strategy.name: zero_optimization.stage
+        strategy.offload_optimizer: zero_optimization.offload_optimizer.device
+        strategy.offload_param: zero_optimization.offload_param.device
+        strategy.nvme_path: zero_optimization.offload_param.nvme_path
+        strategy.reduce_bucket_size: zero_optimization.reduce_bucket_size
+        strategy.prefetch_bucket_size: zero_optimization.stage3_prefetch_bucket_size
+    """,
+}
+
+
+@pytest.mark.parametrize("part", OWN_KEYS)
+def test_a_setting_with_a_key_of_its_own_leads_to_it(part: str) -> None:
+    for line in OWN_KEYS[part].strip().splitlines():
+        ours, _, names = line.strip().partition(": ")
+        assert {name: own_key(part, name) for name in names.split()} == dict.fromkeys(names.split(), ours)
+    assert own_key("deepspeed", "seed") == own_key(part, "wall_clock_breakdown") == ""
 
 
 @pytest.mark.parametrize(
