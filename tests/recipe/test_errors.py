@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import environment
 
-from toolkit.recipe import RecipeError, load
+from toolkit.recipe import Problem, RecipeError, load
 from toolkit.recipe.rules import load_checked
 
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
@@ -232,6 +232,42 @@ def test_wrong_override(override: str, words: list[str]) -> None:
     assert "command line" in message or override == "~model"
     for word in words:
         assert word in message
+
+
+def test_an_option_that_an_option_extends_does_not_exist() -> None:
+    Path("recipes/strategy").mkdir()
+    Path("recipes/strategy/mine.yaml").write_text("defaults:\n- zero3_offlod\nname: zero3\n")
+    message = problems(BASE + "strategy: mine\n")
+    assert "strategy: there is no such option  (recipes/strategy/mine.yaml:2)" in message
+    assert "zero3_offlod" in message and "did you mean `zero3_offload`" in message
+    Path("recipes/strategy/mine.yaml").write_text("defaults:\n- mine\nname: zero3\n")
+    assert "leads back to recipes/strategy/mine.yaml  (recipes/strategy/mine.yaml:2)" in problems(
+        BASE + "strategy: mine\n"
+    )
+
+
+def test_a_key_given_twice_is_named_whole() -> None:
+    message = problems(BASE + "optimizer:\n  eps: 1\n  eps: 2\nseed: 1\nseed: 2\n")
+    assert "optimizer.eps: is given twice  (recipes/mine.yaml:4)" in message
+    assert "seed: is given twice  (recipes/mine.yaml:6)" in message
+
+
+def test_a_problem_is_printed_in_a_line_where_it_fits_and_else_below() -> None:
+    short = Problem("a.b", "is wrong", "f.yaml:3", "1", "2 or 3", "write 2")
+    assert str(short).splitlines() == [
+        "a.b: is wrong  (f.yaml:3)", "    given    1", "    allowed  2 or 3", "    change   write 2"
+    ]  # fmt: skip
+    assert str(Problem("", "is wrong")) == "recipe: is wrong"
+    # A hundred columns hold this one, and no more.
+    for length, where in (
+        (100 - 4 - 8 - len("a.b: "), "(f.yaml:3)"),
+        (101 - 4 - 8 - len("a.b: "), "where    f.yaml:3"),
+    ):
+        text = str(Problem("a.b", "x" * length, "f.yaml:3"))
+        assert text.endswith(where) and max(map(len, text.splitlines())) <= 100
+    wrapped = str(Problem("a", "is wrong", hint="word " * 30)).splitlines()
+    assert wrapped[1].startswith("    change   word") and wrapped[2].startswith(" " * 13 + "word")
+    assert str(Problem("a", "b\x07")) == "a: b\\x07"
 
 
 def test_all_problems_come_together() -> None:

@@ -357,6 +357,15 @@ def test_broken_rule_names_the_line_of_the_file() -> None:
     assert "recipes/mine.yaml:3" in problem and "given    5" in problem
 
 
+def test_broken_rule_names_no_line_for_a_default_whatever_else_its_section_says() -> None:
+    Path("recipes/mine.yaml").write_text(BASE + "strategy:\n  name: zero3\n  offload_param: nvme\n")
+    (problem,) = broken_by(())
+    assert problem.startswith("strategy.nvme_path: ") and "mine.yaml" not in problem
+    Path("recipes/mine.yaml").write_text(BASE + "method:\n  name: full\n  r: 5\n")
+    (problem,) = broken_by(("seed=2",))
+    assert problem.startswith("method: ") and "recipes/mine.yaml:4" in problem
+
+
 def test_schedule_arguments_are_those_of_transformers() -> None:
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
