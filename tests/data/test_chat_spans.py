@@ -132,3 +132,33 @@ def test_a_system_message_that_is_not_written_is_noticed() -> None:
         tokenizer.chat_template = template
         assert Conversation(tokenizer, [{"role": "system", "content": "Be kind"}, HI], None).loses_system() == lost
         assert not Conversation(tokenizer, [{"role": "system", "content": " "}, HI], None).loses_system()
+
+
+def test_turns_without_loops_are_found_by_cutting_the_conversation() -> None:
+    tokenizer = plain_tokenizer()
+    parts = "".join(
+        f"{{% if messages|length > {i} %}}{{{{ messages[{i}].content|trim }}}};{{% endif %}}" for i in range(4)
+    )
+    for beginning, first in (("", "Hi there;"), ("BEGIN ", "BEGIN Hi there;")):
+        tokenizer.chat_template = beginning + parts
+        made = Conversation(tokenizer, [HI, HELLO, WHY, SO], None)
+        made.turns.clear()
+        made.ensure_turns([0, 1, 3])
+        assert {i: [made.text[a:b] for a, b in spans] for i, spans in made.turns.items()} == {
+            **{0: [first], 1: ["Hello you;"], 3: ["So;"]},
+        }
+    tokenizer.chat_template = "{{ messages|length }}{% for m in messages %}{{ m.content|trim }}{% endfor %}"
+    made = Conversation(tokenizer, [HI, HELLO], None)
+    made.turns.clear()
+    with pytest.raises(UserError, match="does not show where the assistant's turns begin and end"):
+        made.ensure_turns([1])
+
+
+def test_a_template_of_its_own_for_tools_is_the_one_that_is_followed() -> None:
+    tokenizer = plain_tokenizer()
+    loop = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    tokenizer.chat_template = {"default": loop, "tool_use": f"{{{{ tools|length }}}} tools: {loop}"}
+    for tools, beginning in ((TOOLS, "1 tools: "), (None, "")):
+        made = Conversation(tokenizer, [HI, HELLO], tools)
+        assert made.text == f"{beginning}Hi there;Hello you;"
+        assert [made.text[a:b] for a, b in made.turns[1]] == ["Hello you;"]

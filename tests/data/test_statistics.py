@@ -51,7 +51,8 @@ def test_figures_are_those_of_the_rows(tmp_path: Path, packing: bool) -> None:
 
 def test_changed_data_and_settings_are_not_counted(tmp_path: Path) -> None:
     path, cache = documents(tmp_path / "a.jsonl", 40), tmp_path / "cache"
-    prepare(recipe(path), chatml_tokenizer(), STOP, cache)
+    alone = prepare(recipe(path), chatml_tokenizer(), STOP, cache).statistics
+    assert alone and (alone.eval_rows, alone.eval_tokens, alone.longest_eval, alone.longest_target) == (0, 0, 0, None)
     assert statistics_of(recipe(path, num_proc=2), cache) is not None  # how it is made does not matter
     tokens = recipe(path).with_values({"model.new_tokens": ["fox"]})
     for other in (recipe(path, seq_len=65), recipe(path, packing=True), recipe(path, max_samples=30), tokens):

@@ -183,6 +183,14 @@ def test_ring_all_reduce_sends_twice_all_but_one_part() -> None:
     assert sent(recipe(), "h200") == {}
 
 
+def test_links_are_called_what_connects_the_devices() -> None:
+    links = {hardware: set(sent(recipe(), hardware)) for hardware in ("h200x8", "l4x8", "mi300xx8", "cpux2", "l4x8x2")}
+    assert links == {
+        **{"h200x8": {"NVLink"}, "l4x8": {"PCIe"}, "mi300xx8": {"xGMI"}, "cpux2": {"memory"}},
+        "l4x8x2": {"PCIe", NETWORK},
+    }
+
+
 def test_zero_volumes_are_those_of_the_paper() -> None:
     """Rajbhandari et al. 2020, section 7: stage 2 sends what data parallelism does, stage 3 half as much again."""
     one: dict[str, Any] = {"batch": {"global_batch_size": 8}, "precision": "pure_bf16"}

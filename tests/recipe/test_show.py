@@ -27,6 +27,26 @@ def test_shown_recipe_is_yaml_with_the_same_values_and_an_origin_on_every_line()
     assert line.endswith("# command line")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "origin"),
+    [
+        (["method=full"], "default"),
+        (["method=lora"], "default of adapters"),
+        (["method=lora", "learning_rate=1e-3"], "command line"),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_says_whose_default_it_is(overrides: list[str], origin: str) -> None:
+    (line,) = [line for line in with_origins(load("mine", overrides)).splitlines() if "learning_rate:" in line]
+    assert line.endswith(f"  # {origin}")
+
+
+def test_origins_stand_below_each_other_unless_a_value_is_long() -> None:
+    lines = with_origins(load("mine", [f"description={'x' * 80}"])).splitlines()
+    assert lines[0] == f"description: {'x' * 80}  # command line"
+    assert {line.index("  # ") for line in lines[1:] if "  # " in line} == {60}
+
+
 def test_value_inside_a_mapping_of_the_command_line_has_its_origin() -> None:
     text = with_origins(load("mine", ["data={packing: true}", "optimizer.args={nesterov: true}"]))
     origins = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in text.splitlines()}
