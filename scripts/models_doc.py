@@ -30,11 +30,11 @@ from trl import SFTConfig
 
 from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
-from toolkit.models import compilation, experts
+from toolkit.models import experts
 from toolkit.models.adapters import keep_unpacked
 from toolkit.models.output_head import asks_routers, choose
 from toolkit.models.tiny import tiny_model
-from toolkit.recipe import model_configs
+from toolkit.recipe import compilation, model_configs
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -63,7 +63,7 @@ class Architecture:
         why: Why it is refused or could not be built.
         packs: Whether documents packed into a row are kept apart.
         lora: How much of the layers' matrices `all-linear` adapters reach: all, part or none.
-        quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none; or `fails`.
+        quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none; or `refused`.
     """
 
     kind: str
@@ -115,6 +115,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
         head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, batch)
         quantised, reached = _quantised(model, batch), _reached(model)
+        assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
         try:
             packs = objective == "sft" and isolates(model, "packed")
         except Exception:
@@ -226,7 +227,7 @@ def _quantised(model: Any, batch: dict[str, torch.Tensor]) -> str:
         with torch.no_grad():
             stored(**inputs, use_cache=False)
     except Exception:  # It reads the weight of a layer itself.
-        return "fails"
+        return "refused"
     quantised = sum(each.quant_state.shape.numel() for each in stored.parameters() if hasattr(each, "quant_state"))
     return _share(quantised, sum(_matrices(model).values()))
 
@@ -292,7 +293,7 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them is stored in 4 bits (`method.quantization: nf4`), experts of one tensor too; such experts stay in 16 bits under
-  `int8`. A run refuses what is less than nine tenths. *fails*: the model reads the weight of a layer itself.
+  `int8`. A run refuses what is less than nine tenths. *refused*: the model reads the weight of a layer itself.
 - **compiles**: `compile: auto` may compile the layers, because those that are alike are one graph for every length of
   rows, with equal losses and gradients. `compile: layers` tries it with any other model too.
 

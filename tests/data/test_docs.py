@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.formats import FORMATS, Task, recognise
+from toolkit.data.formats import Task, recognise
 from toolkit.data.readers import COMPRESSIONS, KINDS
 from toolkit.data.sources import SPLITS
-from toolkit.recipe.schema import Data, Source
+from toolkit.recipe.schema import FORMATS, Data, Source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", PAGE, re.MULTILINE))

@@ -100,6 +100,7 @@ CASES = [
     ("quantized-gguf", ["method=qlora", "model=m.gguf"], ["method.quantization=none"]),
     ("quantized-gguf", ["method=lora_int8", "model=a/b", "model.gguf_file=m.gguf"], ["method.quantization=none"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=nf4"]),
+    ("quantized-weights-read", ["method=qlora", "model=mamba", "target_modules=[x_proj]"], ["quantization=none"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["~method.double_quantization"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["method.quantization=nf4"]),
     ("int8-dora", ["method=lora_int8", "method.use_dora=true"], ["method.quantization=nf4"]),
@@ -266,6 +267,9 @@ CASES = [
     ("data-format", ["data=[{path: a.jsonl, format: text}]", "data.format=alpaca"], ["~data.format"]),
     ("data-columns", ["data=[{path: a, columns: {text: b}}]", "data.columns={text: c}"], ["~data.columns"]),
     ("data-ignore", ["data=[{path: a, ignore: [b]}]", "data.ignore=[c]"], ["~data.ignore"]),
+    ("compile-unfit", ["compile=layers", *SELECTIVE], ["compile=auto"]),
+    ("compile-unfit", ["compile=layers", "method=qlora"], ["compile=auto"]),
+    ("compile-unfit", ["compile=layers", "model=mamba"], ["compile=auto"]),
     ("learning-rate-high", ["learning_rate=2"], ["optimizer.learning_rate=3e-5"]),
     ("learning-rate-low", ["learning_rate=1e-12"], ["optimizer.learning_rate=3e-5"]),
     ("learning-rate-high", ["optimizer=sgd", "learning_rate=20"], ["optimizer.learning_rate=1e-3"]),
@@ -295,6 +299,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
+    Path("mamba").mkdir()
+    Path("mamba", "config.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 2}))
     Path("resized").mkdir()
     Path("resized", "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 49_153}))
     for name in ("encoder", "decoder"):

@@ -17,21 +17,9 @@ from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, refuse_mean
 from toolkit.data.messages import FLAGS, read_messages, read_tools
 from toolkit.data.pretokenised import read_segments, read_tokens
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
-from toolkit.recipe.schema import Source
+from toolkit.recipe.schema import FORMATS, Source
 
-_OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 _PLAIN = ("text", "segments", "tokens")
-FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "text": (("text",), ()),
-    "prompt_completion": (("prompt", "completion"), _OF_CHATS),
-    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning")),
-    "messages": (("messages",), ("system", *_OF_CHATS)),
-    "sharegpt": (("conversations",), ("system", *_OF_CHATS)),
-    "source_target": (("source", "target"), ()),
-    "segments": (("segments",), ()),
-    "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
-}
-"""Format to its required and its optional columns."""
 
 # The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, README).
 ALPACA_WITH_INPUT = (
@@ -112,7 +100,7 @@ class RowFormat:
         if not is_pair and self.name == "prompt_completion":
             if any(_holds_messages(row[name]) for name in required):
                 return self._conversational_completion(row, where)
-            if given := next((name for name in _OF_CHATS if row.get(name)), None):
+            if given := next((name for name in FORMATS["prompt_completion"][1] if row.get(name)), None):
                 raise UserError(
                     f"{where}: `{given}` is for chats, not for plain prompts and completions",
                     "set 'data.columns={instruction: prompt, output: completion}', or write the conversation as "

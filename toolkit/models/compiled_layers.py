@@ -8,8 +8,13 @@ compiled: evaluation and generation have modes, shapes and caches of their own, 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +37,6 @@ class CompiledLayers:
     def __init__(self, model: torch.nn.Module, backend: str = "inductor") -> None:
         self.graphs = 0
         self._backend = backend
-        _configure()
         layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
         self.layers = len(layers)
         for layer in layers:
@@ -43,7 +47,7 @@ class CompiledLayers:
         # Transformers checkpoints within `forward`; what that recomputes is compiled, checkpointing itself is not.
         own = types.MethodType(type(layer).forward.__wrapped__, layer)
         # From the first graph on for any size: batches differ, packed ones too.
-        compiled = torch.compile(own, backend=self._compile, dynamic=True)
+        compiled = _configured(torch.compile(own, backend=self._compile, dynamic=True))
 
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,14 +74,33 @@ def compiled(model: torch.nn.Module) -> bool:
     return bool(layers) and all("forward" in vars(layer) for layer in layers)
 
 
-def _configure() -> None:
-    """What torch's compiler would do by itself and costs a second compilation, or an error."""
-    dynamo = torch._dynamo.config
-    # Constants such as the scale of attention would become inputs, and the graph be compiled anew without them.
-    dynamo.specialize_float = True
-    # Splits graphs at the buckets of DDP, which are larger than a layer.
-    dynamo.optimize_ddp = False
-    # What cannot be compiled runs as it is.
-    dynamo.suppress_errors = True
+def missing(device: str) -> str:
+    """What this machine lacks to compile for a device; empty if nothing.
+
+    Args:
+        device: `cuda`, `rocm` or `cpu`.
+    """
+    # Triton compiles its launchers with a C compiler.
+    compilers = [os.environ.get("CXX"), "g++", "clang++"] if device == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
+    if not any(name and shutil.which(name) for name in compilers):
+        return f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({compilers[1]})"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's header files are not installed (python3-dev)"
+    if device != "cpu" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return ""
+
+
+def _configured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls it without what torch's compiler would do by itself and costs a second compilation, or an error."""
+    dynamo = torch._dynamo.config.patch(
+        # Constants such as the scale of attention would become inputs, and the graph be compiled anew without them.
+        specialize_float=True,
+        # Splits graphs at the buckets of DDP, which are larger than a layer.
+        optimize_ddp=False,
+        # What cannot be compiled runs as it is.
+        suppress_errors=True,
+    )
     # Rows as long as the hidden states are wide would be taken to be so always.
-    torch.fx.experimental._config.use_duck_shape = False
+    shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return dynamo(shapes(function))

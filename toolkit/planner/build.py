@@ -23,7 +23,7 @@ from toolkit.distributed.cpu_limits import check_cpu
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
-from toolkit.models import attention, compilation
+from toolkit.models import attention
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
@@ -37,7 +37,7 @@ from toolkit.planner.trace import store
 from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace, setting_of
 from toolkit.planner.workload import Workload
-from toolkit.recipe import Loaded, Recipe, model_configs
+from toolkit.recipe import Loaded, Recipe, compilation, model_configs
 
 __all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 _FORMULAS_OFF = 0.35

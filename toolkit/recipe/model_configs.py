@@ -40,6 +40,8 @@ _ENCODERS = {
 """Architectures whose tokens see those after them, and the key of their config that makes them causal."""
 _SEPARATE_EXPERTS = ("doge", "nllb-moe", "switch_transformers")
 """Architectures of Transformers 5.23 whose experts are modules of their own."""
+_READING = ("longcat_flash", "mamba")
+"""Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
 _SIZE_KEYS = (
     *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
     *("decoder_layers", "encoder_layers", "num_decoder_layers"),
@@ -165,6 +167,11 @@ def fused_experts(config: Mapping[str, Any]) -> int:
     numbers = [place[key] for place in places for key in (*_EXPERT_KEYS, "moe_num_experts") if place.get(key)]
     # Of models with several kinds of layers some state a number for each.
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
+
+
+def reads_weights(config: Mapping[str, Any]) -> bool:
+    """Whether the model fails where the weights of its linear layers are stored in another form."""
+    return text_config(config).get("model_type") in _READING
 
 
 def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:

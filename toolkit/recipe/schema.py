@@ -34,17 +34,18 @@ from toolkit.recipe.sections import (
 VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Backends that take documents by their boundaries instead of a mask."""
 ATTENTION_BACKENDS = ("auto", "eager", "sdpa", "flex", *VARLEN_ATTENTION)
-ROW_FORMATS = (
-    "auto",
-    "text",
-    "prompt_completion",
-    "alpaca",
-    "messages",
-    "sharegpt",
-    "source_target",
-    "segments",
-    "tokens",
-)
+_OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    "prompt_completion": (("prompt", "completion"), _OF_CHATS),
+    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning")),
+    "messages": (("messages",), ("system", *_OF_CHATS)),
+    "sharegpt": (("conversations",), ("system", *_OF_CHATS)),
+    "source_target": (("source", "target"), ()),
+    "segments": (("segments",), ()),
+    "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
+}
+"""Format to its required and its optional columns."""
 
 
 Roles = Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)]
@@ -99,7 +100,7 @@ class Source(Section):
     weights smaller sources repeat until every row of every source has been used."""
     max_samples: PositiveInt | None = None
     """Use at most this many rows of this source, from its beginning."""
-    format: Literal[ROW_FORMATS] | None = None  # type: ignore[valid-type]
+    format: Literal["auto", *FORMATS] | None = None  # type: ignore[valid-type]
     """How the rows of this source are laid out, if it differs from `data.format`."""
     columns: dict[str, str] | None = None
     """Column names of this source, if they differ from `data.columns`."""
@@ -119,7 +120,7 @@ class Data(Section):
 
     sources: Annotated[list[Source], Field(min_length=1)]
     """What is trained on: paths or hub ids, or mappings with `path` and more for each. Several make a mixture."""
-    format: Literal[ROW_FORMATS] = "auto"  # type: ignore[valid-type]
+    format: Literal["auto", *FORMATS] = "auto"  # type: ignore[valid-type]
     """How rows are laid out: which columns they have and what these mean. `auto` recognises it from the columns."""
     columns: dict[str, str] = {}
     """Column names that differ from the expected ones, as `expected: actual`, e.g. `{prompt: question, completion:

@@ -24,7 +24,7 @@ from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.models import attention, attention_kernels, compilation, device
+from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
@@ -277,7 +277,7 @@ def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -
             _log.warning("layers are not compiled: %s%s", reason, f", on {rendezvous.name(rank)}" if rank else "")
         return wanted == "layers" and not reason
 
-    return bool(rendezvous.exchange("compile", compilation.missing(device.kind()), judge))
+    return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:

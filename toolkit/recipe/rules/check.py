@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import model_configs
+from toolkit.recipe import compilation, model_configs
 from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
@@ -110,6 +110,8 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         else "",
         "tokens_without_embedding": f"the model has no embedding for {len(lost)}, such as {lost[0]!r}" if lost else "",
         "fused_experts": model_configs.fused_experts(config),
+        "model_type": model_configs.text_config(config).get("model_type"),
+        "unfit_to_compile": compilation.unfit(recipe, config),
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
         "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),
         "schedule_args": ", ".join(sorted(SCHEDULES[recipe.schedule.name])) or "none",

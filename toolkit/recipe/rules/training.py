@@ -172,6 +172,12 @@ TRAINING_RULES = {
         "stores those in 4 bits only, and would leave them in 16",
         "set method.quantization=nf4",
     ),
+    "quantized-weights-read": Rule(
+        "method.quantization",
+        lambda r, c: r.method.quantization != "none" and c and model_configs.reads_weights(c),
+        "the code of {model_type} reads weights of linear layers itself, which would find them packed",
+        "set method.quantization=none",
+    ),
     "double-quantization": Rule(
         "method.double_quantization",
         lambda r, _: not r.method.double_quantization and r.method.quantization != "nf4",

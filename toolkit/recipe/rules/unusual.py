@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.recipe import model_configs
+from toolkit.recipe.compilation import unfit
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
 
@@ -23,6 +24,13 @@ def _decays_before_the_start(recipe: Recipe) -> bool:
 
 
 UNUSUAL_RULES = {
+    "compile-unfit": Rule(
+        "compile",
+        lambda r, c: r.compile == "layers" and bool(unfit(r, c)),
+        "is tried, although {unfit_to_compile}",
+        "set compile=auto, which leaves these layers as they are",
+        warns=True,
+    ),
     "tokenizer-larger": Rule(
         "model.tokenizer",
         lambda r, c: model_configs.without_embedding(r.model, c)[1],

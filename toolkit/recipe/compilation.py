@@ -1,19 +1,12 @@
-"""Which recipes have their layers compiled: what stands against it, and whether a machine can.
-
-Imports no torch, so that plans can ask too; the compiling itself is in `compiled_layers`.
-"""
+"""Which recipes have their layers compiled by `auto`, and what stands against it where one asks for it."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
-import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import Recipe
+from toolkit.recipe import model_configs
+from toolkit.recipe.schema import Recipe
 
 COMPILED = {
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bamba", "bert-generation", "bigbird_pegasus"),
@@ -29,11 +22,11 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
     """Why `compile: auto` leaves the layers of a decided recipe as they are; empty where compiling them is tried.
 
     Args:
-        config: The model's config as a dictionary; may be empty.
+        config: The model's config as a dictionary; empty where it is not known.
     """
-    text = config.get("text_config") or config
-    if text.get("model_type") not in COMPILED:
-        return f"layers of {text.get('model_type', 'this model')} are not known to compile as a whole"
+    kind = model_configs.text_config(config).get("model_type")
+    if kind and kind not in COMPILED:
+        return f"layers of {kind} are not known to compile as a whole"
     if recipe.objective == "seq2seq":
         return "encoder-decoders have not been measured"
     if recipe.strategy.shards_parameters:
@@ -42,21 +35,4 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return "selective checkpointing picks single operations, which compiled layers no longer have"
     if recipe.method.quantization != "none":
         return "quantized layers have not been measured"
-    return ""
-
-
-def missing(device: str) -> str:
-    """What this machine lacks to compile for a device; empty if nothing.
-
-    Args:
-        device: `cuda`, `rocm` or `cpu`.
-    """
-    # Triton compiles its launchers with a C compiler.
-    compilers = [os.environ.get("CXX"), "g++", "clang++"] if device == "cpu" else [os.environ.get("CC"), "gcc", "clang"]
-    if not any(name and shutil.which(name) for name in compilers):
-        return f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({compilers[1]})"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        return "Python's header files are not installed (python3-dev)"
-    if device != "cpu" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
     return ""
