@@ -258,7 +258,7 @@ def _about(steps: int) -> dict[str, Any]:
 
     hardware = this_machine()
     facts = {"device": hardware.device.title, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
-    calibrated = path_of(hardware.device.name).is_file()
+    calibrated = path_of(hardware.device).is_file()
     return {
         **facts,
         "transformers": transformers.__version__,
@@ -283,7 +283,7 @@ def main() -> int:
     device = this_machine().device
     if device.kind == "cpu" and not options.small:
         parser.error("this machine has no GPU: add --small")
-    if options.calibrate and not path_of(device.name).is_file():
+    if options.calibrate and not path_of(device).is_file():
         command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", str(options.calibrate)]
         subprocess.run(command, cwd=ROOT, check=True)
     wanted = [text.lower() for text in options.only]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from figures import pytest_terminal_summary  # noqa: F401
-from harness import untraced
+from harness import leave_unmeasured, untraced
 from ranks import Ranks
 
 from toolkit.planner.trace import store
@@ -35,6 +35,7 @@ os.environ.update(
 for name in list(os.environ):
     if name in ("HF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("ACCELERATE_", "FSDP_")):
         del os.environ[name]
+leave_unmeasured(Path(os.environ["TOOLKIT_CACHE"]))
 
 
 @pytest.fixture(scope="session")

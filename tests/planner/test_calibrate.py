@@ -11,9 +11,10 @@ import yaml
 from ranks import Ranks
 
 from toolkit.planner.hardware import find, this_machine
-from toolkit.planner.hardware.calibrate import _Bench, calibrate
+from toolkit.planner.hardware.calibrate import calibrate
 from toolkit.planner.hardware.calibration import describe, load
 
+MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 # As `torchrun -m toolkit.planner.hardware.calibrate` runs it.
 LAUNCHED = """
 import runpy
@@ -24,20 +25,14 @@ def main(arguments):
 """
 
 
-class Small(_Bench):
-    """The same measurements on less: where bf16 is emulated, the usual products take minutes."""
-
-    def __init__(self, on_gpu: bool, seconds: float) -> None:
-        super().__init__(on_gpu, seconds)
-        self.scale = 64
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOLKIT_CACHE", str(folder))
-        patch.setattr("toolkit.planner.hardware.calibrate._Bench", Small)
+        patch.setattr("toolkit.planner.hardware.layer._LENGTHS", (16, 128))
+        patch.setattr("toolkit.planner.hardware.layer._MODEL", MODEL)
+        patch.setattr("toolkit.planner.hardware.layer._LARGE", (128, 512, 512))
         return calibrate(seconds=1)
 
 
@@ -49,26 +44,28 @@ def test_figures_are_those_of_this_machine(stored: Path) -> None:
     for _ in range(5):
         left @ left
     here = 5 * 2 * 512**3 / (time.perf_counter() - started)
+    layers = found.layers["fp32"]
     # One thread here against all cores there, and other programs on the machine.
-    assert here / 100 < found.matmul["fp32"][0] < here * 100
-    for value, low, high in (*found.matmul.values(), *found.attention.values(), found.bandwidth, found.optimizer):
-        assert 0 < low <= value <= high
-    assert 1e8 < found.bandwidth[0] < 2e12
-    assert 1e-7 < found.launch_seconds[0] < 1e-3
-    assert found.skipped == {} and found.pcie is None
+    assert here / 100 < layers.matmul < here * 100
+    assert 1e8 < layers.bandwidth < 2e12 and 1e-7 < layers.launch_seconds < 1e-2
+    assert set(layers.attention) == {"eager", "sdpa"} and set(layers.attention["sdpa"]) == {16, 128}
+    assert found.optimizer and found.pcie is None
+    assert set(found.layers) | {name.removeprefix("layers, ") for name in found.skipped} == {"fp32", "bf16"}
     assert found.versions["torch"] == torch.__version__
 
 
 def test_plans_and_people_get_them(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(stored.parent.parent))
-    device = this_machine().device
-    found = load(stored)
-    reached = device.flops["fp32"] * device.efficiency.matmul_in("fp32").value
-    assert reached == pytest.approx(found.matmul["fp32"][0])
-    assert device.bandwidth * device.efficiency.bandwidth.value == pytest.approx(found.bandwidth[0])
+    hardware = this_machine()
+    device, found = hardware.device, load(stored)
+    for dtype, layers in found.layers.items():
+        rates = hardware.efficiency(dtype)
+        assert device.flops[dtype] * rates.matmul_in(dtype).value == pytest.approx(layers.matmul)
+        assert device.bandwidth * rates.bandwidth.value == pytest.approx(layers.bandwidth)
+        assert hardware.attention[dtype] == layers.attention
     assert device.efficiency.matmul.measured and not find("h100").device.efficiency.matmul.measured
     text = describe(stored)
-    assert device.title in text and "matrix products, bf16" in text and "of peak" in text
+    assert device.title in text and "products in layers, fp32" in text and "attention eager, fp32" in text
 
 
 def test_figures_that_cannot_be_kept_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,5 +84,5 @@ def test_several_processes_add_what_passes_between_them(stored: Path, ranks: Ran
     assert done.returncode == 0, done.stderr
     after = load(stored)
     assert after.processes == 2 and after.link is not None and after.link[0] > 1e6
-    assert after.matmul == before["matmul"]
+    assert after.layers["fp32"].matmul == before["layers"]["fp32"]["matmul"]
     assert "all-reduce of 2" in done.stdout

@@ -14,10 +14,11 @@ import psutil
 import pynvml
 import pytest
 import yaml
+from harness import leave_unmeasured
 
 from toolkit.common import UserError
 from toolkit.distributed.layout import World
-from toolkit.planner.hardware import Hardware, driver_version, find, this_machine, visible_gpus
+from toolkit.planner.hardware import Hardware, between, driver_version, find, once_measured, this_machine, visible_gpus
 from toolkit.planner.hardware.calibration import path_of
 from toolkit.planner.hardware.catalogue import shipped
 from toolkit.planner.hardware.detect import amd, cpu, detect, ram
@@ -359,7 +360,7 @@ def test_amds_gpus_are_found_in_sysfs(tmp_path: Path) -> None:
 
 
 def store(device: str, **figures: object) -> None:
-    file = path_of(device)
+    file = path_of(find(device).device)
     file.parent.mkdir(parents=True)
     facts = {"device": device, "title": "as reported", "processes": 1, "date": "2026-01-01", "versions": {}}
     file.write_text(yaml.safe_dump({**facts, **figures}), encoding="utf-8")
@@ -393,8 +394,58 @@ def test_measured_figures_replace_estimates(tmp_path: Path, monkeypatch: pytest.
 
 def test_another_cpus_figures_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
-    store("cpu", matmul={"fp32": [1e12, 1e12, 1e12]})
+    rates = {32: 1e10, 512: 4e10}
+    layers = {"matmul": 1e12, "half": 20, "bandwidth": 5e9, "launch_seconds": 6e-5, "attention": {"sdpa": rates}}
+    slow = layers | {"matmul": 2e11, "bandwidth": 5e11}
+    store("cpu", layers={"bf16": layers, "fp32": slow})
+    one, two = find("cpu"), find("cpux2")
+    for hardware, processes in ((one, 1), (two, 2)):
+        # Processes share the cores, but each launches its own operations.
+        for dtype, matmul, moved in (("bf16", 1e12, 5e9), ("fp32", 2e11, 5e11)):
+            rates, device = hardware.efficiency(dtype), hardware.device
+            assert rates.matmul_in(dtype).value * device.flops[dtype] == pytest.approx(matmul / processes)
+            assert rates.bandwidth.value * device.bandwidth == pytest.approx(moved / processes)
+            assert (rates.launch_seconds.value, rates.half.value, rates.matmul.measured) == (6e-5, 20, True)
+        assert between(hardware.attention["bf16"]["sdpa"], 128) * processes == pytest.approx(2e10)
+    assert between({32: 1.0, 512: 4.0}, 8) == 1 and between({32: 1.0, 512: 4.0}, 4096) == 4
+    monkeypatch.setattr(
+        "toolkit.planner.hardware.detect._cpuinfo", lambda *keys: "another" if "model name" in keys else ""
+    )
     assert not find("cpu").device.efficiency.matmul.measured
+
+
+def test_a_cpu_is_measured_once_when_it_is_planned_for_and_a_gpu_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    asked: list[str] = []
+    state = {"busy": True, "code": 1}
+
+    def measure(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+        asked.append(" ".join(command[3:]))
+        if not state["code"]:
+            leave_unmeasured(tmp_path)
+            path = path_of(find("cpu").device)
+            path.write_text(path.read_text().replace("{device", f"{{busy: {str(state['busy']).lower()}, device"))
+        return subprocess.CompletedProcess(command, state["code"], "", "no memory")
+
+    monkeypatch.setattr("toolkit.planner.hardware.calibration.subprocess.run", measure)
+    monkeypatch.setattr("toolkit.planner.hardware.calibration.busy", lambda: state["busy"])
+    once_measured(find("h200x8"))
+    assert not asked
+    once_measured(find("cpu"))
+    assert (
+        asked == ["calibrate --seconds 5"] and "could not be measured, so times are estimates: no memory" in caplog.text
+    )
+    state["code"] = 0
+    once_measured(find("cpu"))
+    once_measured(find("cpu"))
+    assert len(asked) == 2
+    # What was measured beside other programs is measured again once they have ended.
+    state["busy"] = False
+    once_measured(find("cpux2"))
+    once_measured(find("cpu"))
+    assert len(asked) == 3
 
 
 def test_a_broken_file_of_figures_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,10 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from toolkit.planner.hardware.calibration import path_of
+from toolkit.planner.hardware.detect import cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "toolkit" / "run.py"
@@ -38,6 +42,15 @@ def environment() -> dict[str, str]:
 def untraced(setting: Any) -> Any:
     """Instead of `fit.trace`, which takes far longer than a tiny training: formulas plan it then."""
     raise NotImplementedError("only tests of the planner trace")
+
+
+def leave_unmeasured(cache: Path) -> None:
+    """Figures of this CPU without any figure in them: what plans would have measured first takes seconds."""
+    device = cpu(1).device
+    with patch.dict(os.environ, TOOLKIT_CACHE=str(cache)):
+        file = path_of(device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{{device: cpu, title: {json.dumps(device.title)}, processes: 1, date: never, versions: {{}}}}\n")
 
 
 def compile_no_inference() -> None:

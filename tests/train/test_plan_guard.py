@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, environment
+from harness import RUN, environment, leave_unmeasured
 from ranks import Ranks
 from small import populate
 
@@ -160,6 +160,7 @@ def test_a_model_whose_code_cannot_be_traced_still_trains(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(folder / "cache"))
+    leave_unmeasured(folder / "cache")
     # Batches of some shapes only, as with a model that checks its inputs.
     (folder / "llama" / "modeling_odd.py").write_text(
         "from transformers import LlamaForCausalLM\n\n\n"

@@ -11,7 +11,7 @@ from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.planner.build import estimate
-from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.planner.plan import Plan, Refused
 from toolkit.recipe import Recipe, load, split_arguments
 from toolkit.recipe.errors import warn
@@ -98,7 +98,7 @@ def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str]
     rest = [argument for argument in arguments if not argument.startswith("hardware=")]
     name, overrides = split_arguments(rest)
     own = Path(folder) if folder else None
-    return name, overrides, find(named[-1], own) if named else this_machine(own)
+    return name, overrides, once_measured(find(named[-1], own) if named else this_machine(own))
 
 
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:

@@ -16,7 +16,7 @@ from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import World
 from toolkit.models.load import ModelSource
 from toolkit.planner.build import estimate, launched_on
-from toolkit.planner.hardware import Hardware
+from toolkit.planner.hardware import Hardware, once_measured
 from toolkit.planner.plan import Plan, UnknownSize
 from toolkit.recipe import Loaded, model_configs
 from toolkit.report.load import Measured
@@ -98,7 +98,7 @@ class PlanGuard:
 
 def plan_run(loaded: Loaded, world: World, source: ModelSource, statistics: DataStatistics | None = None) -> PlanGuard:
     """A run on the processes that were launched. Must come before TrainingArguments, which prepare engines."""
-    return PlanGuard(loaded, source, launched_on(world), statistics)
+    return PlanGuard(loaded, source, once_measured(launched_on(world)), statistics)
 
 
 def nvme_bytes(loaded: Loaded, world: World, source: ModelSource) -> int:

@@ -1,14 +1,17 @@
 """Hardware: what GPUs can do, what this machine has, and what was measured."""
 
+from toolkit.planner.hardware.calibration import once_measured
 from toolkit.planner.hardware.detect import driver_version, visible_gpus
 from toolkit.planner.hardware.lookup import find, this_machine
-from toolkit.planner.hardware.specs import Hardware, Rate
+from toolkit.planner.hardware.specs import Hardware, Rate, between
 
 __all__ = [
     "Hardware",
     "Rate",
+    "between",
     "driver_version",
     "find",
+    "once_measured",
     "this_machine",
     "visible_gpus",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import logging
 import os
 import statistics
 import tempfile
@@ -27,12 +28,13 @@ import yaml
 import toolkit
 from toolkit.common import UserError, first_line, write_atomically
 from toolkit.models import device
-from toolkit.planner.hardware.calibration import Calibration, describe, load, path_of
+from toolkit.planner.hardware.calibration import Calibration, busy, describe, load, path_of
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Figure
 
 __all__ = ["calibrate", "describe"]
 
+_log = logging.getLogger("toolkit.planner")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {"tf32": torch.float32, "fp8": torch.bfloat16}
 _FP8 = torch.float8_e4m3fn
@@ -72,7 +74,7 @@ def calibrate(seconds: float = 60.0) -> Path:
             f"the driver says that this machine has {hardware.device.title}, and torch sees {sees}",
             "install a build of torch that fits the driver; `toolkit doctor` shows both",
         )
-    path = path_of(hardware.device.name)
+    path = path_of(hardware.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     # What cannot be kept need not be measured.
     with tempfile.TemporaryFile(dir=path.parent):
@@ -87,7 +89,10 @@ def calibrate(seconds: float = 60.0) -> Path:
         kept = {key: before[key] for key in ("link", "network", "processes") if key in before}
         # A launcher may have left one thread to this process; a CPU is measured as a whole.
         with _threads(hardware.node.cores):
-            measured = {"processes": 1} | kept | _Bench(on_gpu, seconds).measure()
+            loaded = not on_gpu and busy()
+            measured = {"processes": 1, "busy": loaded} | kept | _Bench(on_gpu, seconds).measure()
+        if loaded:
+            _log.warning("other programs run on this machine: measure again once they have ended")
     versions = {"toolkit": toolkit.__version__, "torch": torch.__version__}
     if on_gpu and torch.version.cuda:
         versions["cuda"] = torch.version.cuda
@@ -126,19 +131,22 @@ class _Bench:
         self.scale = 1 if on_gpu and memory > 12 * 2**30 else 4 if on_gpu else 16
         self.has_bf16 = not on_gpu or device.has_bf16()
         # That of training comes first.
-        dtypes = ["bf16", "fp16", "tf32", "fp32", "fp8"] if on_gpu else ["fp32", "bf16"]
         exists = {"bf16": self.has_bf16, "tf32": device.has_tf32()}
-        self.dtypes = [dtype for dtype in dtypes if exists.get(dtype, True)]
+        self.dtypes = [dtype for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8") if exists.get(dtype, True)]
         # Three sizes of product per dtype, three lengths of attention, and five others.
-        self.each = seconds / (3 * len(self.dtypes) + 3 + 5)
+        self.seconds, self.each = seconds, seconds / (3 * len(self.dtypes) + 3 + 5)
 
     def measure(self) -> dict[str, Any]:
         """All figures of `Calibration` that one process can know, and why others are missing."""
+        if not self.on_gpu:
+            from toolkit.planner.hardware.layer import measure
+
+            layers, self.skipped = measure(("fp32", "bf16"), self.seconds / 2)
+            return {"layers": layers, "skipped": self.skipped, **self._tried({"optimizer": self._optimizer})}
         products = {dtype: functools.partial(self._products, dtype) for dtype in self.dtypes}
         attention = {dtype: functools.partial(self._attention, dtype) for dtype in self.dtypes[:1]}
         others = {"bandwidth": self._bandwidth, "optimizer": self._optimizer, "launch_seconds": self._launches}
-        if self.on_gpu:
-            others["pcie"] = self._copies
+        others["pcie"] = self._copies
         figures = {"matmul": self._tried(products, "matmul "), "attention": self._tried(attention, "attention ")}
         return figures | self._tried(others) | {"skipped": self.skipped}
 

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
-from pydantic import Field, ValidationError
+from filelock import FileLock
+from pydantic import Field, PositiveFloat, ValidationError
 
 from toolkit.common import UserError, cache_dir
 from toolkit.planner.hardware.detect import detect
-from toolkit.planner.hardware.specs import Dtype, Figure, Hardware, Rate
+from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Figure, Hardware, Rate
+from toolkit.planner.trace.store import apart
 from toolkit.recipe import Section
+
+_log = logging.getLogger("toolkit.planner")
+_UNSURE = 0.15
+"""Half of the range of what is measured in layers: their model is not the one that is planned."""
+
+
+_UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
+
+
+class Layers(Section):
+    """What a CPU reaches in a model's layers, in one dtype; see `layer`."""
+
+    matmul: PositiveFloat
+    """FLOP/s of matrix products as large as `step.REFERENCE`."""
+    half: PositiveFloat
+    """See `Efficiency.half`."""
+    bandwidth: PositiveFloat
+    """Bytes/s read and written by all other operations."""
+    launch_seconds: PositiveFloat
+    """Of one counted operation, with the views, casts and autograd nodes around it."""
+    attention: dict[str, dict[int, PositiveFloat]]
+    """FLOP/s of attention, forward and backward, by backend and tokens of a row; a mask counts for nothing."""
 
 
 class Calibration(Section):
@@ -43,13 +72,23 @@ class Calibration(Section):
     """Bus bandwidth of an all-reduce over nodes, bytes/s."""
     launch_seconds: Figure | None = None
     """Python and dispatch of one operation, seconds."""
+    layers: dict[Dtype, Layers] = Field(default_factory=dict)
+    """Of a CPU, in place of products, attention, bandwidth and launches."""
+    busy: bool = False
+    """Whether other programs ran meanwhile."""
     skipped: dict[str, str] = Field(default_factory=dict)
     """What could not be measured, and why."""
 
 
-def path_of(device: str) -> Path:
-    """Where a device's figures are kept."""
-    return cache_dir() / "calibration" / f"{device}.yaml"
+def path_of(device: Device) -> Path:
+    """Where a device's figures are kept; those of a CPU by its model and number of cores."""
+    name = re.sub(r"\W+", "-", f"cpu {device.title}".lower()) if device.kind == "cpu" else device.name
+    return cache_dir() / "calibration" / f"{name}.yaml"
+
+
+def busy() -> bool:
+    """Whether other programs keep processors of this machine."""
+    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
 
 
 def load(path: Path) -> Calibration:
@@ -65,14 +104,37 @@ def load(path: Path) -> Calibration:
 
 
 def with_calibration(hardware: Hardware) -> Hardware:
-    """With the figures measured on a device of this name, if there are any. CPUs differ: theirs must have its title."""
-    file = path_of(hardware.device.name)
-    if not file.is_file():
+    """With the figures measured on a device of this name, if there are any."""
+    file = path_of(hardware.device)
+    return calibrated(hardware, load(file)) if file.is_file() else hardware
+
+
+def once_measured(hardware: Hardware) -> Hardware:
+    """With figures of this CPU, which are measured now if they never were, or only while other programs ran.
+
+    That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
+    """
+    file = path_of(hardware.device)
+    if hardware.device.kind != "cpu" or (file.is_file() and not (load(file).busy and not busy())):
         return hardware
-    figures = load(file)
-    if hardware.device.kind == "cpu" and figures.title != hardware.device.title:
-        return hardware
-    return calibrated(hardware, figures)
+    began = file.stat().st_mtime_ns if file.is_file() else None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            # Another process may have measured while this one waited.
+            if not file.is_file() or file.stat().st_mtime_ns == began:
+                _measure()
+    except OSError as error:
+        _log.warning(_UNMEASURED, error)
+    return with_calibration(hardware)
+
+
+def _measure() -> None:
+    _log.info("measuring this CPU, for plans: some seconds, once")
+    command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", "5"]
+    done = subprocess.run(command, env=apart(), capture_output=True, text=True)
+    if done.returncode:
+        _log.warning(_UNMEASURED, (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1])
 
 
 def calibrated(hardware: Hardware, figures: Calibration) -> Hardware:
@@ -82,25 +144,28 @@ def calibrated(hardware: Hardware, figures: Calibration) -> Hardware:
     """
     device, node = hardware.device, hardware.node
     flops, rates = dict(device.flops), dict[str, Rate]()
+    # Processes on a CPU share what one was measured with.
+    part = 1 / hardware.devices_per_node if device.kind == "cpu" else 1.0
     for dtype, figure in figures.matmul.items():
         # torch computes in dtypes that the hardware lacks, slowly.
         if dtype in flops:
             flops[dtype], rates[dtype] = _share(figure, flops[dtype])
-    usual = ("fp32",) if device.kind == "cpu" else ("bf16", "fp16", "fp32")
-    compute = next((dtype for dtype in usual if dtype in rates), None)
+    compute = next((dtype for dtype in ("bf16", "fp16", "fp32") if dtype in rates), None)
     if compute:
         rates["matmul"] = rates[compute]
     for dtype, figure in figures.attention.items():
         if dtype in flops:
             _, rates["attention"] = _share(figure, flops[dtype])
-    peaks = {"bandwidth": device.bandwidth, "pcie": device.pcie, "network": node.network}
+    moving = {dtype: _range(part * each.bandwidth) for dtype, each in figures.layers.items()}
+    bandwidth = max([device.bandwidth, *(high for _, _, high in moving.values())])
+    peaks = {"bandwidth": bandwidth, "pcie": device.pcie, "network": node.network}
     if device.link:
         peaks["link"] = device.link
     for name in ("bandwidth", "optimizer", "pcie", "link", "network"):
         # Others are shares of a peak that is not theirs: without a link devices use PCIe.
         of = name if name in peaks else {"optimizer": "bandwidth", "link": "pcie"}[name]
         if figure := getattr(figures, name):
-            peak, rates[name] = _share(figure, peaks[of])
+            peak, rates[name] = _share([part * each for each in figure], peaks[of])
             if name == of:
                 peaks[name] = peak
     if figures.launch_seconds:
@@ -108,8 +173,34 @@ def calibrated(hardware: Hardware, figures: Calibration) -> Hardware:
         rates["launch_seconds"] = Rate(value, low, high, measured=True)
     node = node.model_copy(update={"network": peaks.pop("network")})
     efficiency = device.efficiency.model_copy(update=rates)
+    by_dtype: dict[str, Efficiency] = {}
+    for dtype, each in figures.layers.items():
+        flops[dtype], matmul = _share(_range(part * each.matmul), flops[dtype])
+        by_dtype[dtype] = efficiency.model_copy(
+            update={
+                "matmul": matmul,
+                dtype: None,
+                "bandwidth": _share(moving[dtype], peaks["bandwidth"])[1],
+                "half": _rate(each.half),
+                "launch_seconds": _rate(each.launch_seconds),
+            }
+        )
+    attention: dict[str, dict[str, dict[int, float]]] = {
+        dtype: {name: {length: part * rate for length, rate in rates.items()} for name, rates in each.attention.items()}
+        for dtype, each in figures.layers.items()
+    }
+    efficiency = by_dtype.get("fp32", efficiency)
     device = device.model_copy(update={"flops": flops, "efficiency": efficiency, **peaks})
-    return dataclasses.replace(hardware, device=device, node=node)
+    return dataclasses.replace(hardware, device=device, node=node, by_dtype=by_dtype, attention=attention)
+
+
+def _range(value: float) -> list[float]:
+    return [value, value * (1 - _UNSURE), value * (1 + _UNSURE)]
+
+
+def _rate(value: float) -> Rate:
+    low, high = value * (1 - _UNSURE), value * (1 + _UNSURE)
+    return Rate(value, low, high, measured=True)
 
 
 def _share(figure: list[float], peak: float) -> tuple[float, Rate]:
@@ -137,6 +228,14 @@ def describe(path: Path) -> str:
             rows.append((title, value, 1e9, "GB/s", getattr(shares, key, None)))
     if figures.launch_seconds:
         rows.append(("one operation", figures.launch_seconds, 1e-6, "microseconds", None))
+    for dtype, each in figures.layers.items():
+        rows.append((f"products in layers, {dtype}", _range(each.matmul), 1e9, "GFLOP/s", None))
+        rows.append((f"element-wise, {dtype}", _range(each.bandwidth), 1e9, "GB/s", None))
+        rows.append((f"one operation, {dtype}", _range(each.launch_seconds), 1e-6, "microseconds", None))
+        for name, rates in each.attention.items():
+            spread = [rate for _, rate in sorted(rates.items())]
+            figure = [spread[len(spread) // 2], min(spread), max(spread)]
+            rows.append((f"attention {name}, {dtype}", figure, 1e9, "GFLOP/s", None))
     versions = ", ".join(f"{name} {version}" for name, version in figures.versions.items())
     lines = [f"{figures.title}, measured on {figures.date} ({versions})"]
     for title, (value, low, high), unit, name, share in rows:

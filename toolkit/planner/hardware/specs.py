@@ -7,8 +7,10 @@ them on such a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetPydanticSchema, PositiveInt, ValidationInfo, field_validator
@@ -195,6 +197,8 @@ class Hardware:
         node: What one node's share of devices comes with.
         devices_per_node: In each node.
         nodes: How many.
+        by_dtype: What is reached in each dtype, where that was measured, as on CPUs.
+        attention: FLOP/s of attention by dtype, backend and tokens of a row, where they were measured.
     """
 
     name: str
@@ -202,8 +206,24 @@ class Hardware:
     node: Node
     devices_per_node: int = 1
     nodes: int = 1
+    by_dtype: Mapping[str, Efficiency] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
         """All of them, which is the number of processes."""
         return self.devices_per_node * self.nodes
+
+    def efficiency(self, dtype: str) -> Efficiency:
+        """What is reached in one dtype."""
+        return self.by_dtype.get(dtype, self.device.efficiency)
+
+
+def between(rates: Mapping[int, float], length: float) -> float:
+    """The rate for rows of a length, from those of some lengths; beyond them that of the nearest."""
+    lengths = sorted(rates)
+    for low, high in itertools.pairwise(lengths):
+        if low <= length <= high:
+            share = math.log(length / low) / math.log(high / low)
+            return rates[low] ** (1 - share) * rates[high] ** share
+    return rates[lengths[0] if length < lengths[0] else lengths[-1]]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.planner.hardware import Hardware, Rate
+from toolkit.planner.hardware import Hardware, Rate, between
 from toolkit.planner.memory.states import states
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
 from toolkit.planner.trace.types import CHUNK, Amount, Pass, Trace
@@ -152,7 +152,10 @@ class Step:
     def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
         """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""
         device, layers = self._hardware.device, self._trace.layers
-        rates, peak, share = device.efficiency, device.flops[self._dtype], load.scored / load.padded
+        rates, peak = self._hardware.efficiency(self._dtype), device.flops[self._dtype]
+        share = load.scored / load.padded
+        measured = self._hardware.attention.get(self._dtype, {}).get("sdpa")
+        attention = between(measured, load.longest) if measured else peak * self._of(rates.attention)
 
         def of(amount: Amount, pairs: float = load.grid) -> float:
             return amount.of(layers, load.padded, pairs, load.longest, share)
@@ -163,7 +166,7 @@ class Step:
 
         busy = (
             of(each.matmul) / (peak * self._of(rates.matmul_in(self._dtype)) * self._products(load.padded))
-            + of(each.attention, load.attended) / (peak * self._of(rates.attention))
+            + of(each.attention, load.attended) / attention
             + fused(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
         )
         # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
@@ -176,7 +179,7 @@ class Step:
         Tiles that are not full, waves that do not fill the device and the way into and out of a product cost the more
         the shorter its sides are; d / (d + half) for each of them fits published steps of 256 to 8,192 rows.
         """
-        rate = self._hardware.device.efficiency.half
+        rate = self._hardware.efficiency(self._dtype).half
         if rate is None:
             return 1.0
         half, (count, active) = getattr(rate, self._end), self._experts
@@ -190,8 +193,8 @@ class Step:
             part = min(rows, CHUNK) if each.place in ("embeddings", "head") else rows * share
             amount = each.numel * each.count * share
             work += amount
-            seconds += amount / _speed(part, *each.shape[-2:], half=half)
-        return work / seconds / _speed(*REFERENCE, half=half) if seconds else 1.0
+            seconds += amount / product_speed(part, *each.shape[-2:], half=half)
+        return work / seconds / product_speed(*REFERENCE, half=half) if seconds else 1.0
 
     def _update_seconds(self, on_host: bool) -> float:
         """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.
@@ -214,7 +217,7 @@ class Step:
         moving = moved / (device.bandwidth * self._of(device.efficiency.optimizer))
         name = "bf16" if "bf16" in device.flops else "fp32"
         return moving + newton_schulz_flops(self._recipe, self._trace) / (
-            device.flops[name] * self._of(device.efficiency.matmul_in(name))
+            device.flops[name] * self._of(self._hardware.efficiency(name).matmul_in(name))
         )
 
     def _accumulation_seconds(self) -> float:
@@ -260,7 +263,7 @@ def _overlapped(kernels: float, launches: float) -> float:
     return (kernels**_OVERLAP + launches**_OVERLAP) ** (1 / _OVERLAP)
 
 
-def _speed(*sides: float, half: float) -> float:
+def product_speed(*sides: float, half: float) -> float:
     """Of a matrix product, as a share of that of an endless one."""
     return math.prod(side / (side + half) for side in sides)
 

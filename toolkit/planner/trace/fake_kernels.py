@@ -23,6 +23,7 @@ from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, experts
+from toolkit.planner.trace.tracker import backward_flops, forward_flops
 from toolkit.planner.trace.types import Setting
 
 _ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
@@ -59,21 +60,8 @@ _OPS = torch.ops.toolkit_tracing
 flop_registry[_OPS.add_product_] = flop_registry[torch.ops.aten.addmm]
 
 
-def _attention_flops(q: Any, k: Any, v: Any) -> int:
-    """Q K^T and P V over all pairs of positions, for (batch, heads, positions, head size)."""
-    (batch, heads, queries, size), (_, _, keys, _) = q, k
-    return 2 * batch * heads * queries * keys * (size + v[-1])
-
-
-@register_flop_formula([_OPS.flash_attn, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu])
-def _forward_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    return _attention_flops(q, k, v)
-
-
-@register_flop_formula([_OPS.flash_attn_backward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])
-def _backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products for each of the forward pass; that the kernel forms Q K^T once more is its own affair."""
-    return 2 * _attention_flops(q, k, v)
+register_flop_formula(_OPS.flash_attn, get_raw=True)(forward_flops)
+register_flop_formula(_OPS.flash_attn_backward, get_raw=True)(backward_flops)
 
 
 @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)

@@ -142,10 +142,14 @@ def _tracer() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        # Nothing of a launch may reach it: it is one process on a CPU.
-        env={key: value for key, value in os.environ.items() if not key.startswith(_LAUNCH)}
-        | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
+        env=apart(),
     )
+
+
+def apart() -> dict[str, str]:
+    """The environment of a process beside a launch, of which nothing may reach it: it is one process on a CPU."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCH)}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def config_of(recipe: Any) -> dict[str, Any]:

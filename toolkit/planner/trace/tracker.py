@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from toolkit.planner.trace.types import CHUNK
 
@@ -35,6 +35,24 @@ _FORWARD_ONLY = ("toolkit_tracing::flash_attn", "toolkit_tracing::grouped_mm", "
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
 _WORK = ("matmul", "attention", "moved", "launches")
+
+
+def attention_flops(q: Any, k: Any, v: Any) -> int:
+    """Q K^T and P V over all pairs of positions, for (batch, heads, positions, head size)."""
+    (batch, heads, queries, size), (_, _, keys, _) = q, k
+    return 2 * batch * heads * queries * keys * (size + v[-1])
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def forward_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """Of the forward pass."""
+    return attention_flops(q, k, v)
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products for each of the forward pass; that the kernel forms Q K^T once more is its own affair."""
+    return 2 * attention_flops(q, k, v)
 
 
 @dataclass

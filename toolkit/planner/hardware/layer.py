@@ -1,0 +1,205 @@
+"""What a CPU reaches in a model, by dtype: real layers with adapters, forward and backward, and their parts alone.
+
+A plan adds up products, attention, element-wise work and launches, each at a rate of its own. Kernels alone are faster
+than in a model, where caches are cold, every operation starts threads, and views, autocast and autograd cost time for
+which no kernel is counted. So products and attention are measured alone, and what is left of the layers' time is what
+all else takes: of narrow ones at 4 tokens launches, of real ones at 200 the bytes that they move. Work is counted as a
+trace counts it. The alternative, the recipe's own model, would need its weights.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import LlamaConfig, LlamaModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from toolkit.planner.hardware.calibration import busy
+from toolkit.planner.hardware.specs import between
+from toolkit.planner.speed.step import REFERENCE, product_speed
+from toolkit.planner.trace.tracker import Tracker
+
+Work = Callable[[], object]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TOKENS, _FEW = 200, 4
+_LENGTHS = (32, 64, 128, 256, 512, 1024)
+"""Of rows, for which attention is measured; the longest are of a batch of one."""
+_MODEL = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+"""The layers of SmolLM2-135M, the smallest model that is trained on CPUs."""
+_NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Layers in which only launches take time."""
+_LARGE = (512, 2048, 2048)
+_EMULATED = 0.1
+"""A dtype whose products are slower than this share of fp32's has no instructions, and would take minutes."""
+
+
+def measure(dtypes: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The figures of `Calibration.layers` by dtype, and why others are missing.
+
+    Args:
+        dtypes: With fp32 first, to which the others are compared.
+        seconds: About how long one may take, beside imports.
+    """
+    figures: dict[str, dict[str, Any]] = {}
+    skipped = {}
+    with torch.random.fork_rng(devices=[]):
+        for dtype in dtypes:
+            each = _Layers(_DTYPES[dtype], seconds / (4 + 2 * len(_LENGTHS)))
+            if figures and each.probe() < _EMULATED * figures["fp32"]["matmul"]:
+                skipped[f"layers, {dtype}"] = "this CPU has no instructions for it"
+            else:
+                figures[dtype] = each.measure()
+    return figures, skipped
+
+
+class _Layers:
+    """The measurements in one dtype.
+
+    Args:
+        kind: The dtype; frozen weights have it, adapters are fp32 under autocast.
+        seconds: For each measurement.
+    """
+
+    def __init__(self, kind: torch.dtype, seconds: float) -> None:
+        self.kind, self.seconds, self.busy = kind, seconds, busy()
+
+    def probe(self) -> float:
+        """FLOP/s of a product that takes little time even where the dtype is emulated."""
+        left, right = (torch.ones(size, 256, dtype=self.kind) for size in (64, 256))
+        return 2.0 * 64 * 256 * 256 / self._seconds(lambda: left @ right)
+
+    def measure(self) -> dict[str, Any]:
+        """One entry of `Calibration.layers`."""
+        narrow, few = self._layers(_NARROW, _FEW)
+        launch = self._seconds(narrow) / few["launches"]
+        layers, work = self._layers(_MODEL, _TOKENS)
+        took, products = self._seconds(layers), self._products()
+        half, matmul = _size(products, self._large())
+        kernels = {"eager": eager_attention_forward, "sdpa": sdpa_attention_forward}
+        attention = {
+            name: {length: self._attention(kernel, length) for length in _LENGTHS} for name, kernel in kernels.items()
+        }
+        known = work["matmul"] / products + work["attention"] / between(attention["sdpa"], _TOKENS)
+        # On a busy machine nothing, or nearly all, would be left: neither is true of any model.
+        left = min(max(took - known - work["launches"] * launch, 0.05 * took), 0.6 * took)
+        return {
+            "matmul": matmul,
+            "half": half,
+            "bandwidth": work["moved"] / left,
+            "launch_seconds": launch,
+            "attention": attention,
+        }
+
+    def _layers(self, shape: dict[str, int], tokens: int) -> tuple[Work, dict[str, float]]:
+        """Two layers forward and backward, and the work of that."""
+        settings: dict[str, Any] = {**shape, "attn_implementation": "sdpa"}
+        config = LlamaConfig(**settings, num_hidden_layers=2, vocab_size=8)
+        model: Any = LlamaModel(config)
+        model = model.requires_grad_(False).to(self.kind)
+        model = inject_adapter_in_model(LoraConfig(r=16, target_modules=list(_linear(shape))), model).train()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        inputs = torch.randn(1, tokens, shape["hidden_size"], requires_grad=True)
+        upstream = torch.ones_like(inputs)
+
+        def work() -> None:
+            model.zero_grad()
+            with torch.autocast("cpu", self.kind, enabled=self.kind != torch.float32):
+                out = model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            out.float().backward(upstream)
+
+        tracker = Tracker([*model.parameters(), *model.buffers(), inputs, upstream], model.parameters())
+        with tracker:
+            work()
+        return work, tracker.timeline.work
+
+    def _products(self) -> float:
+        """FLOP/s of the products of these layers alone, with the gradients of their inputs."""
+        weights = [torch.randn(shape).to(self.kind) for _ in range(2) for shape in _linear(_MODEL).values()]
+        inputs = {size: torch.randn(_TOKENS, size).to(self.kind) for weight in weights for size in weight.shape}
+
+        def work() -> None:
+            for weight in weights:
+                inputs[weight.shape[1]] @ weight.T
+            for weight in weights:
+                inputs[weight.shape[0]] @ weight
+
+        return 4.0 * _TOKENS * sum(each.numel() for each in weights) / self._seconds(work)
+
+    def _large(self) -> float:
+        rows, width, inner = _LARGE
+        left, right = (torch.randn(size, inner).to(self.kind) for size in (rows, width))
+        return 2.0 * math.prod(_LARGE) / self._seconds(lambda: left @ right.T)
+
+    def _attention(self, kernel: Any, length: int) -> float:
+        """FLOP/s of attention over padded rows, forward and backward; two products in each for one forward."""
+        heads, shared, size = _MODEL["num_attention_heads"], _MODEL["num_key_value_heads"], 64
+        batch = max(1, 512 // length)
+        module: Any = torch.nn.Module().train()
+        module.num_key_value_groups, module.is_causal = heads // shared, True
+        inputs = [
+            torch.randn(batch, count, length, size).to(self.kind).requires_grad_() for count in (heads, shared, shared)
+        ]
+        allowed = torch.ones(batch, 1, length, length, dtype=torch.bool).tril()
+        if kernel is eager_attention_forward:
+            mask = torch.zeros(allowed.shape, dtype=self.kind).masked_fill(~allowed, torch.finfo(self.kind).min)
+        else:
+            mask = allowed
+
+        def work() -> None:
+            out = kernel(module, *inputs, mask, scaling=size**-0.5, dropout=0.0)[0]
+            torch.autograd.grad(out.sum(), inputs)
+
+        return 3 * 4.0 * batch * heads * length**2 * size / self._seconds(work)
+
+    def _seconds(self, work: Work) -> float:
+        """Seconds of a repetition, of at least three after one to warm up.
+
+        On one thread that is the processor's time, which other programs hardly change, and of an idle machine the
+        median; beside other programs the quickest one was disturbed least.
+        """
+        alone = torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        work()
+        times: list[float] = []
+        end = time.perf_counter() + self.seconds
+        while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
+            started = clock()
+            work()
+            times.append(clock() - started)
+        return statistics.median(times) if alone or not self.busy else min(times)
+
+
+def _linear(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Rows and columns of a layer's weights."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    narrow = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    return {
+        **dict.fromkeys(("q_proj", "o_proj"), (hidden, hidden)),
+        **dict.fromkeys(("k_proj", "v_proj"), (narrow, hidden)),
+        **dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden)),
+        "down_proj": (hidden, inner),
+    }
+
+
+def _size(products: float, large: float) -> tuple[float, float]:
+    """`Efficiency.half`, and FLOP/s of `REFERENCE`, from those of the layers' products and of a large one."""
+
+    def small(half: float) -> float:
+        shapes = list(_linear(_MODEL).values())
+        seconds = sum(math.prod(each) / product_speed(_TOKENS, *each, half=half) for each in shapes)
+        return sum(map(math.prod, shapes)) / seconds
+
+    low, high = 1e-3, 1e3
+    for _ in range(40):
+        half = math.sqrt(low * high)
+        low, high = (low, half) if small(half) / product_speed(*_LARGE, half=half) < products / large else (half, high)
+    return half, products * product_speed(*REFERENCE, half=half) / small(half)
