@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from data_fixtures import chatml_tokenizer, write_jsonl
 
+from toolkit.data.batches import cut
 from toolkit.data.prepare import prepare
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.recipe import Recipe
@@ -73,28 +74,26 @@ def test_a_file_that_joins_a_folder_is_seen(tmp_path: Path) -> None:
     assert statistics_of(recipe(folder), tmp_path / "cache") is None
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
-def test_longest_of_a_batch(size: int) -> None:
-    lengths = np.random.default_rng(0).lognormal(5, 0.8, 20_000)
-    figures = DataStatistics(1, 1, 1, 1, 1, tuple(np.percentile(lengths, np.linspace(0, 100, 1001)).tolist()))
-    drawn = np.random.default_rng(1).choice(lengths, (20_000, size)).max(axis=1).mean()
-    assert figures.longest_of(size) == pytest.approx(drawn, rel=0.06)
-
-
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (16, 1), (16, 4), (64, 16)])
 @pytest.mark.parametrize("kind", ["lognormal", "uniform", "few long"])
-def test_fullest_batch_of_an_epoch(size: int, kind: str) -> None:
+def test_micro_batches_of_an_epoch(size: int, count: int, kind: str, flat: bool) -> None:
     draw = np.random.default_rng(0)
     lengths = {
-        "lognormal": np.clip(draw.lognormal(6, 0.8, 40_000), 5, 4096),
-        "uniform": draw.uniform(10, 1000, 40_000),
-        "few long": np.where(draw.random(40_000) < 0.01, 4096.0, 200.0),
-    }[kind]
+        "lognormal": np.clip(draw.lognormal(6, 0.8, 38_400), 5, 4096),
+        "uniform": draw.uniform(10, 1000, 38_400),
+        "few long": np.where(draw.random(38_400) < 0.01, 4096.0, 200.0),
+    }[kind].astype(int)
     spread = tuple(np.quantile(lengths, np.linspace(0, 1, 1001)).tolist())
-    figures = DataStatistics(40_000, int(lengths.sum()), 1, 40_000, 1, spread)
-    epochs = [draw.permutation(lengths).reshape(-1, size).mean(axis=1).max() for _ in range(20)]
-    assert 0.97 * np.mean(epochs) < figures.fullest_of(size) < 1.35 * np.mean(epochs)
-    assert figures.fullest_of(1) == lengths.max()
+    dealt = DataStatistics(38_400, int(lengths.sum()), 1, 38_400, 1, spread).dealt(size, count, flat)
+    rows = lengths if flat else -(-lengths // 8) * 8
+    epochs = [cut(-np.sort(-draw.permutation(rows).reshape(-1, size), axis=1), count, flat) for _ in range(5)]
+    assert dealt.tokens == pytest.approx(np.mean([each.tokens.mean() for each in epochs]), rel=0.03)
+    assert dealt.longest == pytest.approx(np.mean([each.longest.mean() for each in epochs]), rel=0.03)
+    grid = np.mean([(each.tokens * each.longest).mean() for each in epochs])
+    assert dealt.grid == pytest.approx(grid, rel=0.1)
+    fullest = np.mean([each.tokens.max() for each in epochs])
+    assert 0.85 * fullest < dealt.fullest < 1.2 * fullest
 
 
 def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:

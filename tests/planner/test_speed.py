@@ -153,9 +153,9 @@ def test_attention_is_within_documents_and_padding_is_no_model_flop() -> None:
     padded = plan(recipe(batch=batch, model={"path": LLAMA_8B, "attention": "sdpa"}), counted=figures(lengths))
     assert padded.model_flops_per_step == flat.model_flops_per_step == pytest.approx(short.model_flops_per_step)
     assert flat.hardware_flops_per_step == pytest.approx(flat.model_flops_per_step)
-    # Nearly every batch of 16 has a long sequence, to which all are padded: 1024 tokens for 640.
-    assert padded.hardware_flops_per_step > 1.5 * flat.hardware_flops_per_step
-    assert padded.tokens_per_second < 0.75 * flat.tokens_per_second
+    # Long sequences lie beside long ones; drawn at random nearly every 16 would be padded from 640 tokens to 1,024.
+    assert flat.hardware_flops_per_step < padded.hardware_flops_per_step < 1.1 * flat.hardware_flops_per_step
+    assert 0.9 * flat.tokens_per_second < padded.tokens_per_second < flat.tokens_per_second
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_attention_is_within_documents_and_padding_is_no_model_flop() -> None:
     ],
 )
 def test_pairs_that_the_kernel_works_through(backend: str, size: int, packing: bool, share: float) -> None:
-    load = load_of(recipe(data={"sources": ["x"], "packing": packing}), backend, size, 64.0, 64.0**2, 64.0)
+    load = load_of(recipe(data={"sources": ["x"], "packing": packing}), backend, size, 64.0, 64.0**2)
     assert load.attended == share * size * 64**2
 
 

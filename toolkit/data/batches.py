@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+ALIGNED = 8
+"""Rows are filled up to a multiple of this: CUDA's kernels for masked attention need it, units that multiply matrices
+work in such blocks, and what is compiled or built for a length serves more often."""
 _ROWS_AT_ONCE = 2**15
 """Steps are cut together up to so many rows."""
 

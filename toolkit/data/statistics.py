@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import itertools
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,27 @@ from toolkit.recipe import Recipe
 FORMAT = 4
 """Raise when the same recipe and files would have other figures."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+_DRAWN = 2**16
+"""Sequences that are drawn to see how they are dealt into micro-batches."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What micro-batches hold, padding included.
+
+    Args:
+        tokens: On average.
+        grid: Pairs of positions of all sequences, on average.
+        longest: Tokens of the longest sequence, on average.
+        fullest: Tokens of the fullest one that an epoch is expected to have.
+    """
+
+    tokens: float
+    grid: float
+    longest: float
+    fullest: float
 
 
 @dataclass(frozen=True)
@@ -64,35 +83,27 @@ class DataStatistics:
         return self.tokens / self.rows
 
     @functools.cache  # noqa: B019 (there are few figures)
-    def fullest_of(self, size: int) -> float:
-        """Tokens of a sequence, on average, in the fullest of an epoch's batches of `size` sequences end to end.
+    def dealt(self, size: int, count: int, flat: bool) -> Dealt:
+        """Micro-batches of steps of `size` sequences, each of which is cut into `count` as training does it.
 
-        Chernoff's bound of the sum that one of n batches exceeds, (ln n + size ln E exp(t x)) / t for the best t, which
-        holds for many long ones as for few very long ones (5 to 20% above the mean of draws). One batch has the longest
-        sequence for certain, and none is fuller than the longest ones together.
+        Steps are drawn until they are an epoch, or 65,536 sequences; one has the longest sequence for certain.
+
+        Args:
+            flat: See `batches.cut`.
         """
-        longest, middles = self.quantiles[-1], [(low + high) / 2 for low, high in itertools.pairwise(self.quantiles)]
-        spare = math.log(max(1.0, self.rows / size)) / size
-        above = []
-        for power in range(-2, 9):
-            t = 2.0**power / longest
-            # Less than 0: lengths are taken from the longest.
-            mean = math.fsum(math.exp(t * (length - longest)) for length in middles) / len(middles)
-            above.append((math.log(mean) + spare) / t)
-        return max(longest + min(0.0, *above), self.mean_length + (longest - self.mean_length) / size)
+        # What asks for a plan must answer at once, also where no data is counted.
+        import numpy as np
 
-    def longest_of(self, size: int) -> float:
-        """Expected length of the longest of `size` sequences drawn at random, to which the others are padded.
+        from toolkit.data.batches import ALIGNED, cut
 
-        The expected maximum of independent draws is the end of the range less the integral of F(x)**size; the
-        distribution F is linear between quantiles.
-        """
-        ends, steps = self.quantiles, len(self.quantiles) - 1
-        below = 0.0
-        for step, (low, high) in enumerate(itertools.pairwise(ends)):
-            start, stop = step / steps, (step + 1) / steps
-            below += (high - low) * (stop ** (size + 1) - start ** (size + 1)) / ((size + 1) * (stop - start))
-        return ends[-1] - below
+        shares = np.random.default_rng(0).random((max(1, min(self.rows, _DRAWN) // size), size))
+        lengths = np.interp(shares, np.linspace(0, 1, len(self.quantiles)), self.quantiles)
+        lengths[0, 0] = self.quantiles[-1]
+        unit = 1 if flat else ALIGNED
+        widths = np.ceil(lengths / unit).astype(np.int64) * unit
+        cuts = cut(-np.sort(-widths, axis=1), count, flat)
+        tokens, longest = cuts.tokens, cuts.longest
+        return Dealt(*map(float, (tokens.mean(), (tokens * longest).mean(), longest.mean(), tokens.max())))
 
 
 def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics | None:

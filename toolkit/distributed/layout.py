@@ -128,7 +128,7 @@ def _first_host(nodes: str) -> str:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How one optimizer step is put together: sizes in sequences, `seq_len` in tokens."""
+    """How one optimizer step is put together: sizes in sequences, `seq_len` in tokens; of micro-batches on average."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -141,6 +141,11 @@ class BatchLayout:
     def tokens_per_step(self) -> int:
         """Upper bound of the tokens in a step; reached when every sequence is full."""
         return self.global_batch_size * self.seq_len
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in a step, of all processes together."""
+        return self.gradient_accumulation_steps * self.world_size
 
 
 def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:

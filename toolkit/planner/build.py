@@ -63,7 +63,8 @@ class _Question:
             hardware.device,
             self._backend(recipe, hardware),
         )
-        fullest = dataclasses.replace(layout, seq_len=min(layout.seq_len, self._fullest(recipe, layout, backend)))
+        per_row, longest = self._fullest(recipe, layout, backend)
+        fullest = dataclasses.replace(layout, seq_len=per_row)
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
         trace = trace or store.find(setting.in_bf16())
@@ -87,7 +88,8 @@ class _Question:
         largest = dataclasses.replace(
             workload,
             layout=fullest,
-            target_len=targets and min(targets, fullest.seq_len),
+            longest=longest,
+            target_len=targets and min(targets, longest),
             evaluation_len=max(fullest.seq_len, self._evaluated(recipe, layout, backend)),
             recipe=recipe.with_values({"compile": compiles}),
         )
@@ -124,16 +126,16 @@ class _Question:
         compute, device = dtypes(recipe).compute, hardware.device
         return attention.planned(recipe.model.attention, self.config, compute, device.kind, device.capability)
 
-    def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
-        """Tokens of a row in the fullest micro-batch that an epoch is expected to have, by which memory is planned.
-
-        Where rows are padded that is the one with the longest row, which comes for certain.
-        """
+    def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> tuple[int, int]:
+        """Tokens of the fullest micro-batch, by which memory is planned, for each of its rows on average, and tokens of
+        the longest row."""
         if self.statistics is None:
-            return layout.seq_len
-        if backend in attention.VARLEN and not recipe.data.packing:
-            return math.ceil(self.statistics.fullest_of(layout.micro_batch_size))
-        return math.ceil(self.statistics.quantiles[-1])
+            return layout.seq_len, layout.seq_len
+        flat = backend in attention.VARLEN
+        longest = min(layout.seq_len, math.ceil(self.statistics.quantiles[-1]))
+        dealt = self.statistics.dealt(layout.global_batch_size, layout.micro_batches, flat)
+        per_row = min(longest, math.ceil(dealt.fullest / layout.micro_batch_size))
+        return per_row, per_row if flat else longest
 
     def _evaluated(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
         """Tokens of a row in an evaluation's first batch: the longest rows together, at most all that are held out."""
@@ -149,7 +151,9 @@ class _Question:
         if counted is None or recipe.data.packing:
             return []
         flat, size = self._backend(recipe, hardware) in attention.VARLEN, layout.micro_batch_size
-        lengths = (counted.mean_length if flat else counted.longest_of(size), counted.quantiles[-1])
+        dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, flat)
+        typical = counted.mean_length if flat else min(dealt.tokens / size, counted.quantiles[-1])
+        lengths = (typical, counted.quantiles[-1])
         needs = []
         for length in lengths:
             alike = dataclasses.replace(counted, quantiles=(length, length))
@@ -157,8 +161,8 @@ class _Question:
             if plan is None:  # Another trace would take seconds, for no more than a note.
                 return []
             needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {math.ceil(length):,} tokens")
-        decides = "the fullest that an epoch is expected to have" if flat else "the one with the longest row"
-        return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides} decides"]
+        decides = "the fullest that an epoch is expected to have decides"
+        return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides}"]
 
 
 def estimate(

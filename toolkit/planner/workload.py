@@ -33,6 +33,8 @@ class Workload:
     layout: BatchLayout
     hardware: Hardware
     trace: Trace
+    longest: int | None = None
+    """Tokens of the longest row where the rows of the micro-batch may be fewer, so that they have no more tokens."""
     target_len: int | None = None
     """Tokens of the longest target of pairs, where it is known."""
     evaluation_len: int | None = None
@@ -70,7 +72,8 @@ class Workload:
     @property
     def shape(self) -> Shape:
         """Of a micro-batch."""
-        return Shape(self.trace.layers, self.layout.micro_batch_size, self.layout.seq_len, self.target_len)
+        tokens, longest = self.layout.micro_batch_size * self.layout.seq_len, self.longest or self.layout.seq_len
+        return Shape(self.trace.layers, tokens / longest, longest, self.target_len)
 
     @property
     def accumulates(self) -> bool:

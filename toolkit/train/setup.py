@@ -16,7 +16,7 @@ from transformers import PrinterCallback, set_seed
 
 from toolkit.common import check_disk, in_background, write_json
 from toolkit.data.audit import Audit, DataError, check_batch
-from toolkit.data.batches import FixedOrder, MicroBatches
+from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches
 from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import render
@@ -228,11 +228,6 @@ def _prepare(
     return prepared
 
 
-_ALIGNED = 8
-"""Rows are filled up to a multiple of this: CUDA's kernels for masked attention need it, units that multiply matrices
-work in such blocks, and what is compiled or built for a length serves more often."""
-
-
 def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: bool) -> PlanGuard | None:
     """The plan, printed and kept in the run folder, for which the disk must do. No run ends for want of a plan."""
     try:
@@ -300,7 +295,7 @@ def _collator(
     recipe: Recipe, backend: str, tokenizer: Any, compiles: bool
 ) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     if recipe.objective == "seq2seq":
-        return Collator(tokenizer.pad_token_id, "pairs", _ALIGNED, longest=recipe.batch.seq_len)
+        return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
     layout: Layout = "packed" if recipe.data.packing else "padded"
     if backend in attention.VARLEN:
         return Collator(tokenizer.pad_token_id, "flat")
@@ -308,7 +303,7 @@ def _collator(
         return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
     # By itself a row that is packed has a mask all the same.
     lone = compiles or recipe.data.packing or device.kind() == "cpu"
-    return Collator(tokenizer.pad_token_id, layout, _ALIGNED, longest=recipe.batch.seq_len, lone=lone)
+    return Collator(tokenizer.pad_token_id, layout, ALIGNED, longest=recipe.batch.seq_len, lone=lone)
 
 
 class Callbacks:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from toolkit.data.statistics import DataStatistics
+from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
 from toolkit.models.attention import VARLEN
 from toolkit.planner.hardware import Hardware
@@ -141,14 +141,21 @@ def micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | No
     """What a micro-batch holds on average; full sequences where the data has not been counted."""
     size, length = layout.micro_batch_size, float(layout.seq_len)
     if counted is None:
-        return load_of(recipe, backend, size, length, length**2, length)
+        return load_of(recipe, backend, size, length, length**2)
     squared = counted.squared_tokens / counted.rows
     trained = counted.trained_tokens / counted.tokens
-    return load_of(recipe, backend, size, counted.mean_length, squared, counted.longest_of(size), trained)
+    dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, backend in VARLEN)
+    return load_of(recipe, backend, size, counted.mean_length, squared, dealt, trained)
 
 
 def load_of(
-    recipe: Recipe, backend: str, size: int, mean: float, squared: float, longest: float, trained: float = 1.0
+    recipe: Recipe,
+    backend: str,
+    size: int,
+    mean: float,
+    squared: float,
+    dealt: Dealt | None = None,
+    trained: float = 1.0,
 ) -> Load:
     """A batch of `size` sequences.
 
@@ -156,11 +163,11 @@ def load_of(
         backend: Attention, resolved.
         mean: Tokens of a sequence.
         squared: Sum of the squares of the lengths of a sequence's documents.
-        longest: Tokens of the longest, to which all are padded where the batch has rows.
+        dealt: What there is with padding where the batch has rows; without it nothing is padded.
         trained: Share of the tokens that carry loss.
     """
     tokens, within = size * mean, size * squared
-    padded, grid = size * longest, size * longest**2
+    padded, grid, longest = (dealt.tokens, dealt.grid, dealt.longest) if dealt else (tokens, size * mean**2, mean)
     attended = grid
     if recipe.objective == "seq2seq":
         pass
@@ -221,7 +228,7 @@ def _total(
         mean = counted.eval_tokens / counted.eval_rows
         # Never packed, and sorted by length, so that there is little padding.
         trained = counted.trained_tokens / counted.tokens
-        load = load_of(workload.recipe, backend, rows, mean, mean**2, mean, trained)
+        load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
     saves = math.ceil(steps / length.save_steps) if length.save_steps else 0
     compiling = COMPILE_SECONDS if compiles else dict.fromkeys(COMPILE_SECONDS, 0.0)

@@ -40,19 +40,20 @@ Place = Literal["embeddings", "first_layer", "last_layer", "head"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a micro-batch: `batch` sequences of `seq_len` tokens through `layers` layers.
+    """The size of a micro-batch: `batch` sequences of `seq_len` tokens, perhaps not a whole number of them, through
+    `layers` layers.
 
     Args:
         target_len: Of pairs the tokens of a target, where that is less: what the decoder's layers see.
     """
 
     layers: int
-    batch: int
+    batch: float
     seq_len: int
     target_len: int | None = None
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens of the micro-batch."""
         return self.batch * self.seq_len
 
