@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import metrics
 from safetensors.torch import load_file
 from small import LORA, loss_and_gradients, place_with, set_up
 from transformers import AutoTokenizer
@@ -76,3 +77,19 @@ def test_a_continued_run_ends_as_one_that_was_not_interrupted(method: list[str])
         with pytest.raises(RecipeError, match=r"model\.new_tokens"):
             load_checked("small", again)
         assert main(["recipe=small", "output.name=next", "checkpoint.resume=never", TOKENS, *method, *again]) == 0
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen", marks=pytest.mark.matrix)])
+def test_an_adapter_with_whole_embeddings_is_continued_with_its_tokens(model: str) -> None:
+    whole = [*LORA, "method.modules_to_save=[embed_tokens, lm_head]", "data.eval_split=0.2"]
+    asked = ["recipe=small", "data.sources=[tools.jsonl]", f"model.path={model}"]
+    assert main([*asked, TOKENS, *whole, f"output.name=embeddings-{model}"]) == 0
+    start = f"model.adapter=runs/embeddings-{model}/final"
+    with pytest.raises(RecipeError, match=r"has rows for \[<tool>, str, </tool>\]"):
+        load_checked("small", [*asked[1:], start])
+    assert main([*asked, TOKENS, start, "data.eval_split=0.2", f"output.name=again-{model}"]) == 0
+    first, second = (
+        [line["eval_loss"] for line in metrics(Path("runs") / f"{name}-{model}") if "eval_loss" in line]
+        for name in ("embeddings", "again")
+    )
+    assert second[0] == pytest.approx(first[-1], abs=1e-6) and first[-1] < first[0]

@@ -142,8 +142,10 @@ def _load_adapter(adapted: Any, folder: str) -> None:
             "set model.path to the model that it was trained on",
         ) from error
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    # PEFT saves the trained rows of tied embeddings a second time, as the output head's.
-    unexpected = [name for name in result.unexpected_keys if not name.endswith("trainable_tokens_delta")]
+    # PEFT saves the trained rows of tied embeddings a second time, as the output head's, and embeddings that have got
+    # rows for new tokens under the names that they have in memory, too.
+    copies = ("trainable_tokens_delta", ".modules_to_save.weight")
+    unexpected = [name for name in result.unexpected_keys if not name.endswith(copies)]
     if missing := sorted(trained & set(result.missing_keys)) or unexpected:
         raise UserError(
             f"model.adapter: {folder} and this model differ in {len(missing)} weights, such as {missing[0]}",

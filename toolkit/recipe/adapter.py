@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
+from toolkit.recipe.files import read
 from toolkit.recipe.libraries import PASSED
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.recipe.schema import Recipe
@@ -77,8 +78,15 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
 
 
 def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:
-    """The tokens whose rows an adapter holds, in their order; None for those that its tokenizer does not name."""
+    """The new tokens that an adapter was trained with, in their order; None for those that its tokenizer does not name.
+
+    Embeddings that are trained whole do not say which of their rows are new. The recipe of their run does.
+    """
     rows = config.get("trainable_token_indices") or []
+    run = folder.parent / "recipe.yaml"
+    if not rows and config.get("modules_to_save") and run.is_file():
+        values: Any = read(run).values
+        return list(values["model"].get("new_tokens", []))
     ids = next(iter(rows.values())) if isinstance(rows, dict) else rows
     try:
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"] if ids else []
