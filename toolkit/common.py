@@ -216,6 +216,7 @@ def quiet_libraries() -> None:
     for name in ("accelerate.big_modeling", "bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -350,6 +350,9 @@ class Logging(Section):
 
     every_steps: PositiveInt = 1
     """Write metrics every so many optimizer steps."""
+    profile: bool = False
+    """Watch three steps after the first two with torch's profiler: print what kinds of operations they go on, and write
+    `profile.json.gz` into the run folder, a trace to open in Perfetto."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that metrics are reported to, beside `metrics.jsonl`."""
 

@@ -143,6 +143,10 @@ class Meter(TrainerCallback):
         self.write(step, metrics)
         self._progress.evaluation(step, metrics["eval_loss"], metrics["eval_perplexity"])
 
+    def pause(self, seconds: float) -> None:
+        """Leaves out time that no step took."""
+        self._paused += seconds
+
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Appends one line to `metrics.jsonl`."""
         per_epoch = self._length.steps_per_epoch

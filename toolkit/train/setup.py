@@ -40,6 +40,7 @@ from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.plan_guard import PlanGuard, plan_run
+from toolkit.train.profiler import Profiler
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.session import Session
@@ -320,6 +321,8 @@ class Callbacks:
         start_up = session.start_up
         if session.leads:
             start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
-        for each in (Verify(session), self.samples, Seal(session), self.meter, self.evaluator, self.stop, start_up):
+        profiler = Profiler(session, self.meter.pause) if self.meter and session.recipe.logging.profile else None
+        callbacks = (Verify(session), self.samples, Seal(session), self.meter, self.evaluator, self.stop, profiler)
+        for each in (*callbacks, start_up):
             if each is not None:
                 session.trainer.add_callback(each)

@@ -56,15 +56,21 @@ def _sharded_over(gradients: list[Any]) -> list[Any]:
     return []
 
 
+WAITING = "waiting for data"
+"""What the profiler calls it."""
+
+
 @dataclass
 class Waiting:
     """What it took to get the batches of steps, and what is in them.
 
     Args:
+        newest: Seconds in which the loop waited for those of the newest step.
         seconds: In which the loop waited for them, and the processes told each other how many tokens they train.
         trained: Tokens with a label, of all processes. A tensor, so that no device is waited for in a step.
     """
 
+    newest: float = 0.0
     seconds: float = 0.0
     trained: Any = 0
 
@@ -112,8 +118,10 @@ class _ExactMixin:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step and the number of their trained tokens."""
         started = time.monotonic()
-        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self.waiting.seconds += time.monotonic() - started
+        with torch.profiler.record_function(WAITING):
+            batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self.waiting.newest = time.monotonic() - started
+        self.waiting.seconds += self.waiting.newest
         self.waiting.trained = self.waiting.trained + (0 if count is None else count)
         return batches, count
 
