@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
 
 from toolkit.common import UserError
-from toolkit.data.audit import DataError, check_batch
+from toolkit.data.audit import (
+    Audit,
+    DataError,
+    Lengths,
+    Side,
+    SourceFigures,
+    check_batch,
+    find_problems,
+    in_sentences,
+)
 from toolkit.data.messages import read_messages, without_use
 from toolkit.data.prepare import prepare
 from toolkit.data.preview import render
@@ -179,3 +189,153 @@ def test_merged_boundaries_are_counted(tmp_path: Path) -> None:
     assert audit(tmp_path, merged).train.boundary_merged_rows == 20
     apart = [{"prompt": "The quick brown\n", "completion": f"fox {n}"} for n in range(20)]
     assert audit(tmp_path, apart).train.boundary_merged_rows == 0
+
+
+def side(rows: int = 100, length: int = 10, **changes: Any) -> Side:
+    """Rows of one length in which half of the tokens carry loss and all ends are trained."""
+    fits = {"rows": 0, "action": "error", "seq_len": 64}
+    of_all = {"rows": rows, "tokens": rows * length, "trained_tokens": rows * length // 2, "untrained_rows": 0}
+    ends = {"stop_trained_rows": rows, "boundary_merged_rows": 0, "longest": "a.jsonl:7"}
+    lengths = Lengths.of(np.full(rows, length))
+    return Side.model_validate({**of_all, **ends, "over_long": fits, "lengths": lengths, **changes})
+
+
+def figures(**changes: Any) -> Audit:
+    """Of 100 chats with which nothing is wrong."""
+    content = {"objective": "sft", "scope": "", "sources": [], "train": side(), "eval": None, "deduplicate": False}
+    content |= {"duplicates": 0, "in_train_and_eval": 0, "kinds": ["Chat"]}
+    return Audit.model_validate({**content, "chat_template": {"source": "the tokenizer's", "needed": True}, **changes})
+
+
+def too_long(rows: int, action: str) -> Side:
+    return side(length=80, over_long={"rows": rows, "action": action, "seq_len": 64})
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "what", "change"),
+    [
+        # 51 and 50 of 100 rows without an answer.
+        ({"train": side(49, untrained_rows=51)}, "fatal", "51 of 100 rows have no trained token (", "data.train_on"),
+        ({"train": side(50, untrained_rows=50)}, "warning", "50 of 100 rows have no trained token and", "fill or"),
+        ({"train": side(99, untrained_rows=1)}, "warning", "1 of 100 rows have no trained token and", "fill or"),
+        ({"train": side(stop_trained_rows=0)}, "fatal", "the stop token is trained in no row", "chat_template"),
+        ({"train": side(stop_trained_rows=89)}, "warning", "in only 89 of 100 rows", "over_long: drop"),
+        ({"kinds": ["Completion"]}, "warning", "without the chat template", "`instruction`"),
+        ({"duplicates": 3}, "warning", "3 rows repeat an earlier row", "set `data.deduplicate: true`"),
+        ({"in_train_and_eval": 2}, "warning", "2 held-out rows are also trained on", "hold a fraction out"),
+        ({"train": side(boundary_merged_rows=4)}, "warning", "in 4 rows one token holds the end", "line break"),
+        ({"train": side(system_lost_rows=5)}, "warning", "in 5 rows the chat template leaves out", "a template that"),
+        ({"eval": side(0)}, "fatal", "no usable held-out row", "data.eval_sources"),
+        (
+            {"train": too_long(9, "error")},
+            "fatal",
+            "9 of 100 training rows are longer than `batch.seq_len: 64`",
+            "split",
+        ),
+        ({"train": too_long(9, "error")}, "fatal", "the longest has 80 tokens (a.jsonl:7)", "at most 80 tokens"),
+        ({"train": too_long(9, "drop")}, "warning", "they are left out", "to keep them whole"),
+        ({"eval": too_long(9, "truncate")}, "warning", "9 of 100 held-out rows", "to keep them whole"),
+        ({"eval": too_long(9, "truncate")}, "warning", "their ends are cut off", "raise `batch.seq_len`"),
+        ({"train": too_long(9, "split")}, "fatal", "is for text, not for chats", "to drop or truncate"),
+    ],
+)
+def test_what_is_wrong_with_figures(changes: dict[str, Any], level: str, what: str, change: str) -> None:
+    (problem,) = find_problems(figures(**changes))
+    assert problem.level == level and what in problem.what and change in problem.change
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eval": side(10)},
+        {"train": side(stop_trained_rows=90)},
+        {"train": side(stop_trained_rows=0), "objective": "language_modelling", "kinds": ["Text"]},
+        {"kinds": ["Completion"], "chat_template": {"source": "none", "needed": False}},
+        {"kinds": ["Completion"], "objective": "seq2seq"},
+        {"kinds": ["Chat", "Completion"]},
+        {"duplicates": 3, "deduplicate": True},
+        {"train": too_long(9, "split"), "kinds": ["Text"]},
+    ],
+    ids=str,
+)
+def test_figures_with_which_nothing_is_wrong(changes: dict[str, Any]) -> None:
+    assert list(find_problems(figures(**changes))) == []
+
+
+def test_no_usable_row_names_both_reasons() -> None:
+    nothing = side(0, untrained_rows=7, over_long={"rows": 2, "action": "drop", "seq_len": 64})
+    over_long, problem = find_problems(figures(train=nothing.model_copy(update={"lengths": side(2).lengths})))
+    assert over_long.level == "warning" and problem.level == "fatal"
+    assert "7 rows have no trained token, 2 are too long (`data.over_long: drop`)" in problem.what
+    cut = side(stop_trained_rows=0, over_long={"rows": 0, "action": "truncate", "seq_len": 64})
+    (problem,) = find_problems(figures(train=cut))
+    assert problem.change.endswith("or raise `batch.seq_len` so that ends are not cut off")
+
+
+def test_empty_training_rows_count_as_untrained_and_held_out_ones_do_not() -> None:
+    sources = [{"path": "a", "split": "train", "format": "text", "empty_rows": 3, "role": "train"}]
+    sources.append({**sources[0], "empty_rows": 9, "role": "eval"})
+    assert figures(sources=sources, train=side(97, untrained_rows=2)).untrained_rows == 5
+
+
+def test_figures_in_sentences() -> None:
+    assert in_sentences(figures()) == [
+        "100 rows of 1,000 tokens are trained on; 50.0% of the tokens carry loss, 500 in all.",
+        "No row is longer than 64 tokens.",
+        "Every row has a token to train.",
+        "The stop token is trained in every row.",
+        "No row repeats another; no held-out row is trained on.",
+        "The chat template is the tokenizer's.",
+    ]
+    packing, template = {"rows": 12, "efficiency": 0.957}, {"source": "none", "needed": False}
+    many = figures(
+        train=side(98, untrained_rows=2, stop_trained_rows=49, over_long={"rows": 7, "action": "drop", "seq_len": 64}),
+        **{"eval": too_long(25, "drop"), "duplicates": 3, "in_train_and_eval": 2, "scope": "the first 100 rows"},
+        **{"packing": packing, "chat_template": template},
+    )
+    assert in_sentences(many)[1:] == [
+        "100 rows of 8,000 tokens are held out for evaluation.",
+        "7 of the training rows (7.1%) and 25 of the held-out rows (25.0%) are longer than 64 tokens and are left out "
+        "(data.over_long: drop).",
+        "2 rows have no trained token and are left out.",
+        "The stop token is trained in 50.0% of the rows.",
+        "3 rows repeat an earlier one and are kept; 2 held-out rows are trained on.",
+        "The chat template is none, and these rows do not need one.",
+        "The rows are packed into 12 sequences, which are 95.7% full.",
+        "These are figures of the first 100 rows only: the data is streamed.",
+    ]
+    for action, effect in (("truncate", "lose their ends"), ("split", "are cut into"), ("error", "stop the run")):
+        assert effect in in_sentences(figures(train=too_long(7, action)))[1]
+    dropped = in_sentences(figures(duplicates=3, deduplicate=True, in_train_and_eval=1))[4]
+    assert dropped == "3 rows repeat an earlier one and are dropped; 1 held-out row is trained on."
+    assert "0.0% of the tokens" in in_sentences(figures(train=side(0)))[0]
+
+
+def test_lengths_of_rows() -> None:
+    lengths = Lengths.of(np.array([3, 17, 18, 40, 100]))
+    assert lengths.percentiles == {"min": 3, "p10": 3, "p50": 18, "p90": 100, "p99": 100, "max": 100}
+    buckets = [(bucket.low, bucket.high, bucket.rows) for bucket in lengths.histogram]
+    assert buckets == [(0, 15, 1), (16, 31, 2), (32, 63, 1), (64, 127, 1)]
+    # Empty buckets before the first row are left out, those between rows are not; a power of two begins one.
+    spread = Lengths.of(np.array([16, 64])).histogram
+    assert [(bucket.low, bucket.high, bucket.rows) for bucket in spread] == [(16, 31, 1), (32, 63, 0), (64, 127, 1)]
+    assert Lengths.of(np.array([], dtype=np.int64)) == Lengths(percentiles={}, histogram=[])
+
+
+def test_unused_names_are_listed_up_to_twenty() -> None:
+    source = SourceFigures(path="a", split="train", format="text", unused_columns=["b"] * 20, unused_fields=["c"] * 23)
+    columns, fields = source.unused()
+    assert columns == f"unused columns: {', '.join('b' * 20)}"
+    assert fields == f"unused fields of messages: {', '.join('c' * 20)} and 3 more"
+    assert SourceFigures(path="a", split="train", format="text").unused() == []
+
+
+def test_packed_rows_fill_a_batch_as_sequences() -> None:
+    packed = figures(packing={"rows": 12, "efficiency": 0.9})
+    (problem,) = check_batch(packed, 13).problems
+    assert "12 training sequences do not fill one global batch of 13" in problem.what
+    assert problem.change == "lower `batch.global_batch_size`, or set `data.packing: false`"
+    assert check_batch(packed, 12) == packed
+    assert check_batch(figures(scope="the first rows"), 1000).problems == []
+    assert check_batch(figures(), 101).problems[0].change == "lower `batch.global_batch_size`"
