@@ -442,7 +442,7 @@ def test_weights_are_quantized_one_by_one_while_they_load():
         Tensors("layer", (1000, 1000), 4, False, "base"),
         Tensors("layer", (16, 1000), 4, True, "adapter"),
     )
-    trace = Trace(4, tensors, _trace().moments, {}, Amount((0.0, 2000.0)), 0)
+    trace = Trace(4, tensors, _trace().moments, {}, Amount((0.0, 2000.0)), 0, None)
 
     def loading(part, **sections):
         phases = _planned(trace=trace, precision="bf16", **sections).memory[0].phases

@@ -176,7 +176,9 @@ def workload(strategy, tensors=SMALL, devices="h200x4", **sections):
     sections = {"method": {"name": "lora"}, "precision": "bf16", "strategy": {"name": strategy}, **sections}
     hardware = find(devices)
     wanted = recipe(**sections)
-    return Workload(wanted, batch_layout(wanted, hardware.devices), hardware, Trace(2, tensors, (), {}, Amount(), 0))
+    return Workload(
+        wanted, batch_layout(wanted, hardware.devices), hardware, Trace(2, tensors, (), {}, Amount(), 0, None)
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def workload(on: Hardware, tensors: tuple[Tensors, ...] | None = None, passes: i
     recipe = Recipe.model_validate({**base, **sections})
     tensors = tensors or (Tensors("layer", (1000, 1000), 2, True, "base"),)
     every = {"forward": each_pass(1e9), "backward": each_pass(2e9), "recompute": each_pass(0.0)}
-    trace = Trace(2, tensors, (), every | {"evaluation": each_pass(1e9)}, Amount(), 0)
+    trace = Trace(2, tensors, (), every | {"evaluation": each_pass(1e9)}, Amount(), 0, None)
     return Workload(recipe, batch_layout(recipe, on.devices), on, trace)
 
 
