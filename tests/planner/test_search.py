@@ -11,8 +11,8 @@ from arithmetic import Arithmetic, recipe
 from toolkit.planner.hardware import find
 from toolkit.planner.search import (
     Candidate,
-    _largest_that_fits,
     _micro_batches,
+    _micro_batches_worth,
     _recomputations,
     _strategies,
     as_arguments,
@@ -25,11 +25,19 @@ from toolkit.planner.search import (
 
 
 def candidate(
-    name: str, seconds: float, fits: str = "yes", total: int = 10, devices: int = 1, rank: tuple[int, int] = (0, 0)
+    name: str,
+    seconds: float,
+    fits: str = "yes",
+    total: int = 10,
+    devices: int = 1,
+    rank: tuple[int, int] = (0, 0),
+    tokens_from: str = "upper bound",
 ) -> Candidate:
     plan: Any = SimpleNamespace(
         fit=SimpleNamespace(answer=fits, needed=3 * 2**29, available=2**31, where="device memory"),
-        work=SimpleNamespace(step_seconds=SimpleNamespace(value=seconds), tokens_per_step=100.0),
+        work=SimpleNamespace(
+            step_seconds=SimpleNamespace(value=seconds), tokens_per_step=6400.0, tokens_from=tokens_from
+        ),
         memory=[SimpleNamespace(total=SimpleNamespace(value=total)), SimpleNamespace(total=SimpleNamespace(value=1))],
         devices=devices,
     )
@@ -38,7 +46,7 @@ def candidate(
 
 def test_figures_of_a_setting() -> None:
     made = candidate("a", 2.0, total=7, devices=8)
-    assert made.figures == (2.0, 7, 2.0 * 8 / 100.0)
+    assert made.figures == (2.0, 7, 2.0 * 8 / 6400.0)
     assert made.need == "1.5 of 2.0 GiB of device memory"
     assert as_arguments({"strategy.name": "zero2", "batch.micro_batch_size": 4, "data.packing": True}) == (
         "strategy.name=zero2 batch.micro_batch_size=4 data.packing=true"
@@ -146,10 +154,28 @@ def test_the_largest_micro_batch_that_fits_is_found_by_halves() -> None:
             asked.append(changed.batch.micro_batch_size)
             return candidate("x", 1.0, "yes" if asked[-1] <= largest else "no").plan
 
-        tried = _largest_that_fits(made, on, estimate, sizes)
+        tried = _micro_batches_worth(made, on, estimate, sizes)
         assert [each.recipe.batch.micro_batch_size for each in tried] == asked and asked[0] == 16
         assert max((size for size in asked if size <= largest), default=0) == largest and len(asked) <= 4
-    assert _largest_that_fits(made, on, lambda changed, hardware: None, sizes) == []
+    assert _micro_batches_worth(made, on, lambda changed, hardware: None, sizes) == []
+
+
+def test_rows_that_are_short_and_padded_have_the_micro_batch_that_is_fastest() -> None:
+    """64 rows of 100 tokens on average, where rows of 1,024 are allowed."""
+    made, on = recipe(batch={"global_batch_size": 64, "seq_len": 1024}), find("h100")
+    for limit, best, asked in ((64, 16, [16, 32, 64, 32, 16, 8]), (8, 8, [16, 2, 4, 8, 4]), (0, None, [16, 2, 1])):
+        sizes: list[int] = []
+
+        def estimate(changed: Any, hardware: Any, limit: int = limit, sizes: list[int] = sizes) -> Any:
+            sizes.append(changed.batch.micro_batch_size)
+            seconds = {64: 3.0, 32: 2.0, 16: 1.0}.get(sizes[-1], 1.5 + 1 / sizes[-1])
+            answer = "yes" if sizes[-1] <= limit else "no"
+            return candidate("x", seconds, answer, tokens_from="counted").plan
+
+        tried = _micro_batches_worth(made, on, estimate, _micro_batches(made, 1))
+        assert sizes == asked
+        quick = fastest(tried)
+        assert (quick and quick.recipe.batch.micro_batch_size) == best
 
 
 def test_what_would_have_been_taken_anyway_is_no_change() -> None:

@@ -177,10 +177,14 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     return BatchLayout(total, micro_batch, per_process // micro_batch, world_size, batch.seq_len)
 
 
-def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
-    """Sizes that divide a process's share of the global batch, ascending, up to what keeps a current GPU busy."""
+def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None = None) -> list[int]:
+    """Sizes that divide a process's share of the global batch, ascending, up to what keeps a current GPU busy.
+
+    Args:
+        row_tokens: Tokens of a sequence, on average; by default all are full.
+    """
     share = max(1, recipe.batch.sequences_per_step // world_size)
-    largest = max(1, _MICRO_BATCH_TOKENS // recipe.batch.seq_len)
+    largest = max(1, int(_MICRO_BATCH_TOKENS / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 

@@ -198,9 +198,9 @@ def _recomputations(recipe: Recipe, hardware: Hardware, offload: bool) -> list[C
     return [dict(zip(keys, pair, strict=True)) for pair in pairs]
 
 
-def _micro_batches(recipe: Recipe, devices: int) -> list[Changes]:
+def _micro_batches(recipe: Recipe, devices: int, row_tokens: float | None = None) -> list[Changes]:
     """Sizes of a micro-batch that are worth a plan, and the one that the recipe asks for."""
-    sizes = set(micro_batch_sizes(recipe, devices))
+    sizes = set(micro_batch_sizes(recipe, devices, row_tokens))
     if isinstance(asked := recipe.batch.micro_batch_size, int):
         sizes.add(asked)
     return [{"batch.micro_batch_size": size} for size in sorted(sizes)]
@@ -220,8 +220,8 @@ def _search(
 ) -> list[Candidate]:
     """Plans of all combinations that the rules allow and that could be the best.
 
-    A larger micro-batch needs more memory and is never slower, so of each combination the largest that fits is looked
-    for. What a strategy would take without recomputing, in the largest micro-batch, be there room or not, is the least
+    A larger micro-batch needs more memory, and where nothing is padded it is never slower, so of each combination the
+    largest that fits is looked for. What a strategy would take without recomputing, be there room or not, is the least
     that it takes with recomputing; where that is no gain, it is not tried.
 
     Args:
@@ -250,32 +250,63 @@ def _search(
         except UserError as error:
             refused.append(error)
             continue
-        tried = _largest_that_fits(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
+        tried = _micro_batches_worth(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
         candidates += [dataclasses.replace(each, rank=(place, level)) for each in tried]
         # The largest is tried first; its plan may not be known.
         if tried and level == 0 and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
-            least_seconds[place] = tried[0].seconds
+            least_seconds[place] = min(each.seconds for each in tried)
     if refused and not candidates:
         raise refused[0]
     return candidates
 
 
-def _largest_that_fits(
+def _micro_batches_worth(
     recipe: Recipe, hardware: Hardware, estimate: Estimate, settings: Sequence[Changes]
 ) -> list[Candidate]:
-    """All that were tried, by bisection; without those whose plans are not known."""
+    """All that were tried to find the largest that fits, by bisection, and the fastest; without those whose plans are
+    not known.
+
+    The first plan says how long the sequences of counted data are: short ones allow larger micro-batches. In smaller
+    ones less is padded, so they are tried as long as they are faster.
+    """
     tried: list[Candidate] = []
-    low, high = 0, len(settings) - 1
-    middle = high
-    while low <= high:
-        candidate = consider(recipe, hardware, estimate, settings[middle])
-        tried += [candidate] if candidate else []
-        if candidate and candidate.fits == "yes":
-            low = middle + 1
-        else:
-            high = middle - 1
-        middle = (low + high) // 2
+
+    def halve(settings: Sequence[Changes]) -> None:
+        low, high = 0, len(settings) - 1
+        while low <= high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if fits(settings[middle]) else (low, middle - 1)
+
+    def fits(changes: Changes) -> bool:
+        candidate = consider(recipe, hardware, estimate, changes)
+        tried.extend([candidate] if candidate else [])
+        return candidate is not None and candidate.fits == "yes"
+
+    if not fits(settings[-1]):
+        halve(settings[:-1])
+    counted = tried and tried[0].plan.work.tokens_from == "counted" and "batch.micro_batch_size" in settings[-1]
+    if not counted:
+        return tried
+    row_tokens = tried[0].plan.work.tokens_per_step / recipe.batch.sequences_per_step
+    sizes = [{**settings[-1], **size} for size in _micro_batches(recipe, hardware.devices, row_tokens)]
+    if tried[0].fits == "yes":
+        halve([size for size in sizes if size["batch.micro_batch_size"] > _micro_batch_size(tried[0])])
+    largest = max((each for each in tried if each.fits == "yes"), key=_micro_batch_size, default=None)
+    smaller = [size for size in sizes if largest and 1 < size["batch.micro_batch_size"] < _micro_batch_size(largest)]
+    seconds = largest.seconds if largest else 0.0
+    for changes in reversed(smaller):
+        candidate = consider(recipe, hardware, estimate, changes)
+        if candidate is None or candidate.seconds > seconds * (1 - TIE):
+            break
+        tried.append(candidate)
+        seconds = candidate.seconds
     return tried
+
+
+def _micro_batch_size(candidate: Candidate) -> int:
+    size = candidate.recipe.batch.micro_batch_size
+    assert size != "auto"
+    return size
 
 
 def consider(recipe: Recipe, hardware: Hardware, estimate: Estimate, changes: Changes) -> Candidate | None:
