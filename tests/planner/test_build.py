@@ -16,6 +16,7 @@ from toolkit.planner.plan import Disk, Host, Memory, Range
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.types import Setting, Trace
+from toolkit.recipe import load
 from toolkit.recipe.rules import load_checked
 
 GIB = 2**30
@@ -234,7 +235,7 @@ def test_why_there_is_no_trace_is_said_in_a_few_lines(monkeypatch: pytest.Monkey
     ],
 )
 def test_names_that_match_nothing_are_refused(changes: list[str], words: list[str]) -> None:
-    loaded = load_checked("smollm2_135m_lora_demo", changes)
+    loaded = load("smollm2_135m_lora_demo", changes)
     with pytest.raises(UserError) as caught:
         estimate(loaded.recipe, "demo", find("h100"), tracing="in_process")
     assert all(word in str(caught.value) for word in words), caught.value

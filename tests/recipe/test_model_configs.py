@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_model
 
 from toolkit.common import UserError
-from toolkit.recipe import model_configs
+from toolkit.recipe import model_configs, module_names
 from toolkit.recipe.schema import Model
 
 PUBLISHED_PARAMETERS = {
@@ -54,6 +54,8 @@ def test_bundled_config_builds_a_model_of_the_published_size(model_id: str) -> N
         model = kind.from_config(AutoConfig.for_model(**config))
     assert type(model).__name__ == config["architectures"][0]
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[model_id]
+    names = module_names.parameter_names(Model(path=model_id), config)
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
 def test_what_is_done_to_a_config_is_not_done_to_the_next() -> None:

@@ -372,9 +372,9 @@ def test_tracker_by_name_gets_training_and_held_out_loss(place: Path, monkeypatc
 
 
 def test_failed_run_says_so_and_can_be_mended(place: Path) -> None:
-    assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_prj]"]) == 1
+    assert main(["recipe=small", "max_steps=2", "method.target_modules=[lm_head]"]) == 1
     manifest = json.loads((place / "runs" / "small" / "manifest.json").read_text())
-    assert manifest["status"] == "failed" and "q_prj" in manifest["error"]
+    assert manifest["status"] == "failed" and "lm_head" in manifest["error"]
     assert main(["recipe=small", "max_steps=2", "method.target_modules=[q_proj]"]) == 0
 
 

@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
-from toolkit.recipe import Recipe, did_you_mean
+from toolkit.recipe import Recipe
+from toolkit.recipe.module_names import adapter_patterns, matches, meant, unmatched
 from toolkit.recipe.sections import MOVES_BASE, Method
 
 
@@ -42,6 +43,9 @@ def add_method(
         UserError: If a pattern or module name matches nothing in this model, or cannot be trained.
     """
     method = recipe.method
+    modules = [name for name, _ in model.named_modules()]
+    for key, what, change in unmatched(method, modules, [name for name, _ in model.named_parameters()]):
+        raise UserError(f"{key}: {what}", change)
     if method.name == "full":
         _freeze(model, method.freeze)
         return model
@@ -49,7 +53,6 @@ def add_method(
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import TrainableTokensWrapper
 
-    _check_modules(model, method.target_modules, method.modules_to_save)
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
     adapter = LoraConfig(
@@ -175,43 +178,10 @@ def quantization_config(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | 
 
 
 def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise UserError(
-                f"method.freeze: no parameter of this model matches {pattern!r}",
-                f"{_meant(pattern, names)}parameters are named like {names[0]}, {names[len(names) // 2]}",
-            )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
-    if names and not any(parameter.requires_grad for parameter in model.parameters()):
+    if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("method.freeze leaves nothing to train", "remove a pattern from method.freeze")
-
-
-def _check_modules(model: torch.nn.Module, targets: str | list[str], saved: list[str]) -> None:
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if name and hasattr(module, "weight")}
-    paths = [name for name, _ in model.named_modules()]
-    wanted = [("method.modules_to_save", module) for module in saved]
-    if isinstance(targets, list):
-        wanted += [("method.target_modules", module) for module in targets]
-    elif targets != "all-linear":
-        raise UserError(
-            f"method.target_modules={targets!r} is not known", "write all-linear, or a list of module names"
-        )
-    for key, module in wanted:
-        if not any(_matches(path, [module]) for path in paths):
-            raise UserError(
-                f"{key}: this model has no module {module!r}",
-                f"{_meant(module, paths)}modules with weights: {', '.join(sorted(names))}",
-            )
-
-
-def _meant(pattern: str, names: Iterable[str]) -> str:
-    """Asks for the part of some names that comes closest to the last word of a pattern; empty if none does."""
-    words = re.findall(r"[A-Za-z]\w*", pattern)
-    parts = {part for name in names for part in name.split(".")} - {"weight", "bias"}
-    close = next((close for word in reversed(words) if word not in parts and (close := did_you_mean(word, parts))), "")
-    return f"did you mean {close!r}? " if close else ""
 
 
 def _linear_modules(model: PreTrainedModel) -> list[str]:
@@ -224,16 +194,12 @@ def _linear_modules(model: PreTrainedModel) -> list[str]:
 def _check_adapted(adapted: Any, method: Method) -> None:
     """Refuses what PEFT passed over: patterns, parameters and layers that have no adapter."""
     names = sorted(_adapted_names(adapted))
-    asked = [("target_parameters", name, rf"(.*\.)?{re.escape(name)}") for name in method.target_parameters]
-    asked += [("layers_to_transform", str(index), rf"\D*\.{index}\..*") for index in method.layers_to_transform]
-    for key in ("rank_pattern", "alpha_pattern"):
-        # As PEFT matches them.
-        asked += [(key, pattern, rf"(.*\.)?({pattern})") for pattern in getattr(method, key)]
-    for key, given, pattern in asked:
+    layers = (("layers_to_transform", str(index), rf"\D*\.{index}\..*") for index in method.layers_to_transform)
+    for key, given, pattern in (*adapter_patterns(method), *layers):
         if not any(re.fullmatch(pattern, name) for name in names):
             raise UserError(
                 f"method.{key}: {given!r} matches nothing that has an adapter",
-                f"{_meant(given, names)}adapters are on parameters and modules named like {names[0]}, {names[-1]}",
+                f"{meant(given, names)}adapters are on parameters and modules named like {names[0]}, {names[-1]}",
             )
 
 
@@ -261,20 +227,20 @@ def _modules_to_save(model: PreTrainedModel, targets: str | list[str], saved: li
         for name, module in model.named_modules()
         if any(getattr(module, "weight", None) is each for each in weights)
     ]
-    if isinstance(targets, list) and any(_matches(name, targets) for name in embeddings):
+    if isinstance(targets, list) and any(matches(name, targets) for name in embeddings):
         raise UserError(
             f"method.target_modules: adapters on {' and '.join(embeddings)} would be trained or merged wrongly: "
             "the loss reads the output head's weight itself, and tied embeddings share theirs",
             "train them in full with method.modules_to_save",
         )
-    if weights[0] is not weights[1] or not any(_matches(name, saved) for name in embeddings):
+    if weights[0] is not weights[1] or not any(matches(name, saved) for name in embeddings):
         return saved, False
     if [name.rpartition(".")[2] for name in embeddings] != ["embed_tokens", "lm_head"]:
         raise UserError(
             f"method.modules_to_save: {' and '.join(embeddings)} share one weight, and adapters would part them",
             "remove them from method.modules_to_save, or set method.name=full",
         )
-    others = [name for name in saved if not any(_matches(each, [name]) for each in embeddings)]
+    others = [name for name in saved if not any(matches(each, [name]) for each in embeddings)]
     return [*others, "lm_head"], True
 
 
@@ -292,7 +258,7 @@ def _token_rows(
         )
     modules = [embeddings] if head is None or head.weight is embeddings.weight else [embeddings, head]
     names = (name for name, module in model.named_modules() if any(module is each for each in modules))
-    rows = {name: list(ids) for name in names if not _matches(name, saved)}
+    rows = {name: list(ids) for name in names if not matches(name, saved)}
     if rows and recipe.strategy.shards_parameters:
         raise UserError(
             f"model.new_tokens: {recipe.strategy.name} divides {' and '.join(rows)}, of which PEFT then cannot train "
@@ -300,8 +266,3 @@ def _token_rows(
             "set strategy.name=zero2, or add them to method.modules_to_save",
         )
     return rows or None
-
-
-def _matches(path: str, modules: list[str]) -> bool:
-    """Whether PEFT would take the module at this path for one of the named ones."""
-    return any(path == module or path.endswith(f".{module}") for module in modules)

@@ -60,6 +60,8 @@ class KnownModel:
     """Whether the hub asks for an account and an accepted license."""
     parameters: int
     """Number of parameters, tied ones counted once."""
+    names: list[str]
+    """Names of its parameters, once for all layers: `<32>` stands for the numbers from 0 to 31."""
     config_json: str
 
     @property
@@ -105,15 +107,18 @@ def config_of(model: Model) -> dict[str, Any] | None:
     Raises:
         UserError: A local `config.json` is not valid JSON, or something in it is not what it must be.
     """
-    folder = Path(model.path)
-    if folder.is_dir():
-        return _read(folder / "config.json")
-    cached = _hub_snapshot(model)
-    config = _read(cached / "config.json") if cached else None
-    if config is not None:
+    files = local_files(model)
+    config = _read(files / "config.json") if files else None
+    if config is not None or Path(model.path).is_dir():
         return config
     known = known_model(model)
     return known.config if known else None
+
+
+def local_files(model: Model) -> Path | None:
+    """The folder of a model's files on this disk: its own, or that in the hub's cache; None if there is none."""
+    folder = Path(model.path)
+    return folder if folder.is_dir() else _hub_snapshot(model)
 
 
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.recipe import compilation, model_configs
 from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
+from toolkit.recipe.module_names import name_problems
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
@@ -54,6 +55,8 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bo
     choices = ((decided, *broken(decided)) for decided in _decided(recipe))
     nearest, rules, others = min(choices, key=lambda choice: len(choice[1]) + len(choice[2]))
     figures = _figures(nearest, config)
+    if not warns:
+        others = [*others, *name_problems(nearest, config, origins or {})]
     return [
         Problem(
             rule.path,

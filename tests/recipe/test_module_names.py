@@ -1,0 +1,89 @@
+"""What a recipe names in a model is there, or `validate` says so without loading anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.recipe.model_configs import bundled
+from toolkit.recipe.rules import check
+from toolkit.recipe.schema import Recipe
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+STORED = [
+    "model.embed_tokens.weight", "model.layers.0.attn.wq.weight", "model.layers.1.attn.wq.weight", "model.norm.weight"
+]  # fmt: skip
+
+
+def problems(path: str, **method: object) -> list[str]:
+    sections = {"model": {"path": path}, "data": {"sources": ["a"]}, "method": method}
+    return [f"{each.path}: {each.what}; {each.hint}" for each in check(Recipe.model_validate(sections))]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (
+            {"target_modules": ["q_prj", "v_proj"]},
+            "target_modules: this model has no module 'q_prj'; did you mean",
+        ),
+        ({"target_modules": ["layers.31.self_attn.q_proj"], "modules_to_save": ["lm_head"]}, ""),
+        ({"target_modules": ["layers.32.self_attn.q_proj"]}, "no module 'layers.32.self_attn.q_proj'"),
+        ({"modules_to_save": ["embed_in"]}, "modules_to_save: this model has no module 'embed_in'"),
+        ({"rank_pattern": {"q_proj": 8, r"layers\.3\..*": 4}}, ""),
+        ({"rank_pattern": {"gate_up": 8}}, "rank_pattern: 'gate_up' matches nothing"),
+        ({"alpha_pattern": {"c_attn": 8}}, "alpha_pattern: 'c_attn' matches nothing"),
+        (
+            {"target_parameters": ["mlp.experts.down_proj"]},
+            "target_parameters: 'mlp.experts.down_proj' matches",
+        ),
+        ({"freeze": ["model.embed_tokens*", "model.layers.[0-9].*"]}, ""),
+        ({"freeze": ["model.layer.0.*"]}, "freeze: no parameter of this model matches 'model.layer.0.*'; did"),
+    ],
+)
+def test_names_that_match_nothing_are_refused(method: dict[str, object], expected: str) -> None:
+    found = problems(LLAMA, name="full" if "freeze" in method else "lora", **method)
+    assert expected in found[0] if expected else not found, found
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_folder_of_safetensors_is_read_without_torch(tmp_path: Path, indexed: bool) -> None:
+    saved(tmp_path, STORED, indexed)
+    assert not problems(str(tmp_path), name="lora", target_modules=["wq"], modules_to_save=["lm_head"])
+    assert "no module 'wk'" in problems(str(tmp_path), name="lora", target_modules=["wk"])[0]
+    code = "import sys; from toolkit.recipe import module_names, rules; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "config"),
+    [
+        (STORED, {"num_local_experts": 8}),
+        (STORED, {"text_config": {"model_type": "llama"}}),
+        (STORED, {"quantization_config": {}}),
+        (["h.0.attn.c_attn.weight"], {}),
+        ([], {}),
+    ],
+)
+def test_nothing_is_said_of_what_transformers_may_rename(
+    tmp_path: Path, names: list[str], config: dict[str, object]
+) -> None:
+    saved(tmp_path, names, False, **config)
+    assert not problems(str(tmp_path), name="lora", target_modules=["anything"])
+
+
+def test_every_bundled_model_lists_its_names() -> None:
+    assert all(each.names for each in bundled().values())
+
+
+def saved(folder: Path, names: list[str], indexed: bool, **config: object) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if indexed:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "a")}))
+    else:
+        head = json.dumps({"__metadata__": {}, **{name: {} for name in names}}).encode()
+        (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)

@@ -1,0 +1,114 @@
+"""Names of a model's modules and parameters, and what a recipe names that is not among them.
+
+`validate` needs them without torch: bundled models list theirs, and a folder of safetensors has them in its index or in
+the head of its file. Those of a file are taken for the model's own only where Transformers loads them as they are; of
+mixtures, multimodal and quantized models it renames some, so that nothing is said of those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.recipe import model_configs
+from toolkit.recipe.errors import Problem, did_you_mean, origin_of
+from toolkit.recipe.schema import Model, Recipe
+from toolkit.recipe.sections import Method
+
+_MANY = re.compile(r"<(\d+)>")
+"""In a name of the bundle: so many layers, counted from 0."""
+
+
+def name_problems(recipe: Recipe, config: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Problem]:
+    """Names and patterns of the method that match nothing, where the model's names are known without loading it.
+
+    Args:
+        config: The model's `config.json`; empty where it is not known.
+    """
+    if names := parameter_names(recipe.model, config):
+        parts = [name.split(".") for name in names]
+        modules = {".".join(each[:depth]) for each in parts for depth in range(1, len(each))}
+        for key, what, change in (*unmatched(recipe.method, modules, names), *_idle(recipe.method, {*modules, *names})):
+            yield Problem(key, what, origin_of(key, origins), hint=change)
+
+
+def unmatched(method: Method, modules: Collection[str], parameters: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Key, what is wrong, and what to change, for each name or pattern that matches nothing."""
+    with_weights = sorted({name.split(".")[-2] for name in parameters if name.endswith(".weight")})
+    named = method.target_modules if isinstance(method.target_modules, list) else []
+    for key, asked in (("method.modules_to_save", method.modules_to_save), ("method.target_modules", named)):
+        for module in asked:
+            if not any(matches(path, [module]) for path in modules):
+                change = f"{meant(module, modules)}modules with weights: {', '.join(with_weights)}"
+                yield key, f"this model has no module {module!r}", change
+    for pattern in method.freeze:
+        if not fnmatch.filter(parameters, pattern):
+            some = list(parameters)
+            change = f"{meant(pattern, parameters)}parameters are named like {some[0]}, {some[len(some) // 2]}"
+            yield "method.freeze", f"no parameter of this model matches {pattern!r}", change
+
+
+def _idle(method: Method, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """The same for what is looked for among adapters; what PEFT cannot read as a pattern it says itself."""
+    for key, given, pattern in adapter_patterns(method):
+        with contextlib.suppress(re.error):
+            if not any(re.fullmatch(pattern, name) for name in names):
+                change = meant(given, names) or f"names are like {max(names, key=len)}"
+                yield f"method.{key}", f"{given!r} matches nothing in this model", change
+
+
+def adapter_patterns(method: Method) -> Iterator[tuple[str, str, str]]:
+    """Key, entry and regular expression, as PEFT matches names with them, of what names parameters and adapters."""
+    yield from (("target_parameters", name, rf"(.*\.)?{re.escape(name)}") for name in method.target_parameters)
+    for key in ("rank_pattern", "alpha_pattern"):
+        yield from ((key, pattern, rf"(.*\.)?({pattern})") for pattern in getattr(method, key))
+
+
+def matches(path: str, modules: Iterable[str]) -> bool:
+    """Whether PEFT would take the module at this path for one of the named ones."""
+    return any(path == module or path.endswith(f".{module}") for module in modules)
+
+
+def meant(pattern: str, names: Iterable[str]) -> str:
+    """Asks for the part of some names that comes closest to the last word of a pattern; empty if none does."""
+    words = re.findall(r"[A-Za-z]\w*", pattern)
+    parts = {part for name in names for part in name.split(".")} - {"weight", "bias"}
+    close = next((close for word in reversed(words) if word not in parts and (close := did_you_mean(word, parts))), "")
+    return f"did you mean {close!r}? " if close else ""
+
+
+def parameter_names(model: Model, config: Mapping[str, Any]) -> list[str]:
+    """Names of a model's parameters as Transformers has them; empty where they are not known."""
+    if known := model_configs.known_model(model):
+        return [name for each in known.names for name in _expanded(each)]
+    folder = model_configs.local_files(model)
+    renamed = {"text_config", "quantization_config"} & config.keys() or model_configs.fused_experts(config)
+    names = _stored(folder) if folder and config and not (renamed or model.gguf_file) else []
+    # Saved without the output head, they lack the name of the model inside.
+    if not any(name.startswith(("model.", "transformer.")) for name in names):
+        return []
+    return [*names, "lm_head.weight"]  # A tied one is not stored.
+
+
+def _expanded(name: str) -> Iterator[str]:
+    many = _MANY.search(name)
+    numbers = range(int(many[1])) if many else ("",)
+    yield from (_MANY.sub(str(number), name) for number in numbers)
+
+
+def _stored(folder: Path) -> list[str]:
+    """Names in an index of safetensors, or in the head of a single file: its length in 8 bytes, and as much JSON."""
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with file.open("rb") as stream:
+            head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        return [name for name in head if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # What is wrong with it is said when it is loaded.
