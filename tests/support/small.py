@@ -106,11 +106,12 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     from toolkit.report.terminal import Progress
     from toolkit.train import preflight, setup
     from toolkit.train.run_folder import claim
+    from toolkit.train.startup import StartUp
 
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
     preflight.check_devices(loaded.recipe, World())
     source = ModelSource.open(loaded.recipe)
-    session = setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress())
+    session = setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress(), StartUp())
     return session, setup.Callbacks(session)
 
 
