@@ -15,7 +15,8 @@ from ranks import Ranks
 from small import set_up
 from tiny import chat_rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import SFTTrainer
 
 from toolkit.data.prepare import prepare
 from toolkit.models.load import ModelSource
@@ -156,3 +157,35 @@ def test_a_micro_batch_does_not_wait_for_the_device(place: Path, monkeypatch: py
     with Waits() as waits:
         trainer.training_step(trainer.model, first, tokens)
     assert len(waits.seen) <= 2
+
+
+def test_a_step_does_not_walk_through_all_modules(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them take milliseconds: to say again that they are trained, to drop gradients, to count FLOPs."""
+    calls: list[str] = []
+    for name in ("train", "named_modules"):
+        function = getattr(torch.nn.Module, name)
+
+        def noted(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _function(*args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.Module, name, noted)
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            walks.append(calls.copy())
+            calls.clear()
+
+    walks: list[list[str]] = []
+    trainer = set_up("max_steps=4", "batch.micro_batch_size=2").trainer
+    trainer.add_callback(Steps())
+    trainer.train()
+    assert walks[2:] == [[], []], "the first two have theirs"
+    inputs = {"input_ids": torch.zeros(2, 3)}
+    assert trainer.floating_point_ops(inputs) == SFTTrainer.floating_point_ops(trainer, inputs) > 0
+    trainer.model.eval()
+    assert not any(each.training for each in trainer.model.modules())
+    trainer.model.train()
+    assert all(each.training for each in trainer.model.modules())
+    trainer.model.zero_grad()
+    assert all(each.grad is None for each in trainer.model.parameters())
