@@ -32,6 +32,7 @@ def spare_walks(model: Any) -> None:
     """Has a model skip the walks through all its modules that Transformers' loop takes: in every micro-batch to tell
     them that they are trained, in every step to drop gradients. Both take milliseconds for a thousand modules."""
     train, trained = model.train, [each for each in model.parameters() if each.requires_grad]
+    train()  # PEFT's wrapper says that it is, around a model that was loaded to be evaluated.
 
     def tell(mode: bool = True) -> Any:
         return model if model.training == mode else train(mode)
