@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,18 @@ def test_eager_and_sdpa_train_the_same(model: str, packing: str) -> None:
     assert loss == pytest.approx(other, rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_takes_eager_attention_where_its_plan_does(
+    formulas: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "toolkit")
+    table = {"fp32": {"eager": {8: 4e10}, "sdpa": {8: 1e10}}}
+    measured = functools.partial(dataclasses.replace, attention=table)
+    monkeypatch.setattr("toolkit.train.plan_guard.once_measured", measured)
+    training = set_up("model.path=llama", "precision=fp32")
+    assert training.trainer.model.config._attn_implementation == training.attention == "eager"
+    assert "measured 4.00 times as fast as sdpa on this CPU" in caplog.text
 
 
 def test_capped_logits_are_never_dropped_in_silence() -> None:

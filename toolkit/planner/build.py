@@ -20,10 +20,10 @@ from typing import Any
 from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.cpu_limits import check_cpu
-from toolkit.distributed.engines import dtypes
 from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
 from toolkit.models import attention
+from toolkit.planner import kernels
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
@@ -58,11 +58,8 @@ class _Question:
 
     def plan(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
         """See `search.Estimate`."""
-        layout, device, backend = (
-            batch_layout(recipe, hardware.devices),
-            hardware.device,
-            self._backend(recipe, hardware),
-        )
+        layout, device = batch_layout(recipe, hardware.devices), hardware.device
+        backend, why = kernels.backend(recipe, hardware, self.config, self.statistics)
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
         setting = setting_of(recipe, self.config, device.kind, backend, fullest)
@@ -80,7 +77,7 @@ class _Question:
             attention=backend,
             experts=model_configs.experts(self.config),
             checkpoint_bytes=drives.checkpoint,
-            may_compile=_compiles(hardware) and not compilation.unfit(recipe, self.config),
+            may_compile=kernels.may_compile(hardware) and not compilation.unfit(recipe, self.config),
         )
         compiles = "layers" if done.compile_seconds else "off"
         counted = self.statistics
@@ -119,12 +116,11 @@ class _Question:
             serving=serving(recipe.method, self.config, trace, device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
-            notes=_notes(recipe, hardware, trace, done),
+            notes=[*filter(None, [why]), *_notes(recipe, hardware, trace, done)],
         )
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
-        compute, device = dtypes(recipe).compute, hardware.device
-        return attention.planned(recipe.model.attention, self.config, compute, device.kind, device.capability)
+        return kernels.backend(recipe, hardware, self.config, self.statistics)[0]
 
     def _fullest(self, recipe: Recipe, layout: BatchLayout, backend: str) -> tuple[int, int]:
         """Tokens of the fullest micro-batch, by which memory is planned, for each of its rows on average, and tokens of
@@ -359,12 +355,6 @@ def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) ->
     if hardware.node.nvme_bytes is not None:
         fits.append(into("NVMe", hardware.node.nvme_bytes, drives.nvme, "optimizer"))
     return max(fits, key=lambda each: (("yes", "tight", "no").index(each.answer), each.needed / each.available))
-
-
-def _compiles(hardware: Hardware) -> bool:
-    """Whether compiling pays on such devices: Triton needs compute capability 7.0; on CPUs and on AMD's GPUs it has not
-    been measured."""
-    return hardware.device.kind == "cuda" and float(hardware.device.capability or 0) >= 7
 
 
 def _strategy(recipe: Recipe) -> str:

@@ -31,6 +31,7 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.build import run_folder_bytes
+from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.load import Parameters
@@ -88,7 +89,6 @@ def set_up(
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available()
     backend = attention.resolve(recipe.model.attention, source.config.to_dict(), types.compute, kinds)
-    _log.debug("attention: %s; on this machine: %s", backend, kinds)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
@@ -99,6 +99,9 @@ def set_up(
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _with_micro_batch(loaded, layout, guard, rendezvous)
     compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
+    if recipe.model.attention == "auto":
+        backend = _for_rows(backend, rendezvous, guard)
+    _log.debug("attention: %s; on this machine: %s", backend, kinds)
 
     start_up.ended("plan")
 
@@ -274,6 +277,14 @@ def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -
         return wanted == "layers" and not reason
 
     return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
+
+
+def _for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> str:
+    """Eager attention instead of `sdpa` where the first process's plan takes it for rows as long as these."""
+    eager = guard is not None and (backend, guard.plan.attention) == ("sdpa", "eager")
+    if guard and eager:
+        _log.info("%s", next(note for note in guard.plan.notes if note.startswith(EAGER)))
+    return "eager" if rendezvous.exchange("attention", eager, lambda planned: planned[0]) else backend
 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:

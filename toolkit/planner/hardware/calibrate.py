@@ -88,7 +88,7 @@ def calibrate(seconds: float = 60.0) -> Path:
     else:
         kept = {key: before[key] for key in ("link", "network", "processes") if key in before}
         # A launcher may have left one thread to this process; a CPU is measured as a whole.
-        with _threads(hardware.node.cores):
+        with threads(hardware.node.cores):
             loaded = not on_gpu and busy()
             measured = {"processes": 1, "busy": loaded} | kept | _Bench(on_gpu, seconds).measure()
         if loaded:
@@ -105,7 +105,8 @@ def calibrate(seconds: float = 60.0) -> Path:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Has torch use so many."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -313,7 +314,7 @@ class _Bench:
             value.sum().backward()
 
         # Nothing here is worth sharing, and to wait for another thread takes longer than all of it.
-        with _threads(1):
+        with threads(1):
             least, _, real = (statistics.median(self._times(work)) / count for work in (plain, graph, modules))
         return _figure(_MODEL_LAUNCH * real, (least, 2 * _MODEL_LAUNCH * real))
 

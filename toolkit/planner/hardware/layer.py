@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from toolkit.planner.hardware.calibrate import threads
 from toolkit.planner.hardware.calibration import busy
 from toolkit.planner.hardware.specs import between
 from toolkit.planner.speed.step import REFERENCE, product_speed
@@ -43,16 +44,23 @@ _EMULATED = 0.1
 def measure(dtypes: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The figures of `Calibration.layers` by dtype, and why others are missing.
 
+    Beside other programs threads wait for each other, and no clock says for how long: one is measured then, by the
+    processor's time, and all are taken to be as fast together.
+
     Args:
         dtypes: With fp32 first, to which the others are compared.
         seconds: About how long one may take, beside imports.
     """
     figures: dict[str, dict[str, Any]] = {}
     skipped = {}
-    with torch.random.fork_rng(devices=[]):
+    probes: list[float] = []
+    all_threads = torch.get_num_threads()
+    used = 1 if busy() else all_threads
+    with torch.random.fork_rng(devices=[]), threads(used):
         for dtype in dtypes:
-            each = _Layers(_DTYPES[dtype], seconds / (4 + 2 * len(_LENGTHS)))
-            if figures and each.probe() < _EMULATED * figures["fp32"]["matmul"]:
+            each = _Layers(_DTYPES[dtype], seconds / (4 + 2 * len(_LENGTHS)), all_threads / used)
+            probes.append(each.probe())
+            if probes[-1] < _EMULATED * probes[0]:
                 skipped[f"layers, {dtype}"] = "this CPU has no instructions for it"
             else:
                 figures[dtype] = each.measure()
@@ -65,10 +73,11 @@ class _Layers:
     Args:
         kind: The dtype; frozen weights have it, adapters are fp32 under autocast.
         seconds: For each measurement.
+        scale: How many times as fast the machine is as the threads that are measured.
     """
 
-    def __init__(self, kind: torch.dtype, seconds: float) -> None:
-        self.kind, self.seconds, self.busy = kind, seconds, busy()
+    def __init__(self, kind: torch.dtype, seconds: float, scale: float) -> None:
+        self.kind, self.seconds, self.scale = kind, seconds, scale
 
     def probe(self) -> float:
         """FLOP/s of a product that takes little time even where the dtype is emulated."""
@@ -78,7 +87,8 @@ class _Layers:
     def measure(self) -> dict[str, Any]:
         """One entry of `Calibration.layers`."""
         narrow, few = self._layers(_NARROW, _FEW)
-        launch = self._seconds(narrow) / few["launches"]
+        with threads(1):  # Nothing in it is worth sharing.
+            launch = self._seconds(narrow) / few["launches"]
         layers, work = self._layers(_MODEL, _TOKENS)
         took, products = self._seconds(layers), self._products()
         half, matmul = _size(products, self._large())
@@ -86,15 +96,18 @@ class _Layers:
         attention = {
             name: {length: self._attention(kernel, length) for length in _LENGTHS} for name, kernel in kernels.items()
         }
+        # What the layers take beside these.
         known = work["matmul"] / products + work["attention"] / between(attention["sdpa"], _TOKENS)
-        # On a busy machine nothing, or nearly all, would be left: neither is true of any model.
+        # Nothing, or nearly all, is left of no model.
         left = min(max(took - known - work["launches"] * launch, 0.05 * took), 0.6 * took)
         return {
-            "matmul": matmul,
+            "matmul": self.scale * matmul,
             "half": half,
-            "bandwidth": work["moved"] / left,
+            "bandwidth": self.scale * work["moved"] / left,
             "launch_seconds": launch,
-            "attention": attention,
+            "attention": {
+                name: {length: self.scale * rate for length, rate in rates.items()} for name, rates in attention.items()
+            },
         }
 
     def _layers(self, shape: dict[str, int], tokens: int) -> tuple[Work, dict[str, float]]:
@@ -161,13 +174,8 @@ class _Layers:
         return 3 * 4.0 * batch * heads * length**2 * size / self._seconds(work)
 
     def _seconds(self, work: Work) -> float:
-        """Seconds of a repetition, of at least three after one to warm up.
-
-        On one thread that is the processor's time, which other programs hardly change, and of an idle machine the
-        median; beside other programs the quickest one was disturbed least.
-        """
-        alone = torch.get_num_threads() == 1
-        clock = time.process_time if alone else time.perf_counter
+        """Seconds of the median of at least three repetitions after one to warm up; of one thread its processor's."""
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         work()
         times: list[float] = []
         end = time.perf_counter() + self.seconds
@@ -175,7 +183,7 @@ class _Layers:
             started = clock()
             work()
             times.append(clock() - started)
-        return statistics.median(times) if alone or not self.busy else min(times)
+        return statistics.median(times)
 
 
 def _linear(shape: dict[str, int]) -> dict[str, tuple[int, int]]:

@@ -39,7 +39,7 @@ short where both were about as long: then kernels wait for some launches, and la
 _GUESSED = {"value": 1.0, "low": 0.5, "high": 2.0}
 """Range of what is not measured, as factors of a rate."""
 
-_PEAKS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FUSED = {"value": 0.43, "low": 0.3, "high": 0.55}
 """What is left of the bytes that element-wise operations of a layer move, once it is compiled.
 
@@ -77,7 +77,7 @@ class Load:
 
 def peak_dtype(workload: Workload) -> str:
     """The entry of `Device.flops` that matrix products run at; fp32's where the compute dtype has no units."""
-    name, flops = _PEAKS[workload.types.compute], workload.hardware.device.flops
+    name, flops = DTYPES[workload.types.compute], workload.hardware.device.flops
     if name == "fp32" and workload.recipe.tf32 and workload.hardware.device.kind == "cuda" and "tf32" in flops:
         return "tf32"
     return name if name in flops else "fp32"

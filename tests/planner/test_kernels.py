@@ -1,0 +1,44 @@
+"""Which attention a plan takes on a CPU follows what was measured there, by dtype and length of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from toolkit.data.statistics import DataStatistics
+from toolkit.planner.hardware import Hardware, find
+from toolkit.planner.kernels import EAGER, backend
+from toolkit.recipe import Recipe
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+SHORT = {"eager": {64: 40e9, 1024: 20e9}, "sdpa": {64: 20e9, 1024: 80e9}}
+ROWS = DataStatistics(100, 6000, 6000, 100, 360_000, (50.0, 70.0))
+
+
+def recipe(precision: str = "bf16", **sections: object) -> Recipe:
+    given = {"batch": {"seq_len": 1024, "global_batch_size": 4, "micro_batch_size": 4}, **sections}
+    model = {"path": "any", **given.pop("model", {})}  # type: ignore[dict-item]
+    return Recipe.model_validate({"model": model, "data": {"sources": ["x.jsonl"]}, "precision": precision, **given})
+
+
+@pytest.fixture
+def cpu() -> Hardware:
+    return dataclasses.replace(find("cpu"), attention={"bf16": SHORT})
+
+
+def test_short_rows_get_eager_attention_where_it_was_measured_to_be_faster(cpu: Hardware) -> None:
+    name, why = backend(recipe(), cpu, LLAMA, ROWS)
+    assert name == "eager" and why.startswith(EAGER) and "1.86 times as fast" in why and "71 tokens" in why
+    # Full rows where the data is not known; dtypes and devices for which nothing was measured; what the user says.
+    assert backend(recipe(), cpu, LLAMA, None) == ("sdpa", "")
+    assert backend(recipe("fp32"), cpu, LLAMA, ROWS) == ("sdpa", "")
+    assert backend(recipe(), find("cpu"), LLAMA, ROWS) == ("sdpa", "")
+    assert backend(recipe(model={"attention": "sdpa"}), cpu, LLAMA, ROWS) == ("sdpa", "")
+    assert backend(recipe(), find("h100"), LLAMA, ROWS) == ("torch_varlen", "")
+
+
+def test_what_reads_fused_kernels_keeps_them(cpu: Hardware) -> None:
+    selective = recipe(activation_checkpointing={"mode": "selective"})
+    assert backend(selective, cpu, LLAMA, ROWS) == ("sdpa", "")
+    assert backend(recipe(objective="seq2seq"), cpu, LLAMA, ROWS) == ("sdpa", "")
