@@ -11,7 +11,6 @@ import torch
 from harness import metrics
 from small import LORA, NF4, SEQ2SEQ, place_with, set_up
 
-from toolkit.train import evaluate
 from toolkit.train.evaluate import answer, generated_metrics, held_out_loss, inputs_on
 from toolkit.train.main import main
 
@@ -42,34 +41,6 @@ def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
     assert found["eval_tokens"] == count
     notes = training.folder.manifest().notes
     assert len(notes) == (model == "moe") and all("routers' balance loss" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    "kind", [["precision=bf16"], ["precision=fp32", "method.lora_dropout=0.1"], ["method.use_dora=true"]]
-)
-def test_adapters_that_add_nothing_yet_are_passed_over(kind: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    training = set_up(*LORA, *kind, "data.eval_split=0.2")
-    model, products = training.trainer.model, list[int]()
-    factors = {name: module for name, module in model.named_modules() if name.endswith("lora_A.default")}
-    assert factors
-    trained = [parameter.requires_grad for parameter in model.parameters()]
-    next(iter(factors.values())).register_forward_hook(lambda *_: products.append(1))
-
-    def results() -> tuple[float, list[str], bool]:
-        products.clear()
-        loss = held_out_loss(training.trainer, 3, lambda batch, total: None)["eval_loss"]
-        texts = answer(model, training.tokenizer, [list(range(10, 30))], 8, frozenset({2}), training.dtypes.autocast)
-        return loss, texts, bool(products)
-
-    passed_over = results()
-    assert passed_over[2] == ("method.use_dora=true" in kind), "DoRA's magnitudes are rounded"
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "idle_adapters", lambda model: [])
-        assert results() == (*passed_over[:2], True)
-    assert [parameter.requires_grad for parameter in model.parameters()] == trained
-    torch.nn.init.normal_(model.get_parameter(next(iter(factors)).replace("lora_A", "lora_B") + ".weight"))
-    after = results()
-    assert after[2] and after[0] != passed_over[0]
 
 
 def test_logits_of_decoders_are_never_all_built() -> None:

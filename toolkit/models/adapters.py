@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -100,30 +99,6 @@ def add_method(
     if recipe.model.adapter:
         _load_adapter(adapted, recipe.model.adapter)
     return adapted
-
-
-def idle_adapters(model: torch.nn.Module) -> list[Any]:
-    """The adapted layers, if no adapter adds anything because the second factors are zero, as they are before training.
-
-    None where an engine has divided the factors, of which this process could see no more than its own part.
-    """
-    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-
-    layers = [each for each in model.modules() if isinstance(each, LoraLayer) and not isinstance(each, ParamWrapper)]
-    return layers if all(map(_adds_nothing, layers)) else []
-
-
-def _adds_nothing(layer: Any) -> bool:
-    factors = list(layer.lora_B.values())
-    if not factors or layer.lora_variant or layer.merged or layer.disable_adapters:
-        return False
-    return all(
-        each.bias is None
-        and each.weight.numel() > 0
-        and not isinstance(each.weight, DTensor)
-        and not each.weight.any().item()
-        for each in factors
-    )
 
 
 def part_of_base(adapted: Any, recipe: Recipe) -> dict[str, torch.Tensor]:

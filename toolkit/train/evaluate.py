@@ -19,7 +19,6 @@ from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
-from toolkit.models.adapters import idle_adapters
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
 from toolkit.train.session import Session
 
@@ -72,21 +71,12 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode, and back to what it was.
-
-    Before the first step adapters add zeros to what their layers compute, which takes a third of the time on a CPU:
-    they are passed over, and the results are the same to the last bit.
-    """
-    was_training, idle = model.training, idle_adapters(model)
+    """Evaluation mode, and back to what it was."""
+    was_training = model.training
     model.eval()
-    # PEFT's own switch would also decide anew which adapters are trained.
-    for layer in idle:
-        layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in idle:
-            layer._disable_adapters = False
         model.train(was_training)
 
 
