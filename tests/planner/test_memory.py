@@ -487,6 +487,16 @@ def test_copies_of_weights_that_are_written(sections, copied):
     assert phases["save"].get("engine", 0) - phases["resume"].get("engine", 0) == copied
 
 
+def test_of_frozen_parameters_nothing_is_converted_or_flattened():
+    """Neither for publishing nor on the way to an offloaded optimizer, though the embeddings are the largest."""
+    tensors = (Tensors("embeddings", (3000, 1000), 1, False, "base"), Tensors("layer", (1000, 1000), 4, True, "base"))
+    trace = Trace(4, tensors, _trace().moments, {}, Amount((0.0, 2000.0)), 0, None)
+    phases = _planned(trace=trace, precision="bf16").memory[0].phases
+    assert phases["save"]["engine"] - phases["resume"]["engine"] == 2 * 1_000_000
+    offloaded = _planned(trace=trace, precision="bf16", strategy=_OFFLOAD).memory[0].phases
+    assert offloaded["resume"]["engine"] == 2 * 1_000_000
+
+
 def test_a_compiled_layer_that_is_recomputed_holds_its_widest_tensor_and_two_hidden_states():
     def held(mode, **sections):
         sections["activation_checkpointing"] = {"mode": mode}

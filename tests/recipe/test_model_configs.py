@@ -158,3 +158,25 @@ def test_multimodal_and_relative_position_configs() -> None:
     assert (model_configs.num_layers(nested), model_configs.max_positions(nested)) == (34, 131072)
     t5 = {"is_encoder_decoder": True, "num_layers": 6, "n_positions": 512, "relative_attention_num_buckets": 32}
     assert (model_configs.num_layers(t5), model_configs.max_positions(t5)) == (12, None)
+
+
+def test_tokens_without_an_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a local tokenizer whose model says how many it has; what is not known is no reason to refuse."""
+    monkeypatch.chdir(tmp_path)
+    vocabulary = {"a": 0, "b": 1, "c": 2, "<tool>": 3}
+    content = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 3, "content": "<tool>"}]}
+    for place in (tmp_path, tmp_path / "tokenizer"):
+        place.mkdir(exist_ok=True)
+        (place / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    own = Model(path="a/b", tokenizer="tokenizer")
+    for size, expected in ((4, ([], [])), (3, ([], ["<tool>"])), (2, (["c"], ["<tool>"]))):
+        assert model_configs.without_embedding(own, {"vocab_size": size}) == expected
+        assert model_configs.without_embedding(own, {"text_config": {"vocab_size": size}}) == expected
+    for model, config in (
+        (Model(path="a/b"), {"vocab_size": 2}),
+        (own, {}),
+        (Model(path="a/b", tokenizer="empty"), {"vocab_size": 2}),
+        (Model(path="a/b", tokenizer="c/d"), {"vocab_size": 2}),
+    ):
+        assert model_configs.without_embedding(model, config) == ([], [])
