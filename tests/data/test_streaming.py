@@ -124,6 +124,22 @@ def test_a_lane_whose_rows_are_all_empty_is_dealt_others_in_the_next_epoch(tmp_p
     assert len(list(itertools.islice(prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").train, 160))) == 160
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7, 15, 16, 17])
+def test_however_few_rows_there_are_every_lane_is_dealt_all_of_them(rows: int, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ({"text": f"row {n}"} for n in range(rows)))
+    wanted = recipe(path, streaming=True, shuffle=False)
+    stream = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").train
+    assert isinstance(stream, Stream)
+    stop = threading.Event()
+    too_long = threading.Timer(20, stop.set)
+    too_long.start()
+    sequences = itertools.chain.from_iterable(stream.steps(range(16), stop))
+    steps = [[tuple(each["input_ids"]) for each in itertools.islice(sequences, 16)] for _ in range(2 * rows)]
+    too_long.cancel()
+    assert {len(step) for step in steps} == {16}
+    assert {len(set(lane)) for lane in zip(*steps, strict=True)} == {rows}
+
+
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where the rows stood that were tokenised."""

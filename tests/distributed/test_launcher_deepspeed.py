@@ -15,6 +15,7 @@ from toolkit.common import UserError
 from toolkit.distributed import launcher_deepspeed
 from toolkit.distributed.engines import deepspeed_config, training_arguments
 from toolkit.distributed.launcher import Launch, check_launch
+from toolkit.distributed.launcher_flags import Difference
 from toolkit.distributed.layout import Length, World, batch_layout
 from toolkit.recipe import Recipe
 
@@ -135,6 +136,127 @@ def test_what_would_train_something_else_is_refused(content: Any, differences: l
     with pytest.raises(UserError) as refused:
         launched(recipe(), content)
     assert [text for text in differences if text not in str(refused.value)] == [], str(refused.value)
+
+
+ADAM = {"optimizer": {"name": "adamw", "weight_decay": 0.1, "eps": 1e-6}}
+WARMS_UP = {"schedule": {"name": "linear", "max_steps": 100, "warmup_steps": 10}}
+# Key of a file, what the recipe says beside its defaults, values that agree, another one, how the recipe says it
+# (nothing where another value trains the same), and what follows the file.
+ROWS: list[tuple[str, dict[str, Any], list[Any], Any, str, str]] = [
+    ("train_batch_size", {}, [32], 64, "batch.global_batch_size=32", "batch.global_batch_size=64"),
+    ("train_micro_batch_size_per_gpu", {}, [4], 8, "batch.micro_batch_size=4", "batch.micro_batch_size=8"),
+    ("gradient_accumulation_steps", {}, [8], 2, "gradient_accumulation_steps=8", ""),
+    ("gradient_clipping", {}, [1, 1.0], 0.3, "optimizer.max_grad_norm=1.0", "optimizer.max_grad_norm=0.3"),
+    ("gradient_allreduce_op", {}, ["mean"], "sum", "gradient_allreduce_op=mean", ""),
+    ("sequence_parallel_size", {}, [1], 2, "sequence_parallel_size=1", ""),
+    ("communication_data_type", {}, ["fp32"], "bf16", "strategy.reduce_dtype=fp32", "strategy.reduce_dtype=bf16"),
+    ("data_types.grad_accum_dtype", {}, ["fp32"], "bf16", "strategy.reduce_dtype=fp32", "strategy.reduce_dtype=bf16"),
+    (
+        "communication_data_type",
+        {"precision": "pure_bf16"},
+        ["bf16", "fp32"],
+        "fp16",
+        "strategy.reduce_dtype=bf16",
+        "strategy.reduce_dtype=fp16",
+    ),
+    ("bf16.enabled", {}, [True], False, "precision=bf16", ""),
+    ("bf16.enabled", {"precision": "pure_bf16"}, [True], False, "precision=pure_bf16", ""),
+    ("fp16.enabled", {}, [False], True, "precision=bf16", "precision=fp16"),
+    ("bf16.bf16_optimizer_states", {}, [False], True, "precision=bf16", "precision=pure_bf16"),
+    ("bf16.bf16_master_weights_and_grads", {}, [False], True, "precision=bf16", "precision=pure_bf16"),
+    ("zero_optimization.stage", {}, [2], 1, "strategy.name=zero2", "strategy.name=zero1"),
+    (
+        *("zero_optimization.offload_optimizer.device", {}, ["none"], "cpu"),
+        *("strategy.offload_optimizer=none", "strategy.offload_optimizer=cpu"),
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        {},
+        ["none"],
+        "cpu",
+        "strategy.offload_param=none",
+        "strategy.offload_param=cpu",
+    ),
+    ("zero_force_ds_cpu_optimizer", {}, [False], True, "", ""),
+    ("optimizer.type", {}, ["AdamW", "Adam", "adamw"], "Lion", "optimizer.name=adamw", "optimizer.name=lion"),
+    ("optimizer.type", {"optimizer": {"name": "lion"}}, ["Lion"], "SGD", "optimizer.name=lion", "optimizer.name=sgd"),
+    (
+        "optimizer.type",
+        {"optimizer": {"name": "sgd"}},
+        ["SGD"],
+        "Adagrad",
+        "optimizer.name=sgd",
+        "optimizer.name=adagrad",
+    ),
+    ("optimizer.type", {"optimizer": {"name": "adagrad"}}, ["Adagrad"], "Muon", "optimizer.name=adagrad", ""),
+    ("optimizer.params.lr", {}, [2e-5, "2e-5"], 0.1, "optimizer.learning_rate=2e-05", "optimizer.learning_rate=0.1"),
+    (
+        *("optimizer.params.betas", {}, [[0.9, 0.999]], [0.8, 0.7], "optimizer.beta1=0.9 and optimizer.beta2=0.999"),
+        "optimizer.beta1=0.8 optimizer.beta2=0.7",
+    ),
+    ("optimizer.params.eps", ADAM, [1e-6], 1e-8, "optimizer.eps=1e-06", "optimizer.eps=1e-08"),
+    ("optimizer.params.weight_decay", ADAM, [0.1], 0.2, "optimizer.weight_decay=0.1", "optimizer.weight_decay=0.2"),
+    (
+        "optimizer.params.momentum",
+        {"optimizer": {"name": "sgd"}},
+        [0.9],
+        0.5,
+        "optimizer.momentum=0.9",
+        "optimizer.momentum=0.5",
+    ),
+    ("optimizer.params.adam_w_mode", {}, [True], False, "decoupled weight decay", ""),
+    ("optimizer.params.torch_adam", {}, [True, False], "x", "", ""),
+    ("scheduler.type", {}, ["WarmupCosineLR"], "WarmupDecayLR", "schedule.name=cosine", "schedule.name=linear"),
+    (
+        "scheduler.type",
+        WARMS_UP,
+        ["WarmupDecayLR"],
+        "WarmupLR",
+        "schedule.name=linear",
+        "schedule.name=constant_with_warmup",
+    ),
+    ("scheduler.params.warmup_max_lr", {}, [2e-5], 0.1, "optimizer.learning_rate=2e-05", "optimizer.learning_rate=0.1"),
+    ("scheduler.params.warmup_min_lr", {}, [0, 0.0], 0.1, "a warm-up from 0", ""),
+    ("scheduler.params.warmup_min_ratio", {}, [0], 0.1, "a warm-up from 0", ""),
+    ("scheduler.params.warmup_num_steps", WARMS_UP, [10], 5, "schedule.warmup_steps=10", "schedule.warmup_steps=5"),
+    ("scheduler.params.warmup_num_steps", {}, [0], 5, "schedule.warmup_steps=0", "schedule.warmup_steps=5"),
+    (
+        *("scheduler.params.warmup_num_steps", {"schedule": {"warmup_ratio": 0.1}}, [], 5),
+        *("schedule.warmup_steps=0.1 of all steps", "schedule.warmup_steps=5"),
+    ),
+    ("scheduler.params.warmup_type", {}, ["linear"], "log", "a linear warm-up", ""),
+    ("scheduler.params.total_num_steps", WARMS_UP, [100], 50, "schedule.max_steps=100", "schedule.max_steps=50"),
+    ("scheduler.params.cos_min_ratio", {}, [0, 1e-4], 0.1, "a decay to 0", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "sections", "agreeing", "other", "said", "follow"), ROWS, ids=[f"{row[0]}-{row[3]}" for row in ROWS]
+)
+def test_what_each_key_is_answered(
+    key: str, sections: dict[str, Any], agreeing: list[Any], other: Any, said: str, follow: str, tmp_path: Path
+) -> None:
+    made = recipe(**sections)
+
+    def differences(value: Any) -> list[Difference]:
+        content: dict[str, Any] = {}
+        *parents, name = key.split(".")
+        section = content
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps(content))
+        return launcher_deepspeed.compare(made, batch_layout(made, 1), str(file))[0]
+
+    def of_key(value: Any) -> list[Difference]:
+        return [each for each in differences(value) if each.launcher.startswith(f"{key}=")]
+
+    for value in agreeing:
+        assert of_key(value) == [], value
+    (difference,) = of_key(other)
+    assert (difference.recipe, difference.follow) == (said, follow)
+    assert difference.variable == "ACCELERATE_DEEPSPEED_CONFIG_FILE" and difference.file == str(tmp_path / "ds.json")
 
 
 def test_what_trains_the_same_is_ignored_in_one_line(launched: Any) -> None:

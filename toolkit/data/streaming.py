@@ -105,14 +105,16 @@ class Stream:
             together = min(2 * together, _PACKED)
 
     def _dealt(self, stop: threading.Event) -> Iterator[_Row | None]:
-        """Epoch after epoch, with a gap between them that has each row come to another lane in the next one: a lane
-        whose rows all have nothing to train on would wait for ever."""
+        """Epoch after epoch, each of which begins one lane further than the last, so that every row comes to every lane
+        in time: one that gets no row, or only rows with nothing to train on, would wait for ever."""
         for epoch in itertools.count():
+            number = 0
             for row in self._rows(np.random.default_rng([self.recipe.seed, epoch])):
                 if stop.is_set():
                     return
+                number += 1
                 yield row
-            yield None
+            yield from itertools.repeat(None, (1 - number) % self.recipe.batch.sequences_per_step)
 
     def _rows(self, rng: np.random.Generator) -> Iterator[_Row]:
         """The rows of an epoch in their order."""
