@@ -74,7 +74,7 @@ def test_modules_that_the_model_lacks_are_refused_before_weights_load(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("toolkit.models.load.ModelSource.load", lambda *_: pytest.fail("the weights were loaded"))
-    assert main(["recipe=small", "method.name=lora", "method.target_modules=[q_prj]"]) == 1
+    assert main(["recipe=small", "method.name=lora", "method.target_modules=[q_prj]"]) == 2
     assert "did you mean 'q_proj'?" in capsys.readouterr().err
 
 
