@@ -199,6 +199,25 @@ def test_a_known_trace_needs_no_framework_and_little_time(capsys: pytest.Capture
     assert done.stderr.splitlines()[-1] == "0 [] True", done.stderr
 
 
+def test_local_data_is_sampled_without_a_framework(place: Path) -> None:
+    rows = (json.dumps({"prompt": "How many?", "completion": "word " * (number % 90)}) for number in range(1, 3000))
+    (place / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    arguments = ["plan", *SMALL, "data=[rows.jsonl]", "data.eval_split=0.1", "--json"]
+    program = (
+        "import sys; from toolkit.cli.main import main\n"
+        f"code = main({arguments!r})\n"
+        "print(code, sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert done.stderr.splitlines()[-1] == "0 []", done.stderr
+    plan = Plan.model_validate_json(done.stdout)
+    assert plan.work.tokens_from == "sampled" and plan.notes[0].startswith("row lengths are from a sample of 300 rows")
+    # The longest row need not be among them.
+    asked = [*SMALL, "data=builtin:stdlib-docstrings", "data.eval_split=0.1", "--json"]
+    full = Plan.model_validate_json(printed(f"toolkit plan {' '.join(asked)}", place))
+    assert plan.memory[0].total.value < full.memory[0].total.value <= plan.memory[0].total.high
+
+
 def printed(command: str, cache: Path) -> str:
     """What a command line of the documentation prints. Advice knows the traces that are shipped or in the cache."""
     words = shlex.split(command.replace("\\\n", " "))

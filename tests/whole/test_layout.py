@@ -29,6 +29,7 @@ ELSEWHERE = {
     "models/compilation": "models/test_compiled_layers",
     "models/tiny": "models/test_output_head",
     "planner/plan": "planner/test_build",
+    "planner/ranges": "planner/test_build",
     "planner/workload": "planner/test_memory",
     "report/page": "report/test_run_page",
     "report/run_view": "report/test_run_page",

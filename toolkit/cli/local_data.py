@@ -1,20 +1,40 @@
-"""What a run would refuse of its data, where that may lie on this machine; nothing is imported where it cannot."""
+"""What is known of data that may lie on this machine; nothing is imported where it cannot."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.recipe import Loaded, Problem
+from toolkit.data.statistics import DataStatistics, statistics_of
+from toolkit.recipe import Loaded, Problem, Recipe
 
 
 def data_problems(loaded: Loaded) -> list[Problem]:
     """See `toolkit.data.check`."""
-    data = loaded.recipe.data
-    if not any(_may_be_local(source.path) for source in [*data.sources, *data.eval_sources]):
+    if not any(map(_may_be_local, _paths(loaded.recipe))):
         return []
     from toolkit.data import check
 
     return check.data_problems(loaded.recipe, loaded.origins)
+
+
+def row_lengths(recipe: Recipe) -> DataStatistics | None:
+    """Figures of the data: counted if it was prepared, else estimated from a sample if all of it is local."""
+    if (figures := statistics_of(recipe)) or not all(map(_may_be_local, _paths(recipe))):
+        return figures
+    from toolkit.data.sample import sampled
+
+    # Plans of a sweep have the same data.
+    key = recipe.model_dump_json(include={"data", "model", "objective", "batch"})
+    if key not in _SAMPLED:
+        _SAMPLED[key] = sampled(recipe)
+    return _SAMPLED[key]
+
+
+_SAMPLED: dict[str, DataStatistics | None] = {}
+
+
+def _paths(recipe: Recipe) -> list[str]:
+    return [source.path for source in (*recipe.data.sources, *recipe.data.eval_sources)]
 
 
 def _may_be_local(path: str) -> bool:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.cli.local_data import data_problems
+from toolkit.cli.local_data import data_problems, row_lengths
 from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
@@ -65,7 +65,10 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None, se
     loaded = load_checked(name, overrides, folder)
     warn([*loaded.warnings, *data_problems(loaded)])
     _check_launch(loaded.recipe, hardware)
-    return estimate(loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, context=serve)
+    figures = row_lengths(loaded.recipe)
+    return estimate(
+        loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, context=serve, statistics=figures
+    )
 
 
 def answer_or_reason(
@@ -86,7 +89,14 @@ def answer_or_reason(
         try:
             _check_launch(loaded.recipe, hardware)
             return estimate(
-                loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, advice=False, context=serve
+                loaded.recipe,
+                loaded.name,
+                hardware,
+                overrides=overrides,
+                price=price,
+                advice=False,
+                context=serve,
+                statistics=row_lengths(loaded.recipe),
             )
         except UserError as error:
             reason = f"{error.what}; {error.change}" if error.change else error.what

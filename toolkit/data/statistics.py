@@ -64,6 +64,7 @@ class DataStatistics:
         eval_tokens: In all of them.
         longest_eval: Length of the longest, as in `quantiles`.
         longest_target: Tokens of the longest target of pairs, trained on or held out.
+        sample: What the figures are estimated from, in words; empty where all rows were counted.
     """
 
     rows: int
@@ -76,6 +77,7 @@ class DataStatistics:
     eval_tokens: int = 0
     longest_eval: int = 0
     longest_target: int | None = None
+    sample: str = ""
 
     @property
     def mean_length(self) -> float:

@@ -30,7 +30,8 @@ from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
 from toolkit.planner.memory.serving import serving
-from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan, Range, Work
+from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan, Work
+from toolkit.planner.ranges import less_sure, slower_or_faster, up_to
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
 from toolkit.planner.trace import store
@@ -40,8 +41,6 @@ from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, compilation, model_configs
 
 __all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
-_FORMULAS_OFF = 0.35
-"""By what share the formulas that stand in for a trace were off, for current decoders."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +90,11 @@ class _Question:
             recipe=recipe.with_values({"compile": compiles}),
         )
         ranks, ram = memory(largest), host(largest)
+        if counted and counted.sample:
+            full = dataclasses.replace(largest, layout=layout, target_len=None, evaluation_len=None)
+            ranks = [up_to(each, most) for each, most in zip(ranks, memory(full), strict=True)]
         if trace.origin == "formulas":
-            ranks, done = [_less_sure(each) for each in ranks], _slower_or_faster(done)
+            ranks, done = [less_sure(each) for each in ranks], slower_or_faster(done)
         return Plan(
             recipe=self.name,
             overrides=list(self.overrides),
@@ -220,6 +222,8 @@ def estimate(
         explore(least, hardware, functools.partial(question.plan, may_trace=True), ("strategy.name",))
         suggestions = advise(changeable, hardware, plan, question.plan)
     notes = [*question.batches(recipe, hardware), *plan.notes]
+    if question.statistics and question.statistics.sample:
+        notes.insert(0, f"row lengths are from {question.statistics.sample}; memory's range reaches to full rows")
     return plan.model_copy(update={"chosen": chosen, "advice": suggestions, "notes": notes})
 
 
@@ -309,28 +313,6 @@ def _reached(experts: tuple[int, ...], adapters: set[tuple[int, ...]]) -> bool:
 
 def _config_of(recipe: Recipe) -> Mapping[str, Any]:
     return model_configs.config_of(recipe.model) or store.config_of(recipe)
-
-
-def _less_sure(memory: Memory) -> Memory:
-    """Wider ranges for what was estimated from a config."""
-    peak = memory.phases[memory.peak_phase]
-    off = _FORMULAS_OFF * sum(peak.get(part, 0) for part in ("activations", "casts", "logits"))
-    wider = {
-        key: Range(value=kept.value, low=kept.low - off, high=kept.high + off)
-        for key, kept in (("reserved", memory.reserved), ("total", memory.total))
-    }
-    return memory.model_copy(update=wider)
-
-
-def _slower_or_faster(work: Work) -> Work:
-    """The same for time."""
-    ranges = {key: getattr(work, key) for key in ("compute_seconds", "step_seconds", "total_seconds")}
-    wider = {
-        key: Range(value=kept.value, low=kept.low * (1 - _FORMULAS_OFF), high=kept.high * (1 + _FORMULAS_OFF))
-        for key, kept in ranges.items()
-        if kept is not None
-    }
-    return work.model_copy(update=wider)
 
 
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:

@@ -148,7 +148,7 @@ class Work(Figures):
     """Tokens that pass through the model in an optimizer step, over all ranks."""
     tokens: float | None
     """Tokens that pass through the model in all steps."""
-    tokens_from: Literal["counted", "upper bound"]
+    tokens_from: Literal["counted", "sampled", "upper bound"]
     """Where tokens come from: `counted` in prepared data, or an `upper bound` for which full sequences are assumed."""
     model_flops_per_step: float
     """FLOPs of an optimizer step as traced: forward and backward, over all ranks, without recomputation; causal

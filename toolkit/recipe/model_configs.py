@@ -121,6 +121,14 @@ def local_files(model: Model) -> Path | None:
     return folder if folder.is_dir() else _hub_snapshot(model)
 
 
+def tokenizer_file(model: Model) -> Path | None:
+    """The `tokenizer.json` of a recipe's model, if it is on this disk."""
+    own = model.model_copy(update={"path": BUILTIN_MODELS.get(model.path, model.path)})
+    folder = local_files(own.model_copy(update={"path": own.tokenizer, "revision": None}) if own.tokenizer else own)
+    file = folder / "tokenizer.json" if folder else None
+    return file if file and file.is_file() else None
+
+
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
     """Whether the model has an encoder whose output a decoder attends to."""
     return bool(config.get("is_encoder_decoder", False))

@@ -86,7 +86,7 @@ def work(
         steps=steps,
         tokens_per_step=tokens,
         tokens=tokens * steps if steps else None,
-        tokens_from="counted" if counted else "upper bound",
+        tokens_from="upper bound" if counted is None else "sampled" if counted.sample else "counted",
         model_flops_per_step=useful * ranks,
         hardware_flops_per_step=done * ranks,
         rule_flops_per_step=rule_flops(trace.met(experts), trace.met(experts, trained=True), tokens),

@@ -1,0 +1,218 @@
+"""Figures of local data that was not prepared, estimated from a few hundred rows in less than a second.
+
+Rows are taken from all over the files, brought into their normal form and counted by the tokenizer if it lies on this
+disk, else at four characters a token. What the chat template puts around a message is taken to be five tokens: to
+render it would take Transformers, which takes seconds to import. Prepared data is counted exactly, see `statistics`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.common import UserError
+from toolkit.data import readers
+from toolkit.data.formats import Task, recognise
+from toolkit.data.readers import RawRow
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
+from toolkit.data.sources import Reader, open_source
+from toolkit.data.statistics import DataStatistics
+from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.schema import Source
+
+SAMPLED = 300
+"""Rows of each source."""
+_READ_WHOLE = 20e6
+"""Bytes of a source up to which all its rows are read, and counted."""
+_CHARACTERS = 4.0
+"""Of a token, for English and code with current tokenizers."""
+_AROUND_MESSAGE = 5
+"""Tokens of ChatML and of Llama 3 around the text of a message."""
+_PACKED = 0.97
+"""How full packed sequences are."""
+
+
+def sampled(recipe: Recipe) -> DataStatistics | None:
+    """Estimated figures of the recipe's data; None for a stream, and where a source is not local or cannot be read.
+
+    Its `sample` says how they were made.
+    """
+    data = recipe.data
+    if data.streaming:
+        return None
+    counter = _Counter(recipe)
+    try:
+        train = [_Side(source, counter) for source in data.training_sources()]
+        held_out = [_Side(source, counter) for source in data.evaluation_sources()]
+    except (UserError, OSError, ValueError):
+        return None  # What is wrong with it is said elsewhere.
+    return _figures(recipe, train, held_out, counter)
+
+
+class _Counter:
+    """Counts the tokens of rows."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        import tokenizers
+
+        # Whether the tokenizer has a template is not known without it; most have one.
+        self.task = Task(recipe.objective, recipe.data.train_on, has_chat_template=True)
+        file = model_configs.tokenizer_file(recipe.model)
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(file)) if file else None
+        if self._tokenizer:
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        self.how = "" if self._tokenizer else ", at four characters a token because the tokenizer is not on this disk"
+
+    def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
+        """Of each row: tokens, those that carry loss, and those of a pair's target."""
+        parts = [list(self._parts(row)) for row in rows]
+        texts = [text for row in parts for text, _ in row]
+        if self._tokenizer:
+            counts = iter([len(each) for each in self._tokenizer.encode_batch(texts, add_special_tokens=False)])
+        else:
+            counts = iter([round(len(text) / _CHARACTERS) for text in texts])
+        for row, pieces in zip(rows, parts, strict=True):
+            if isinstance(row, Tokens):
+                yield len(row.input_ids), sum(label != IGNORE for label in row.labels), 0
+                continue
+            lengths = [(next(counts), trained) for _, trained in pieces]
+            around = _AROUND_MESSAGE * len(row.messages) if isinstance(row, Chat) else 1
+            trained = sum(length for length, is_trained in lengths if is_trained)
+            if isinstance(row, Pair):
+                yield lengths[0][0] + 1, trained + 1, trained + 1
+            else:
+                yield sum(length for length, _ in lengths) + around, trained, 0
+
+    def _parts(self, row: Row) -> Iterator[tuple[str, bool]]:
+        prompts = self.task.trains_prompts
+        match row:
+            case Text(text):
+                yield text, True
+            case Completion(prompt, completion):
+                yield from ((prompt, prompts), (completion, True))
+            case Pair(source, target):
+                yield from ((source, False), (target, True))
+            case Segments(parts):
+                yield from parts
+            case Chat(messages, tools):
+                roles = self.task.train_on if isinstance(self.task.train_on, list) else ["assistant"]
+                for message in messages:
+                    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+                    trained = prompts or message.get("train", message["role"] in roles)
+                    yield f"{message['content'] or ''}{calls}", trained
+                if tools:
+                    yield json.dumps(tools), prompts
+
+
+class _Side:
+    """A source.
+
+    Attributes:
+        rows: In all of it, about.
+        counted: Tokens of these rows, those that carry loss, and those of targets: (3, sampled).
+    """
+
+    def __init__(self, source: Source, counter: _Counter) -> None:
+        self.source = source
+        taken, self.rows = _some_of(open_source(source, streaming=True))
+        if not taken:
+            raise UserError(f"{source.path} is not local, or can only be read whole")
+        row_format = recognise([row for _, row in taken], source, counter.task)
+        counted = list(counter([row_format.convert(row, where) for where, row in taken]))
+        self.counted = np.array(counted, dtype=np.float64).reshape(-1, 3).T
+
+
+def _some_of(reader: Reader) -> tuple[list[RawRow], float]:
+    """Rows from all over a source's files, and about how many it has; none if that takes a read of large files."""
+    files, limit = reader.local_files(), reader.source.max_samples
+    size = sum(file.stat().st_size for file in files)
+    kinds = {readers.kind(file) for file in files}
+    packed = any(file.suffix.lower() in readers.COMPRESSIONS for file in files)
+    if not files or (packed and size > _READ_WHOLE / 4):
+        return [], 0
+    if size <= _READ_WHOLE:
+        rows = list(reader.rows())
+        return rows[:: -(-len(rows) // SAMPLED)], len(rows)
+    if kinds == {"jsonl"}:
+        taken = [row for file in files for row in _lines(file, max(1, SAMPLED * file.stat().st_size // size))]
+        count = size / (sum(length for _, length in taken) / len(taken)) if taken else 0
+        return [row for row, _ in taken], min(count, limit or count)
+    if kinds == {"parquet"}:
+        import pyarrow.parquet as pq
+
+        total = sum(pq.ParquetFile(file).metadata.num_rows for file in files)
+        return list(itertools.islice(reader.rows(), SAMPLED)), min(total, limit or total)
+    return [], 0
+
+
+def _lines(file: Path, count: int) -> Iterator[tuple[RawRow, int]]:
+    """Rows at even distances in a file with one in each line, and their bytes."""
+    with file.open("rb") as stream:
+        for number in range(count):
+            stream.seek(file.stat().st_size * number // count)
+            if number:
+                stream.readline()
+            if line := stream.readline().strip():
+                row = json.loads(line)
+                yield (str(file), row), len(line) + 1
+
+
+def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter: _Counter) -> DataStatistics | None:
+    data, seq_len, pairs = recipe.data, recipe.batch.seq_len, recipe.objective == "seq2seq"
+    uses = [side.rows for side in train]
+    if any(side.source.weight is not None for side in train):
+        # Every row is used once at least.
+        shares = [1.0 if side.source.weight is None else side.source.weight for side in train]
+        times = max(rows / share for rows, share in zip(uses, shares, strict=True))
+        uses = [times * share for share in shares]
+    used, lengths, trained, targets = _as_trained(recipe, train, uses)
+    if not used.sum():
+        return None  # All are dropped, which is an error of the run.
+    used *= min(1.0, (data.max_samples or used.sum()) / used.sum())
+    held, held_lengths, _, held_targets = _as_trained(recipe, held_out, [side.rows for side in held_out])
+    if isinstance(data.eval_split, float):
+        held, held_lengths, held_targets = data.eval_split * used, lengths, targets
+        used = used - held
+    held *= min(1.0, (data.eval_max_samples or np.inf) / max(held.sum(), 1))
+    longest = np.maximum(lengths, targets)
+    order = np.argsort(longest)
+    quantiles = np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), longest[order])
+    rows = documents = used.sum()
+    if data.packing:
+        rows, quantiles = used @ lengths / (_PACKED * seq_len), np.linspace(2 * _PACKED - 1, 1, 1001) * seq_len
+    return DataStatistics(
+        rows=max(1, round(rows)),
+        tokens=round(used @ lengths),
+        trained_tokens=round(used @ trained),
+        documents=max(1, round(documents)),
+        squared_tokens=round(used @ lengths**2),
+        quantiles=tuple(quantiles.tolist()),
+        eval_rows=round(held.sum()),
+        eval_tokens=round(held @ held_lengths),
+        longest_eval=round(max(held_lengths.max(initial=0), held_targets.max(initial=0))),
+        longest_target=round(max(targets.max(), held_targets.max(initial=0))) if pairs else None,
+        sample=f"a sample of {sum(side.counted.shape[1] for side in train):,} rows{counter.how}",
+    )
+
+
+def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArray[np.float64]:
+    """How often each sampled row is used, its tokens, its trained ones and those of its target, none longer than a
+    sequence: (4, sampled)."""
+    columns = [
+        np.vstack([np.full(count := side.counted.shape[1], rows / count), side.counted])
+        for side, rows in zip(sides, uses, strict=True)
+    ]
+    used, whole, trained, targets = np.concatenate([np.zeros((4, 0)), *columns], axis=1)
+    if recipe.data.over_long == "drop":
+        kept = np.maximum(whole, targets) <= recipe.batch.seq_len
+        used, whole, trained, targets = used[kept], whole[kept], trained[kept], targets[kept]
+    elif recipe.data.over_long == "split":
+        parts = np.maximum(1, np.ceil(whole / recipe.batch.seq_len))
+        used, whole, trained = used * parts, whole / parts, trained / parts
+    return np.vstack([used, *(each.clip(0, recipe.batch.seq_len) for each in (whole, trained, targets))])
