@@ -1,9 +1,9 @@
 """Which rows make a micro-batch: those of a step, sorted by length and cut so that the largest is as small as can be.
 
 Rows are padded to the longest beside them, so rows of like length belong together; where long ones are, there are
-fewer. Of all cuts those with the smallest largest micro-batch need the least memory, give processes equal work, and
-left within 4% of the least padding there can be. The loss is over all rows of a step, so it does not depend on this.
-Thousands of steps are cut at once: ten million rows take seconds.
+fewer. Of all cuts those with the smallest largest micro-batch need the least memory and give processes equal work. They
+pad a little more than the cuts that pad least: of the demo's rows 7.9% for 6.2%, drawn at random 16%. The loss is over
+all rows of a step, so it does not depend on this. Thousands of steps are cut at once: ten million rows take seconds.
 """
 
 from __future__ import annotations
