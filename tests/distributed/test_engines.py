@@ -188,6 +188,7 @@ def test_run_length(sections: dict[str, Any], rows: int | None, expected: tuple[
         ({"seq_len": 1024}, 1, [1, 2, 4, 8, 16]),
         ({"seq_len": 2048}, 1, [1, 2, 4, 8]),
         ({"seq_len": 65536}, 1, [1]),
+        ({"seq_len": 1024, "micro_batch_tokens": 4095}, 1, [1, 2]),
         ({"global_batch_size": 12, "seq_len": 512}, 1, [1, 2, 3, 4, 6, 12]),
         ({"global_batch_size": 12, "seq_len": 512}, 2, [1, 2, 3, 6]),
         ({"global_batch_size": 2, "seq_len": 512}, 4, [1]),
@@ -195,6 +196,11 @@ def test_run_length(sections: dict[str, Any], rows: int | None, expected: tuple[
 )
 def test_micro_batches_to_choose_from(batch: dict[str, int], world_size: int, expected: list[int]) -> None:
     assert micro_batch_sizes(recipe(batch=batch), world_size) == expected
+
+
+def test_short_rows_allow_larger_micro_batches() -> None:
+    made = recipe(batch={"seq_len": 2048, "global_batch_size": 64, "micro_batch_tokens": 1600})
+    assert (micro_batch_sizes(made, 2), micro_batch_sizes(made, 2, row_tokens=100.0)) == ([1], [1, 2, 4, 8, 16])
 
 
 def test_plain_launches_are_accepted() -> None:

@@ -261,6 +261,11 @@ CASES = [
     ("optimizer-eps", ["optimizer=lion", "optimizer.eps=1e-6"], ["~optimizer.eps"]),
     ("lone-weight", ["data=[{path: a.jsonl, weight: 2.0}]"], ["data.sources=[a.jsonl]"]),
     ("evaluation-weight", ["data.eval_sources=[{path: a.jsonl, weight: 2.0}]"], ["data.eval_sources=[a.jsonl]"]),
+    (
+        "micro-batch-tokens",
+        ["batch={micro_batch_size: 2, micro_batch_tokens: 4096}"],
+        ["batch.micro_batch_size=auto"],
+    ),
     ("eval-max-samples", ["~data.eval_split", "data.eval_max_samples=5"], ["~data.eval_max_samples"]),
     ("evaluation-at-start", ["~data.eval_split", "at_start=false"], ["data.eval_split=0.05"]),
     ("max-new-tokens", ["num_prompts=0", "max_new_tokens=5"], ["evaluation.num_prompts=3"]),

@@ -18,9 +18,6 @@ from pydantic.dataclasses import dataclass
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
 
-_MICRO_BATCH_TOKENS = 16_384
-"""A micro-batch of this many tokens keeps a current GPU busy; more only costs memory."""
-
 
 @dataclass(frozen=True)
 class World:
@@ -178,13 +175,13 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
 
 
 def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None = None) -> list[int]:
-    """Sizes that divide a process's share of the global batch, ascending, up to what keeps a current GPU busy.
+    """Sizes that divide a process's share of the global batch, ascending, up to `batch.micro_batch_tokens`.
 
     Args:
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
     share = max(1, recipe.batch.sequences_per_step // world_size)
-    largest = max(1, int(_MICRO_BATCH_TOKENS / (row_tokens or recipe.batch.seq_len)))
+    largest = max(1, int(recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 

@@ -289,7 +289,10 @@ class Batch(Section):
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Sequences per process and forward pass, on average: those of a step are sorted by length and dealt so that the
     largest micro-batch has few tokens and little is padded. `auto`: the number that fits and is fastest by the plan, up
-    to 16,384 tokens, more of which only cost memory."""
+    to `micro_batch_tokens`."""
+    micro_batch_tokens: PositiveInt = 16_384
+    """Tokens, on average, of a micro-batch that `micro_batch_size: auto` may come to, one sequence at least. So many
+    keep a current GPU busy; more only cost memory."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -57,6 +57,12 @@ IGNORED_RULES = {
         "rows for evaluation are used once each, whatever the weight of their source",
         "remove the weight from data.eval_sources",
     ),
+    "micro-batch-tokens": _ignored(
+        "batch.micro_batch_tokens",
+        lambda r: r.batch.micro_batch_size == "auto",
+        "batch.micro_batch_size={r.batch.micro_batch_size} says how large micro-batches are",
+        "batch.micro_batch_size=auto",
+    ),
     "eval-max-samples": _ignored("data.eval_max_samples", _held_out, "no rows are held out", "data.eval_split=0.05"),
     "evaluation-at-start": _ignored(
         "evaluation.at_start", _held_out, "no rows are held out, so nothing is evaluated", "data.eval_split=0.05"
