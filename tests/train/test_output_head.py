@@ -129,6 +129,7 @@ def test_a_micro_batch_without_trained_tokens_adds_nothing(place: Path, kept: bo
 @pytest.mark.parametrize("model", ["llama", "modernbert"])
 def test_a_micro_batch_does_not_wait_for_the_device(place: Path, model: str) -> None:
     trainer = small.set_up(f"model.path={model}").trainer
+    assert trainer.args.dataloader_pin_memory and trainer.accelerator.non_blocking
     network = trainer.model.to("cuda")
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [IGNORE, IGNORE, 7, 8]}]
     batch, items = send_to_device(trainer.data_collator(rows), "cuda"), torch.tensor(2, device="cuda")

@@ -43,6 +43,8 @@ def build_arguments(
         "dataloader_pin_memory": kwargs.get("dataloader_pin_memory", cuda),
         "use_cpu": not cuda and plain,
     }
+    if cuda and kwargs["dataloader_pin_memory"]:
+        kwargs["accelerator_config"] |= {"non_blocking": True}
     if "tensorboard" in recipe.logging.trackers:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
     if swap:

@@ -133,7 +133,9 @@ class _ExactMixin:
         return loss
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_deepspeed_enabled and "zero_grad" not in vars(model):  # type: ignore[attr-defined]
+        # DeepSpeed has both methods of its own, and FSDP other parameters during a pass than between steps.
+        engine = self.is_deepspeed_enabled or self.is_fsdp_enabled  # type: ignore[attr-defined]
+        if not engine and "zero_grad" not in vars(model):
             spare_walks(model)
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
