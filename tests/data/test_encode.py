@@ -504,6 +504,23 @@ def test_a_part_of_an_answer_is_left_out_under_templates_of_released_models(path
     assert "Skip" not in text and "Learn that." in text
 
 
+def test_training_all_leaves_out_what_messages_leave_out() -> None:
+    encoder = Encoder(chatml_tokenizer(), "all", frozenset({2}))
+    whole = "".join(trained(encoder, Chat([USER, HELLO])))
+    partly = HELLO | {"content": "Skip this. Learn that.", "untrained": {"content": [[0, 11]]}}
+    for row, left_out, kept in (
+        (Chat([USER, partly]), ["Skip"], [USER["content"], "Learn that."]),
+        (Chat([USER | {"train": False}, HELLO]), [USER["content"]], [HELLO["content"]]),
+        (
+            Chat([USER | {"untrained": {"content": [[0, 1]]}}, HELLO]),
+            [USER["content"]],
+            [USER["content"][1:], whole[-5:]],
+        ),
+    ):
+        text = "".join(trained(encoder, row))
+        assert not any(part in text for part in left_out) and all(part in text for part in kept), text
+
+
 def test_segments_and_tokens_are_trained_as_they_are() -> None:
     encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
     row = Segments([("The quick", False), (" brown fox", True), (" jumps", False), ("!<|endoftext|>", True)])

@@ -255,7 +255,7 @@ class Encoder:
             conversation.ensure_turns([*excluded, *partly])
             gaps = sorted(span for i in excluded for span in located.get(i, []))
             edges = [0, *itertools.chain(*gaps), len(text)]
-            spans = list(zip(edges[::2], edges[1::2], strict=True))
+            spans = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
             return spans, [gap for i in partly for gap in conversation.locate_parts(i, messages[i]["untrained"])]
         spans, gaps = [], []
         turns = self._trained_turns(conversation, flags)
