@@ -1,6 +1,7 @@
 """Planned against measured: runs recipes through the normal command, and sets the plan beside what happened.
 
-On a CUDA machine: `python benchmarks/plan_accuracy.py`. `--small` runs tiny ones, also on a CPU. Needs no network.
+`python benchmarks/plan_accuracy.py`, on one GPU or on a CPU, which has cases of its own. `--small` runs tiny ones. It
+needs no network.
 """
 
 from __future__ import annotations
@@ -112,6 +113,14 @@ CASES = (
     Case("8B LoRA, checkpointing", "llama_8b", 4096, 4, 1, (*LORA, FULL)),
     Case("8B QLoRA", "llama_8b", 4096, 2, 1, QLORA),
     Case("8B full, pure bf16, 8-bit AdamW", "llama_8b", 4096, 2, 1, ("precision=pure_bf16", "optimizer=adamw_8bit")),
+)
+FP32 = ("precision=fp32", "compile=off")
+CPU = (
+    Case("160M LoRA, rows of 128", "llama_160m", 128, 4, 1, (*LORA, *FP32)),
+    Case("160M LoRA", "llama_160m", 512, 1, 2, (*LORA, *FP32)),
+    Case("160M LoRA, rows of 2k", "llama_160m", 2048, 1, 1, (*LORA, *FP32)),
+    Case("160M full", "llama_160m", 512, 1, 2, FP32),
+    Case("160M full, bf16", "llama_160m", 512, 1, 2, ("compile=off",)),
 )
 SMALL = (
     Case("tiny full", "llama_tiny", 128, 4),
@@ -281,13 +290,12 @@ def main() -> int:
     parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="where the dated files go")
     options = parser.parse_args()
     device = this_machine().device
-    if device.kind == "cpu" and not options.small:
-        parser.error("this machine has no GPU: add --small")
     if options.calibrate and not path_of(device).is_file():
         command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", str(options.calibrate)]
         subprocess.run(command, cwd=ROOT, check=True)
     wanted = [text.lower() for text in options.only]
-    cases = [case for case in (SMALL if options.small else CASES) if any(text in case.name.lower() for text in wanted)]
+    chosen = SMALL if options.small else CPU if device.kind == "cpu" else CASES
+    cases = [case for case in chosen if any(text in case.name.lower() for text in wanted)]
     about = _about(options.steps)
     results = Path(options.results)
     results.mkdir(parents=True, exist_ok=True)

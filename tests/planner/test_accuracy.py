@@ -30,9 +30,9 @@ def test_every_case_is_an_allowed_recipe(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
-    names = [case.name for case in (*benchmark.CASES, *benchmark.SMALL)]
-    assert len(set(names)) == len(names)
-    for case in (*benchmark.CASES, *benchmark.SMALL):
+    cases = (*benchmark.CASES, *benchmark.CPU, *benchmark.SMALL)
+    assert len({(case.name, *case.overrides) for case in cases}) == len(cases)
+    for case in cases:
         origin, changes = benchmark.material.SHAPES[case.model]
         model = tmp_path / case.model
         model.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.data.statistics import DataStatistics
 from toolkit.planner.hardware import Hardware, find
-from toolkit.planner.kernels import EAGER, backend
+from toolkit.planner.kernels import EAGER, backend, may_compile
 from toolkit.recipe import Recipe
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
@@ -42,3 +42,7 @@ def test_what_reads_fused_kernels_keeps_them(cpu: Hardware) -> None:
     selective = recipe(activation_checkpointing={"mode": "selective"})
     assert backend(selective, cpu, LLAMA, ROWS) == ("sdpa", "")
     assert backend(recipe(objective="seq2seq"), cpu, LLAMA, ROWS) == ("sdpa", "")
+
+
+def test_where_compiling_may_pay() -> None:
+    assert [name for name in ("cpu", "t4", "h200", "mi300x") if may_compile(find(name))] == ["cpu", "t4", "h200"]

@@ -305,15 +305,19 @@ def test_small_kernels_take_as_long_as_their_launches() -> None:
     assert step.compute > layout.gradient_accumulation_steps * 2e6 * launching
 
 
-def test_layers_are_compiled_where_that_saves_more_than_it_takes() -> None:
-    off, layers = (plan(recipe(compile=value, schedule={"max_steps": 1000})) for value in ("off", "layers"))
+@pytest.mark.parametrize("hardware", ["h200", "cpu"])
+def test_layers_are_compiled_where_that_saves_more_than_it_takes(hardware: str) -> None:
+    batch = {"seq_len": 16, "global_batch_size": 1} if hardware == "cpu" else {}
+    off, layers = (
+        plan(recipe(compile=value, schedule={"max_steps": 1000}, batch=batch), hardware) for value in ("off", "layers")
+    )
     saved = off.step_seconds.value - layers.step_seconds.value
     assert saved > 0 and off.compile_seconds == 0 < layers.compile_seconds
     assert layers.total_seconds and off.total_seconds
     assert off.total_seconds.value - layers.total_seconds.value == pytest.approx(1000 * saved - layers.compile_seconds)
     enough = math.ceil(layers.compile_seconds / saved)
     for steps, may_compile, wanted in ((enough + 1, True, layers), (enough - 1, True, off), (enough + 1, False, off)):
-        auto = plan(recipe(schedule={"max_steps": steps}), may_compile=may_compile)
+        auto = plan(recipe(schedule={"max_steps": steps}, batch=batch), hardware, may_compile=may_compile)
         assert (auto.step_seconds, auto.compile_seconds) == (wanted.step_seconds, wanted.compile_seconds)
 
 
