@@ -59,6 +59,7 @@ METHODS = {
     "full": [],
     "lora": ["method.name=lora", "method.r=8"],
     "freeze": ["method.freeze=[model.embed_tokens.*,*layernorm*]"],
+    "qlora": ["method.name=lora", "method.r=8", "method.quantization=nf4"],
     "dora": ["method.name=lora", "method.r=8", "method.use_dora=true"],
     "lora_embeddings": ["method.name=lora", "method.r=8", "method.modules_to_save=[embed_tokens,lm_head]"],
 }

@@ -192,16 +192,32 @@ COMPILED = [
     *(("lora", "single", [f"activation_checkpointing={mode}"]) for mode in ("full", "selective")),
     ("lora", "single", ["data.packing=true"]),
 ]
+EVERY_SECOND = ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]
+CHANGED = [
+    *((*each, ["compile=layers"]) for each in COMPILED),
+    *(("qlora", engine, [], []) for engine in ("ddp", "zero2", "zero3", "fsdp")),
+    *(("qlora", engine, [], ["activation_checkpointing=full"]) for engine in ("zero3", "fsdp")),
+    *(("full", engine, [], ["activation_checkpointing=full"]) for engine in ("ddp", "zero2", "zero3", "fsdp")),
+    *(("full", engine, [], ["activation_checkpointing=selective"]) for engine in ("ddp", "fsdp")),
+    *(("full", engine, [], EVERY_SECOND) for engine in ("zero3", "fsdp")),
+    *(("full", engine, [], ["activation_checkpointing=offload"]) for engine in ("ddp", "zero3", "fsdp")),
+]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("method", "engine", "more"), COMPILED)
-def test_compiled_layers_train_as_they_do_uncompiled(
-    method: str, engine: str, more: list[str], launcher: Launcher
+@pytest.mark.parametrize(("method", "engine", "common", "changed"), CHANGED)
+def test_compiled_recomputed_and_quantized_layers_train_alike_on_every_engine(
+    method: str, engine: str, common: list[str], changed: list[str], launcher: Launcher
 ) -> None:
-    overrides = [*METHODS[method], *more, "batch.micro_batch_size=2"]
-    name = "-".join([method, *more]).translate(str.maketrans("=./", "---"))
-    reference = launcher.result(f"uncompiled-{name}", "single", *overrides, "compile=off")
-    run = launcher.result(f"compiled-{name}-{engine}", engine, *overrides, "compile=layers")
+    if "activation_checkpointing=offload" in changed and not torch.cuda.is_available():
+        pytest.skip("what is offloaded lies on the host already")
+    overrides = [*METHODS[method], *common, "batch.micro_batch_size=2"]
+    name = "-".join([method, *common]).translate(_PLAIN)
+    reference = launcher.result(f"unchanged-{name}", "single", *overrides, "compile=off")
+    name = "-".join([name, *changed]).translate(_PLAIN)
+    run = launcher.result(f"changed-{name}-{engine}", engine, *overrides, *changed)
     difference, limits = Difference.between(run, reference), vars(LIMITS["fp32"])
     assert not {key: value for key, value in vars(difference).items() if value > limits[key]}
+
+
+_PLAIN = str.maketrans("=./", "---")
