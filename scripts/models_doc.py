@@ -7,6 +7,7 @@ those of a plain loop over its own logits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 import warnings
@@ -23,6 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
@@ -30,10 +32,14 @@ from trl import SFTConfig
 
 from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
-from toolkit.models import experts
+from toolkit.models import attention, experts
 from toolkit.models.adapters import keep_unpacked
-from toolkit.models.output_head import asks_routers, choose
+from toolkit.models.output_head import HeadChoice, asks_routers, choose
 from toolkit.models.tiny import tiny_model
+from toolkit.planner.trace import fake_kernels
+from toolkit.planner.trace.passes import run
+from toolkit.planner.trace.shallow import build, load_config
+from toolkit.planner.trace.types import Layout, Setting
 from toolkit.recipe import compilation, model_configs
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 
@@ -64,6 +70,7 @@ class Architecture:
         packs: Whether documents packed into a row are kept apart.
         lora: How much of the layers' matrices `all-linear` adapters reach: all, part or none.
         quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none; or `refused`.
+        plans: Whether plans are made from its own code (`traced`) or from its config (`formulas`).
     """
 
     kind: str
@@ -72,6 +79,7 @@ class Architecture:
     packs: bool = False
     lora: str = ""
     quantises: str = ""
+    plans: str = ""
 
 
 def configuration(kind: str) -> Any:
@@ -86,6 +94,39 @@ def configuration(kind: str) -> Any:
     return config
 
 
+def survey(kind: str, objective: str = "sft") -> Architecture:
+    """Everything about an architecture; raises what `look` and `plans` raise."""
+    seen = look(kind, objective)
+    return dataclasses.replace(seen, plans=plans(kind, objective)) if seen.trains in ("fused", "own") else seen
+
+
+def plans(kind: str, objective: str = "sft") -> str:
+    """How it is planned: by taking one micro-batch through its code on tensors without numbers, if that can be done.
+
+    Raises:
+        AssertionError: If the plan counts other parameters than the model has.
+    """
+    model = tiny_model(_stated(kind, objective), objective)
+    config = model.config.to_dict()
+    backend = attention.planned("auto", config, "float32", "cpu", None)
+    layout: Layout = "seq2seq" if objective == "seq2seq" else "padded"
+    setting = Setting(
+        config, "cuda", objective, {"name": "full", "freeze": []}, "float32", "float32", "bfloat16", backend, layout
+    )
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake_kernels.installed(setting):
+        warnings.simplefilter("ignore")
+        try:
+            choice = HeadChoice() if objective == "seq2seq" else choose(load_config(setting))
+            run(build(setting, 2, fake), setting, choice, fake, 2, 64)
+            whole = build(setting, None, FakeTensorMode()).model
+        except Exception:  # A model's own code may raise anything.
+            return "formulas"
+    numbers = [sum(parameter.numel() for parameter in each.parameters()) for each in (whole, model)]
+    assert numbers[0] == numbers[1], f"{kind}: {numbers}"
+    return "traced"
+
+
 def look(kind: str, objective: str = "sft") -> Architecture:
     """Tries an architecture.
 
@@ -95,13 +136,9 @@ def look(kind: str, objective: str = "sft") -> Architecture:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            config = configuration(kind)
-            if objective == "sft":
-                config.is_encoder_decoder = False
-            elif not config.is_encoder_decoder:
+            config = _stated(kind, objective)
+            if objective == "seq2seq" and not config.is_encoder_decoder:
                 return Architecture(kind, "refused", "it has no encoder")
-            elif getattr(config, "decoder_start_token_id", None) is None:
-                config.decoder_start_token_id = 1
             if model_configs.causal_key(config.to_dict()) is not None:
                 return Architecture(kind, "refused", "an encoder: its tokens see those after them")
             model = tiny_model(config, objective)
@@ -121,6 +158,16 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         except Exception:
             packs = False
         return Architecture(kind, head, "", packs, reached, quantised)
+
+
+def _stated(kind: str, objective: str) -> Any:
+    """The config of an architecture for an objective."""
+    config = configuration(kind)
+    if objective == "sft":
+        config.is_encoder_decoder = False
+    elif getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
+    return config
 
 
 def _batch(objective: str) -> dict[str, torch.Tensor]:
@@ -296,6 +343,9 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   `int8`. A run refuses what is less than nine tenths. *refused*: the model reads the weight of a layer itself.
 - **compiles**: `compile: auto` may compile the layers, because those that are alike are one graph for every length of
   rows, with equal losses and gradients. `compile: layers` tries it with any other model too.
+- **plans**: *traced*: memory and work are read from a micro-batch through its own code, and the parameters that are
+  counted are those it has. *formulas*: its code needs numbers to run, or more than two layers, so plans may
+  follow from its config, and say so.
 
 """
 
@@ -307,13 +357,15 @@ def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -
         counts = Counter(each.trains for each in found)
         text += f"## {title}\n\n{', '.join(f'{count} {name}' for name, count in counts.most_common())}.\n\n"
         text += (
-            "| architecture | trains | packs | LoRA | quantises | compiles |\n| --- | --- | --- | --- | --- | --- |\n"
+            "| architecture | trains | packs | compiles | plans | LoRA | quantises |\n"
+            "| --- | --- | --- | --- | --- | --- | --- |\n"
         )
         for each in found:
             if each.trains in ("fused", "own"):
                 packs = "yes" if each.packs else "no"
                 compiles = "yes" if title.startswith("Causal") and each.kind in compilation.COMPILED else ""
-                text += f"| {each.kind} | {each.trains} | {packs} | {each.lora} | {each.quantises} | {compiles} |\n"
+                text += f"| {each.kind} | {each.trains} | {packs} | {compiles} | "
+                text += f"{each.plans} | {each.lora} | {each.quantises} |\n"
         text += "\n"
         for name in ("refused", "not built"):
             kinds = [each.kind for each in found if each.trains == name]
@@ -324,4 +376,4 @@ def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -
 
 if __name__ == "__main__":
     quiet_libraries()
-    PAGE.write_text(page(map(look, CAUSAL), (look(kind, "seq2seq") for kind in ENCODER_DECODERS)), encoding="utf-8")
+    PAGE.write_text(page(map(survey, CAUSAL), (survey(kind, "seq2seq") for kind in ENCODER_DECODERS)), encoding="utf-8")

@@ -27,10 +27,15 @@ def test_encoder_decoders_train_like_a_plain_loop(kind: str) -> None:
     assert models_doc.look(kind, "seq2seq").trains == "own"
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("bamba", "traced"), ("longcat_flash", "formulas")])
+def test_plans_follow_the_code_where_it_runs_without_numbers(kind: str, expected: str) -> None:
+    assert models_doc.plans(kind) == expected
+
+
 @pytest.mark.matrix
 def test_every_architecture_trains_like_a_plain_loop_or_is_refused_as_the_page_says() -> None:
-    found = map(models_doc.look, models_doc.CAUSAL)
-    pairs = (models_doc.look(kind, "seq2seq") for kind in models_doc.ENCODER_DECODERS)
+    found = map(models_doc.survey, models_doc.CAUSAL)
+    pairs = (models_doc.survey(kind, "seq2seq") for kind in models_doc.ENCODER_DECODERS)
     assert models_doc.page(found, pairs) == models_doc.PAGE.read_text(encoding="utf-8")
 
 
