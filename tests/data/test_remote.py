@@ -82,6 +82,7 @@ def test_a_file_a_folder_and_a_glob() -> None:
     assert read("memory://data") == ROWS
     assert read("memory://data", split="validation") == ROWS[:1]
     assert read("memory://data/*.jsonl") == ROWS
+    assert read("memory://data/*/valid*.jsonl.gz", split="validation") == ROWS[:1]
     assert "no data files" in refused("memory://data/*.csv")
     assert "cannot be read" in refused("memory://data/nothing.jsonl")
     assert "has no split `test`" in refused("memory://data", split="test")
