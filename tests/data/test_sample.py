@@ -94,6 +94,9 @@ def test_without_a_tokenizer_characters_are_counted(model: Path, tmp_path: Path)
     path = texts(tmp_path / "a.jsonl")
     exact, rough = (sampled(asked(where, path, objective="language_modelling")) for where in (model, tmp_path))
     assert exact and rough and "four characters a token" in rough.sample
+    (tmp_path / "tokenizer.json").write_text("{}")
+    broken = sampled(asked(tmp_path, path, objective="language_modelling"))
+    assert broken and "cannot be read" in broken.sample and broken.tokens == rough.tokens
     assert rough.rows == exact.rows and 0.5 < rough.tokens / exact.tokens < 2
 
 
@@ -108,7 +111,9 @@ def test_parquet_is_sampled_and_what_cannot_be_is_not(
     assert figures and figures.rows == 2000
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (tmp_path / "d.jsonl").write_text('{"text": "x"}\n{"text\n' * 100)
-    for other in (tmp_path / "c.jsonl.gz", tmp_path / "d.jsonl", "builtin:stdlib-docstrings", tmp_path / "none.jsonl"):
+    (tmp_path / "e.jsonl").write_text('["x"]\n' * 300)
+    others = [tmp_path / name for name in ("c.jsonl.gz", "d.jsonl", "e.jsonl", "none.jsonl")]
+    for other in (*others, "builtin:stdlib-docstrings"):
         assert sampled(asked(model, other)) is None
     assert sampled(asked(model, plain, streaming=True)) is None
 

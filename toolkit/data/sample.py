@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.common import UserError
+from toolkit.common import UserError, first_line
 from toolkit.data import readers
 from toolkit.data.formats import Task, recognise
 from toolkit.data.readers import RawRow
@@ -49,7 +49,7 @@ def sampled(recipe: Recipe) -> DataStatistics | None:
     try:
         train = [_Side(source, counter) for source in data.training_sources()]
         held_out = [_Side(source, counter) for source in data.evaluation_sources()]
-    except (UserError, OSError, ValueError):
+    except (UserError, OSError, ValueError, RecursionError, NotImplementedError):
         return None  # What is wrong with it is said elsewhere.
     return _figures(recipe, train, held_out, counter)
 
@@ -63,11 +63,16 @@ class _Counter:
         # Whether the tokenizer has a template is not known without it; most have one.
         self.task = Task(recipe.objective, recipe.data.train_on, has_chat_template=True)
         file = model_configs.tokenizer_file(recipe.model)
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(file)) if file else None
-        if self._tokenizer:
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-        self.how = "" if self._tokenizer else ", at four characters a token because the tokenizer is not on this disk"
+        self._tokenizer, self.how = None, ", at four characters a token because the tokenizer is not on this disk"
+        if file:
+            try:
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            except Exception as error:  # The library has no kind of its own; the run will say what is wrong.
+                self.how = f", at four characters a token because the tokenizer cannot be read: {first_line(error)}"
+            else:
+                self.how = ""
+                self._tokenizer.no_truncation()
+                self._tokenizer.no_padding()
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         """Of each row: tokens, those that carry loss, and those of a pair's target."""
@@ -160,6 +165,8 @@ def _lines(file: Path, count: int) -> Iterator[tuple[RawRow, int]]:
                 stream.readline()
             if line := stream.readline().strip():
                 row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise UserError(f"{file} holds something else than an object")
                 yield (str(file), row), len(line) + 1
 
 
