@@ -18,7 +18,7 @@ from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, transfers
 from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
-from toolkit.planner.trace.types import CHUNK, KEPT_LOGITS, Pass, Trace
+from toolkit.planner.trace.types import Pass, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
 
@@ -57,7 +57,7 @@ def work(
     ranks = layout.world_size * layout.gradient_accumulation_steps
     tokens = load.tokens * ranks
     parameters = trace.elements()
-    if _keeps_logits(workload, load):
+    if workload.keeps_logits(load.scored, load.padded):
         trace = trace.keeping_logits()
         workload = dataclasses.replace(workload, trace=trace)
     useful, done = flops(recipe, trace, load)
@@ -186,15 +186,6 @@ def load_of(
     # An encoder-decoder's head is given its targets whole.
     scored = padded if recipe.objective == "seq2seq" else tokens * trained
     return Load(tokens, padded, within, attended, grid, longest, scored)
-
-
-def _keeps_logits(workload: Workload, load: Load) -> bool:
-    """Whether the logits of trained tokens are kept for the backward pass, as `models.output_head.OutputHead` says."""
-    trace, recipe = workload.trace, workload.recipe
-    if not (workload.on_cpu and trace.fused_head) or recipe.strategy.shards_parameters or recipe.objective == "seq2seq":
-        return False
-    vocabulary = max((each.shape[0] for each in trace.tensors if each.place in ("embeddings", "head")), default=0)
-    return load.scored * vocabulary <= KEPT_LOGITS * min(load.padded, CHUNK)
 
 
 def _links(sent: list[Transfer], hardware: Hardware) -> list[Link]:
