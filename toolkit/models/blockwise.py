@@ -77,7 +77,7 @@ class Weights:
             set_peft_model_state_dict(adapted, saved, name, low_cpu_mem_usage=True)
         adapted.base_model.set_adapter(list(weights), inference_mode=True)
         for layer in layers:
-            for name, scale in layer.scaling.items():
+            for name, scale in getattr(layer, "scaling", {}).items():  # Trained rows of tokens have none.
                 layer.scaling[name] = weights[name] * scale
         base = adapted.get_base_model()
         for name, layer in self.model(as_trained).named_modules():
