@@ -213,14 +213,11 @@ def _compare(model: Any, config: Any, batch: dict[str, torch.Tensor]) -> str:
         {key: batch[key][row, :length].tolist() for key in ("input_ids", "labels")}
         for row, length in enumerate(lengths)
     ]
-    # As on CPUs, from the logits of trained tokens, and as where these would be too many.
-    for kept in (trainer.output_head.kept, 0):
-        trainer.output_head.kept = kept
-        measured = trainer.compute_loss(model, Collator(0, "padded")(rows), num_items_in_batch=following.ne(-100).sum())
-        torch.testing.assert_close(measured, loss, rtol=2e-6, atol=2e-6)
-        for name, gradient in _backward(model, measured).items():
-            scale = expected[name].abs().max().item()
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * scale + 1e-7, msg=name)
+    measured = trainer.compute_loss(model, Collator(0, "padded")(rows), num_items_in_batch=following.ne(-100).sum())
+    torch.testing.assert_close(measured, loss, rtol=2e-6, atol=2e-6)
+    for name, gradient in _backward(model, measured).items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * scale + 1e-7, msg=name)
     return "fused" if choice.fused else "own"
 
 
@@ -334,9 +331,8 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   (another layer, scale or cap before the logits, or routers by other names), so the model's own forward scores the
   labels. Either way trained tokens alone reach the head wherever the model's code lets them be picked. The run says
   which, the plan counts it, `manifest.json` keeps it (`effective.output_head`), and before the first step both are
-  compared once more with the real weights, on the first rows, in the run's precision. On CPUs the model's own forward
-  scores in any case, in less than half the time, as long as the logits of trained tokens take no more memory than the
-  fused head. BERT and its kin train as decoders only, which their config must say (`is_decoder`).
+  compared once more with the real weights, on the first rows, in the run's precision. BERT and its kin train as
+  decoders only, which their config must say (`is_decoder`).
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them is stored in 4 bits (`method.quantization: nf4`), experts of one tensor too; such experts stay in 16 bits under

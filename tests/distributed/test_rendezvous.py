@@ -112,9 +112,8 @@ def test_two_nodes_train_as_one_process_does(
     )
     assert alone.keys() == together.keys()
     for key, weights in alone.items():
-        # Adam enlarges the rounding of gradients that are nearly zero, and one process keeps the logits that FSDP forms
-        # twice.
-        assert (together[key] - weights).norm() <= 5e-5 * weights.norm(), key
+        # Adam enlarges the rounding of gradients that are nearly zero.
+        assert (together[key] - weights).norm() <= 1e-5 * weights.norm(), key
     print(f"{name}: losses {losses(run)}, one process {losses(place / 'runs' / 'alone')}")
 
 

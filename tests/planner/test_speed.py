@@ -8,11 +8,9 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import batch_layout
-from toolkit.models.output_head import kept_logits
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Work
@@ -20,7 +18,7 @@ from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, tr
 from toolkit.planner.speed.step import Load, Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
-from toolkit.planner.trace.types import KEPT_LOGITS, Amount, Pass, Tensors, Trace, setting_of
+from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace, setting_of
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, load, model_configs, shipped_recipes
 
@@ -120,7 +118,7 @@ def test_recomputing_counts_for_the_hardware_only() -> None:
     assert again.mfu < kept.mfu
 
 
-def test_the_output_head_is_for_trained_tokens_and_a_cpu_keeps_their_logits() -> None:
+def test_the_output_head_is_for_trained_tokens() -> None:
     every = figures([1024] * 64)
     some = dataclasses.replace(every, trained_tokens=every.tokens // 4)
     product = 2 * 128_256 * 4096 * every.tokens
@@ -128,16 +126,6 @@ def test_the_output_head_is_for_trained_tokens_and_a_cpu_keeps_their_logits() ->
     assert whole.model_flops_per_step - part.model_flops_per_step == pytest.approx(3 * 0.75 * product)
     assert whole.hardware_flops_per_step - part.hardware_flops_per_step == pytest.approx(3 * 0.75 * product)
     assert whole.step_seconds.value > part.step_seconds.value
-
-    # The trace of a model that is recomputed also has the head's product a second time.
-    again = {"mode": "full"}
-    kept, formed = (plan(recipe(engine, activation_checkpointing=again), "cpu", some) for engine in ("ddp", "zero3"))
-    assert formed.hardware_flops_per_step - kept.hardware_flops_per_step == pytest.approx(0.25 * product)
-    assert kept_logits(torch.device("cpu"), False) == KEPT_LOGITS and kept_logits(torch.device("cpu"), True) == 0
-    # All of them would be more than the fused head's tile takes.
-    assert plan(recipe(activation_checkpointing=again), "cpu", every).hardware_flops_per_step == pytest.approx(
-        plan(recipe("zero3", activation_checkpointing=again), "cpu", every).hardware_flops_per_step
-    )
 
 
 def test_attention_is_within_documents_and_padding_is_no_model_flop() -> None:

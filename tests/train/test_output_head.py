@@ -90,14 +90,10 @@ class Products(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(
-    ("model", "kept", "products"), [("llama", True, 1), ("llama", False, 2), ("modernbert", True, 1)]
-)
-def test_only_trained_positions_reach_the_head(place: Path, model: str, kept: bool, products: int) -> None:
+@pytest.mark.parametrize(("model", "products"), [("llama", 2), ("modernbert", 1)])
+def test_only_trained_positions_reach_the_head(place: Path, model: str, products: int) -> None:
     trainer = small.set_up(f"model.path={model}").trainer
     vocabulary = trainer.model.config.vocab_size
-    if not kept:
-        trainer.output_head.kept = 0
     row = torch.randint(5, vocabulary, (40,)).tolist()
     labels = [IGNORE] * 30 + row[30:]
     batch = trainer.data_collator(
@@ -114,11 +110,8 @@ def test_only_trained_positions_reach_the_head(place: Path, model: str, kept: bo
     assert total.item() == pytest.approx(15 * loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_micro_batch_without_trained_tokens_adds_nothing(place: Path, kept: bool) -> None:
+def test_a_micro_batch_without_trained_tokens_adds_nothing(place: Path) -> None:
     trainer = small.set_up().trainer
-    if not kept:
-        trainer.output_head.kept = 0
     batch = trainer.data_collator([{"input_ids": [5, 6, 7], "labels": [IGNORE] * 3}])
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
     loss.backward()

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _use_triton
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -124,19 +123,15 @@ class OutputHead:
     Args:
         model: A causal language model with TRL's fused head, without adapters around it.
         choice: How labels are scored.
-        kept: Up to so many logits for each position of a batch are formed at once by the model's own forward, whose
-            backward pass need not form them a second time as the fused head's does: 2.2 times as fast on a CPU. Where
-            Triton's kernels run, it is 0, and where processes must call the same modules and count different tokens.
 
     Attributes:
         fused: Whether the fused head may score.
         selects: Whether the model's own forward may be given trained positions alone.
-        kept: May be changed at any time, as the others.
     """
 
-    def __init__(self, model: Any, choice: HeadChoice, kept: int = 0) -> None:
-        self.fused, self.selects, self.kept = choice.fused, choice.selects, kept
-        forward, vocabulary = model.forward, model.config.get_text_config().vocab_size
+    def __init__(self, model: Any, choice: HeadChoice) -> None:
+        self.fused, self.selects = choice.fused, choice.selects
+        forward = model.forward
         # TRL would pick positions by a mask on GPUs, and wait for their number; here they have been picked.
         trl_utils._use_triton = lambda device: False
 
@@ -157,14 +152,12 @@ class OutputHead:
                 return forward(*args, fused_lm_head=True, labels=labels, **kwargs)
             # The first token of a row is never trained, so the last one of the row before has no label.
             following = _at(labels.roll(-1), label_positions)
-            room = self.kept * min(labels.numel(), TOKEN_CHUNK_SIZE)
-            few = self.selects and label_positions.numel() * vocabulary <= room
             if not (self.fused or self.selects):
                 outputs = forward(*args, **kwargs)
                 outputs.logits = _at(outputs.logits, label_positions)
                 return _from_logits(outputs, following)
             with _only(module.base_model, label_positions):
-                if self.fused and not few:
+                if self.fused:
                     return forward(*args, fused_lm_head=True, shift_labels=following, **kwargs)
                 return _from_logits(forward(*args, **kwargs), following)
 
@@ -186,22 +179,10 @@ def _at(each: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return each.flatten(0, 1).index_select(0, positions.to(each.device))[None]
 
 
-def add_output_head(model: Any, choice: HeadChoice, kept: int = 0) -> OutputHead:
+def add_output_head(model: Any, choice: HeadChoice) -> OutputHead:
     """Gives a model both ways of scoring."""
     add_fused_lm_head(model)
-    return OutputHead(model, choice, kept)
-
-
-def kept_logits(device: torch.device, sharded: bool) -> int:
-    """`OutputHead`'s `kept`: as many as take the memory of the fused head's tile, which has 32,768 for each position.
-
-    In fp32 a tile and what its backward pass makes of it are 8 tensors of its size (1.08 MB for each position); logits,
-    their logarithms and their gradient are 3.
-
-    Args:
-        sharded: Whether processes share the model's weights.
-    """
-    return 0 if sharded or _use_triton(device) else 5 * trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE // 2
+    return OutputHead(model, choice)
 
 
 def _from_logits(outputs: Any, following: torch.Tensor) -> FusedCausalLMOutput:
@@ -241,7 +222,7 @@ def compare(
             largest = own.logits.abs().max().item()
             own.logits = _at(own.logits, batch["label_positions"])
             wanted = _from_logits(own, _at(batch["labels"].roll(-1), batch["label_positions"]))
-            head.fused, head.selects, head.kept = fused, not fused, 0
+            head.fused, head.selects = fused, not fused
             try:
                 scored = model(**batch, use_cache=False, fused_lm_head=True)
                 distance = (scored.log_probs - wanted.log_probs)[wanted.label_mask].abs().mean().item()

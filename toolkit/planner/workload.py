@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.trace.types import CHUNK, KEPT_LOGITS, Shape, Tensors, Trace
+from toolkit.planner.trace.types import Shape, Tensors, Trace
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import Strategy
 
@@ -63,22 +63,6 @@ class Workload:
     def trained(self) -> int:
         """Elements that get gradients."""
         return self.trace.elements(trained=True)
-
-    @functools.cached_property
-    def vocabulary(self) -> int:
-        """Rows of the output head."""
-        return max((each.shape[0] for each in self.trace.tensors if each.place in ("embeddings", "head")), default=0)
-
-    def keeps_logits(self, scored: float, padded: float) -> bool:
-        """Whether the logits of trained tokens are kept for the backward pass, as `models.output_head.OutputHead` says.
-
-        Args:
-            scored: Tokens of a micro-batch that are trained.
-            padded: All of them.
-        """
-        if not self.on_cpu or self.strategy.shards_parameters or self.recipe.objective == "seq2seq":
-            return False
-        return self.trace.fused_head and scored * self.vocabulary <= KEPT_LOGITS * min(padded, CHUNK)
 
     @property
     def owned(self) -> float:

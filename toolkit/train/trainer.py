@@ -25,7 +25,7 @@ from trl import SFTTrainer
 
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
-from toolkit.models.output_head import HeadChoice, add_output_head, kept_logits
+from toolkit.models.output_head import HeadChoice, add_output_head
 
 
 def spare_walks(model: Any) -> None:
@@ -220,8 +220,7 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         if not choice.balances:
             # TRL would add one because the config has a coefficient; the model's own forward knows no such loss.
             self.aux_loss_enabled = base.config.get_text_config().output_router_logits = False
-        sharded = is_deepspeed_zero3_enabled() or self.is_fsdp_enabled
-        self.output_head = add_output_head(base, choice, kept_logits(args.device, sharded))
+        self.output_head = add_output_head(base, choice)
         if not choice.fused:
             return
         if is_deepspeed_zero3_enabled():

@@ -145,8 +145,6 @@ def check_output_head(session: Session) -> None:
         largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
         return largest <= 1, reason
 
-    if head.selects and (head.kept or not head.fused):
-        head.selects, _ = equal(fused=False)
     if head.fused:
         head.fused, reason = equal(fused=True)
         if session.leads and not head.fused:
@@ -155,6 +153,8 @@ def check_output_head(session: Session) -> None:
                 "(%s). The plan does not count it, as the architecture does not show it",
                 reason or "as another process found",
             )
+    if head.selects and not head.fused:
+        head.selects, _ = equal(fused=False)
 
 
 def read(trainer: Any) -> EngineState:

@@ -19,7 +19,6 @@ from toolkit.planner.memory.offload import offloaded
 from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.memory.zero import Bf16Zero1, Zero2, Zero3
 from toolkit.planner.plan import PARTS, Memory, Range
-from toolkit.planner.trace.types import Moment, Shape
 from toolkit.planner.workload import WIDTH, Workload
 
 Parts = dict[str, float]
@@ -145,8 +144,7 @@ class _RankMemory:
         candidates = [
             _add(
                 base,
-                {part: getattr(left, part).at(shape) for part in ("activations", "casts")},
-                {"logits": self._logits(moment, left.logits.at(shape), shape)},
+                {part: getattr(left, part).at(shape) for part in ("activations", "casts", "logits")},
                 self._on_device(held),
             )
             for moment in self.trace.moments
@@ -155,22 +153,6 @@ class _RankMemory:
         ]
         fullest = max(candidates, key=lambda parts: math.fsum(parts.values()), default={})
         return _add(fullest, {"activations": self._compiled()}) if phase == "backward" and fullest else fullest
-
-    def _logits(self, moment: Moment, traced: float, shape: Shape) -> float:
-        """What the output head and the loss hold: as traced, or the logits of all tokens where they are kept.
-
-        In the forward pass the logits, where they are in 16 bits a copy in fp32, and their logarithms. In the backward
-        pass logarithms and two gradients, in fp32; then the gradient alone, and its copy in 16 bits. And always a copy
-        of the hidden states of what is scored.
-        """
-        if moment.place != "head" or not traced or not self.workload.keeps_logits(shape.tokens, shape.tokens):
-            return traced
-        width = WIDTH[self.types.compute]
-        each = width + 4 + (4 if width < 4 else 0)
-        if moment.phase == "backward":
-            first = max(other.logits.at(shape) for other in self.trace.moments if other.phase == "backward")
-            each = 12 if moment.logits.at(shape) >= first else 4 + width
-        return shape.tokens * self.workload.vocabulary * each + self.trace.boundary.at(shape)
 
     def _compiled(self) -> float:
         """What a compiled layer holds more than it does uncompiled when it is recomputed: its widest tensor, and two

@@ -57,9 +57,6 @@ def work(
     ranks = layout.world_size * layout.gradient_accumulation_steps
     tokens = load.tokens * ranks
     parameters = trace.elements()
-    if workload.keeps_logits(load.scored, load.padded):
-        trace = trace.keeping_logits()
-        workload = dataclasses.replace(workload, trace=trace)
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
     sent = transfers(workload, boundary)

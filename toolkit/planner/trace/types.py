@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -30,9 +29,6 @@ FORMAT = 2
 
 CHUNK = 4096
 """Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
-
-KEPT_LOGITS = 81_920
-"""Logits for each position up to which a CPU keeps those of trained tokens (`models.output_head.kept_logits`)."""
 
 Phase = Literal["forward", "backward", "evaluation"]
 Place = Literal["embeddings", "first_layer", "last_layer", "head"]
@@ -224,17 +220,6 @@ class Trace:
             and (kind is None or tensors.kind == kind)
             and (place is None or tensors.place == place)
         )
-
-    def keeping_logits(self) -> Trace:
-        """The same where the backward pass has the logits, and need not form them a second time."""
-        again, backward = self.passes["recompute"], self.passes["backward"]
-        both = itertools.zip_longest(backward.matmul.fixed, again.matmul.fixed, fillvalue=0.0)
-        left = [whole - part for whole, part in both]
-        passes = {
-            "backward": dataclasses.replace(backward, matmul=dataclasses.replace(backward.matmul, fixed=tuple(left))),
-            "recompute": dataclasses.replace(again, matmul=dataclasses.replace(again.matmul, fixed=())),
-        }
-        return dataclasses.replace(self, passes={**self.passes, **passes})
 
     def met(self, experts: tuple[int, int], *, trained: bool | None = None) -> float:
         """Number of parameters that one token meets.
