@@ -26,8 +26,8 @@ FORMAT = 4
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
-_DRAWN = 2**16
-"""Sequences that are drawn to see how they are dealt into micro-batches."""
+_EPOCHS, _DRAWN = 4, 2**17
+"""Epochs, and at most so many sequences, that are drawn to see how they are dealt into micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class DataStatistics:
     def dealt(self, size: int, count: int, flat: bool) -> Dealt:
         """Micro-batches of steps of `size` sequences, each of which is cut into `count` as training does it.
 
-        Steps are drawn until they are an epoch, or 65,536 sequences; one has the longest sequence for certain.
+        Steps are drawn until they are four epochs, or 131,072 sequences, because the fullest of one draw alone was seen
+        12% below that of others. One has the longest sequence for certain.
 
         Args:
             flat: See `batches.cut`.
@@ -98,7 +99,7 @@ class DataStatistics:
 
         from toolkit.data.batches import ALIGNED, cut
 
-        shares = np.random.default_rng(0).random((max(1, min(self.rows, _DRAWN) // size), size))
+        shares = np.random.default_rng(0).random((max(1, min(_EPOCHS * self.rows, _DRAWN) // size), size))
         lengths = np.interp(shares, np.linspace(0, 1, len(self.quantiles)), self.quantiles)
         lengths[0, 0] = self.quantiles[-1]
         unit = 1 if flat else ALIGNED
