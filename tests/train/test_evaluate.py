@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import metrics
+from head_products import HeadProducts
 from small import LORA, NF4, SEQ2SEQ, place_with, set_up
 
 from toolkit.train.evaluate import answer, generated_metrics, held_out_loss, inputs_on
@@ -46,10 +47,9 @@ def test_held_out_loss_is_the_mean_over_trained_tokens(model: str) -> None:
 def test_logits_of_decoders_are_never_all_built() -> None:
     """The held-out pass runs the output head over trained tokens alone."""
     training = set_up("data.eval_split=0.2")
-    head, rows = training.trainer.model.get_output_embeddings(), list[int]()
-    head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[:-1].numel()))
-    found = held_out_loss(training.trainer, 4, lambda batch, total: None)
-    assert found["eval_tokens"] <= sum(rows) < found["eval_tokens"] + 16 * len(rows)
+    with HeadProducts(training.trainer.model.config.vocab_size) as head:
+        scored = held_out_loss(training.trainer, 4, lambda batch, total: None)
+    assert scored["eval_tokens"] <= sum(head.rows) < scored["eval_tokens"] + 16 * len(head.rows)
 
 
 @pytest.mark.parametrize("kind", [["model.path=llama"], ["model.path=moe"], SEQ2SEQ, [*LORA, "precision=bf16"], NF4])

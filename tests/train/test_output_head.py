@@ -11,9 +11,9 @@ import small
 import torch
 from accelerate.utils import send_to_device
 from harness import losses
+from head_products import HeadProducts
 from ranks import ON_CPU, Ranks
 from tiny import tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from toolkit.data.rows import IGNORE
@@ -76,20 +76,6 @@ def test_which_head_runs_is_planned_said_and_kept(place: Path, capsys: pytest.Ca
     assert effective(place, "llama")["output_head"] == "fused"
 
 
-class Products(TorchDispatchMode):
-    """Notes the rows of products with the output head."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary, self.rows = vocabulary, list[int]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if "mm" in str(function) and made.shape[-1] == self.vocabulary:
-            self.rows.append(made.shape.numel() // self.vocabulary)
-        return made
-
-
 @pytest.mark.parametrize(("model", "products"), [("llama", 2), ("modernbert", 1)])
 def test_only_trained_positions_reach_the_head(place: Path, model: str, products: int) -> None:
     trainer = small.set_up(f"model.path={model}").trainer
@@ -100,11 +86,11 @@ def test_only_trained_positions_reach_the_head(place: Path, model: str, products
         [{"input_ids": row, "labels": labels}, {"input_ids": row[:35], "labels": labels[:35]}]
     )
 
-    with Products(vocabulary) as seen:
+    with HeadProducts(vocabulary) as seen:
         loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(15))
         loss.backward()
     assert seen.rows == [16] * products, "15 trained tokens, a multiple of 16, and again where they are recomputed"
-    with torch.no_grad(), Products(vocabulary) as seen:
+    with torch.no_grad(), HeadProducts(vocabulary) as seen:
         total, count, _ = trainer.score(trainer.model, dict(batch))
     assert seen.rows == [16] and count == 15
     assert total.item() == pytest.approx(15 * loss.item(), rel=1e-5)
