@@ -131,14 +131,13 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     dropped = dict.fromkeys(content.dropped)
     if calls:
         result["tool_calls"] = [_tool_call(call, where, dropped) for call in calls]
-    untrained = {"content": content.untrained()} if content.flags else {}
     thoughts = [message.pop(name) for name in REASONING if message.get(name)]
     reasoning = _Content(role, flag, where)
     reasoning.add(content.reasoning or (thoughts[0] if thoughts else ""))
     if reasoning.text:
         result["reasoning_content"] = reasoning.text
-        if reasoning.flags:
-            untrained["reasoning_content"] = reasoning.untrained()
+    flagged = content.flags or reasoning.flags
+    untrained = {"content": content.untrained(), "reasoning_content": reasoning.untrained()} if flagged else {}
     if (details := message.pop("train_detail", None)) is not None:
         untrained["content"] = _outside(details, len(content.text), where)
     parts = [part for _, _, part in (*content.flags, *reasoning.flags)]
@@ -156,7 +155,8 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
         result["dropped"] = names
     if any(untrained.values()) and flag is not False:
         result["untrained"] = {field: ranges for field, ranges in untrained.items() if ranges}
-    return result | message
+    # An empty field of another spelling takes nothing away.
+    return result | message | result
 
 
 class _Content:
@@ -209,7 +209,7 @@ class _Content:
                 self.flags.append((start, len(self.text), flag))
             self.dropped += _further(part, ("type", name, *FLAGS), "content")
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
-            self.reasoning.append({**part, "type": "text", "text": value})
+            self.reasoning.append(part | {"type": "text"})
         elif kind in ("tool_call", "function_call"):
             calls = parsed(part.get("value", part))
             self.calls += calls if isinstance(calls, list) else [calls]

@@ -37,7 +37,7 @@ from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Source
 
-CODE_VERSION = 3
+CODE_VERSION = 4
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 
