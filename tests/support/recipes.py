@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import Loaded
+import yaml
+
+from toolkit.recipe import Loaded, Recipe
 
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
 """The least that a recipe needs, in one line."""
@@ -28,3 +31,19 @@ def values(loaded: Loaded, *paths: str) -> list[Any]:
             value = getattr(value, part)
         result.append(value)
     return result
+
+
+def recipe_of(*settings: str) -> Recipe:
+    """A recipe with texts of `section.key=value`, parted by spaces; values are YAML, and nothing is composed."""
+    content: dict[str, Any] = {"model": {"path": "a/b"}, "data": {"sources": [{"path": "rows.jsonl"}]}}
+    for setting in shlex.split(" ".join(settings)):
+        path, _, text = setting.partition("=")
+        section, _, key = path.partition(".")
+        place = content.setdefault(section, {}) if key else content
+        place[key or section] = yaml.safe_load(text)
+    return Recipe.model_validate(content)
+
+
+def each(key: str, values: str) -> list[str]:
+    """`key=value` for each of some values, parted by spaces."""
+    return [f"{key}={value}" for value in values.split()]

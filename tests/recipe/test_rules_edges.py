@@ -1,0 +1,297 @@
+"""Every rule at its edges: what just breaks it, and neighbours that do not. Nothing is composed or loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes import each, recipe_of
+from toolkit.recipe.rules import RULES
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 64, "tie_word_embeddings": True}
+LORA, FULL, FP32, SEQ2SEQ = "method.name=lora ", "method.name=full ", "precision=fp32 ", "objective=seq2seq "
+PURE, ADAPTER = "precision=pure_bf16 ", "model.adapter=a "
+DDP, ZERO1, ZERO2, ZERO3, FSDP = (f"strategy.name={name} " for name in ("ddp", "zero1", "zero2", "zero3", "fsdp"))
+STAGES, SHARDED, WHOLE = [ZERO1, ZERO2, ZERO3], [ZERO3, FSDP], [DDP, ZERO1, ZERO2]
+VARLEN = each("model.attention", "torch_varlen flash_attention_2 flash_attention_3 flash_attention_4")
+MASKED = each("model.attention", "auto eager sdpa flex")
+NF4, INT8 = LORA + "method.quantization=nf4 ", LORA + "method.quantization=int8 "
+OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
+STREAM = "data.streaming=true schedule.max_steps=5 "
+MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
+LOCAL = each("model.path", "builtin:x x.gguf .")
+
+# Rule, what all its recipes have, what breaks it beside that, and what does not.
+EDGES: list[tuple[str, str, list[str], list[str]]] = [
+    ("model-no-folder", "", each("model.path", "./m ../m /m a/b/c m.gguf a/m.gguf"), each("model.path", "m a/b .")),
+    ("model-no-folder", "", [r"model.path='a\\b'"], ["model.path=builtin:a/b/c"]),
+    ("revision-local", "model.revision=main ", LOCAL, ["model.path=a/b"]),
+    ("remote-code-unpinned", "model.trust_remote_code=true ", [""], ["model.revision=abc", *LOCAL]),
+    ("gguf-twice", "model.gguf_file=b.gguf ", ["model.path=a.gguf"], ["model.path=a/b"]),
+    ("attention-fp32", FP32, VARLEN, MASKED),
+    ("attention-fp32", VARLEN[0], [FP32], each(" precision", "fp16 bf16 pure_bf16")),
+    ("attention-seq2seq", SEQ2SEQ, VARLEN, MASKED),
+    ("positions", "", ["batch.seq_len=65"], ["batch.seq_len=64", "batch.seq_len=1"]),
+    ("streaming-length", "data.streaming=true ", ["", "schedule.num_epochs=1.0"], ["schedule.max_steps=5"]),
+    ("streaming-epochs", "checkpoint.save_epochs=1.0 ", [STREAM], [""]),
+    ("streaming-fraction", "data.eval_split=0.1 ", [STREAM], [""]),
+    ("streaming-fraction", STREAM, ["data.eval_split=0.1"], ["data.eval_split=test", ""]),
+    ("streaming-whole-data", STREAM, ["data.deduplicate=true", "data.max_samples=5"], [""]),
+    ("eval-split-number", "", each("data.eval_split", "\"'0.1'\" 10% 1e-2"), each("data.eval_split", "0.1 test v2 e")),
+    ("eval-split-is-train", "", ["data.eval_split=train"], ["data.eval_split=test", "data.eval_split=0.1", ""]),
+    ("split-needs-text", "data.over_long=split ", ["", SEQ2SEQ], ["objective=language_modelling"]),
+    ("split-needs-text", "", ["data.over_long=split"], each("data.over_long", "error drop truncate")),
+    (
+        *("lm-trains-all", "objective=language_modelling "),
+        *(each("data.train_on", "assistant completion last_assistant [user]"), each("data.train_on", "auto all")),
+    ),
+    (
+        *("template-kwargs-reserved", ""),
+        [
+            f"data.chat_template_kwargs='{{{name}: true}}'"
+            for name in ("messages", "conversation", "tools", "tokenize", "add_generation_prompt")
+        ],
+        ["data.chat_template_kwargs='{enable_thinking: true}'", ""],
+    ),
+    ("template-kwargs-reserved", "", ["data.chat_template_kwargs='{continue_final_message: true}'"], [""]),
+    ("seq2seq-train-on", SEQ2SEQ, each("data.train_on", "all completion"), ["data.train_on=auto"]),
+    ("target-modules", LORA, ["method.target_modules=q_proj"], each("method.target_modules", "all-linear [q] []")),
+    ("target-modules-empty", LORA + "method.target_modules=[] ", [""], ["method.target_parameters=[w]"]),
+    (
+        *("init-whole-base", NF4),
+        *(each("method.init_lora_weights", x) for x in ("orthogonal pissa olora", "default gaussian")),
+    ),
+    ("init-whole-base", LORA + "method.init_lora_weights=olora ", ["method.target_parameters=[w]"], [""]),
+    *(
+        (
+            "init-sharded",
+            LORA + engine,
+            each("method.init_lora_weights", "pissa olora"),
+            [*each("method.init_lora_weights", "default gaussian orthogonal")],
+        )
+        for engine in SHARDED
+    ),
+    ("init-sharded", LORA + "method.init_lora_weights=pissa ", SHARDED, WHOLE),
+    ("init-odd", LORA + "method.init_lora_weights=orthogonal ", each("method.r", "1 5"), each("method.r", "2 16")),
+    ("init-odd", LORA + "method.r=5 ", [], ["", *each("method.init_lora_weights", "gaussian pissa")]),
+    ("init-adapter", "method.init_lora_weights=gaussian ", [ADAPTER], [""]),
+    (
+        *("loraplus-optimizer", LORA + "method.loraplus_lr_ratio=16.0 "),
+        each("optimizer.name", "muon galore_adamw apollo_adamw lomo adalomo galore_adamw_layerwise"),
+        each("optimizer.name", "adamw sgd lion adafactor schedule_free_adamw"),
+    ),
+    ("adapter-zero3", ADAPTER, [ZERO3], [DDP, ZERO1, ZERO2, FSDP]),
+    ("token-rows-sharded", LORA + "model.new_tokens=[a] ", SHARDED, [*WHOLE, ZERO3 + "method.modules_to_save=[h]"]),
+    ("token-rows-sharded", "model.new_tokens=[a] ", [], SHARDED),
+    ("layers-to-transform", LORA, each("method.layers_to_transform", "[4] [0,4]"), ["method.layers_to_transform=[3]"]),
+    (
+        "module-both-ways",
+        LORA + "method.modules_to_save=[a,b] ",
+        ["method.target_modules=[b]"],
+        ["", "method.target_modules=[c]"],
+    ),
+    *(
+        ("quantized-dtype", LORA + quantized, each("model.dtype", "fp32 bf16 fp16"), ["model.dtype=auto"])
+        for quantized in (NF4, INT8)
+    ),
+    ("double-quantization", "method.double_quantization=false ", [LORA, INT8], [NF4]),
+    ("int8-dora", "method.use_dora=true ", [INT8], [LORA, NF4]),
+    (
+        "full-low-masters",
+        FULL,
+        each("model.dtype", "bf16 fp16"),
+        [*each("model.dtype", "fp32 auto"), PURE + "model.dtype=bf16"],
+    ),
+    ("pure-bf16-dtype", PURE, each("model.dtype", "fp32 fp16"), each("model.dtype", "bf16 auto")),
+    ("fp32-stored-low", LORA + FP32, each("model.dtype", "bf16 fp16"), each("model.dtype", "fp32 auto")),
+    (
+        "mixed-16-bit",
+        LORA,
+        ["precision=fp16 model.dtype=bf16", "precision=bf16 model.dtype=fp16"],
+        [*("precision=fp16 model.dtype=fp16", "precision=bf16 model.dtype=bf16", "model.dtype=fp32")],
+    ),
+    (
+        "optimizer-no-decay",
+        "optimizer.weight_decay=0.1 ",
+        each("optimizer.name", "lomo adalomo galore_adamw apollo_adamw"),
+        [*each("optimizer.name", "adamw sgd lion adafactor muon")],
+    ),
+    (
+        "optimizer-no-clipping",
+        "",
+        each("optimizer.name", "lomo adalomo galore_adamw_layerwise apollo_adamw_layerwise"),
+        [*("optimizer.name=galore_adamw", "optimizer.name=lomo optimizer.max_grad_norm=0.0")],
+    ),
+    (
+        *("checkpointing-interval", "activation_checkpointing.every_n_layers=2 "),
+        each("activation_checkpointing.mode", "none selective"),
+        each("activation_checkpointing.mode", "full offload"),
+    ),
+    ("checkpointing-interval", "activation_checkpointing.every_n_layers=1 ", [], [""]),
+    ("schedule-both-warmups", "schedule.warmup_ratio=0.0 ", each("schedule.warmup_steps", "0 5"), [""]),
+    (
+        "schedule-constant-warmup",
+        "schedule.name=constant ",
+        ["schedule.warmup_steps=1", "schedule.warmup_ratio=0.1"],
+        [*("", "schedule.warmup_steps=0", "optimizer.name=schedule_free_adamw schedule.warmup_steps=1")],
+    ),
+    ("schedule-constant-warmup", "schedule.warmup_steps=1 ", [], each("schedule.name", "constant_with_warmup cosine")),
+    *(
+        (
+            "schedule-min-lr",
+            f"schedule.name={name} ",
+            ["", "schedule.args='{min_lr: 0.1, min_lr_rate: 0.1}'"],
+            [*("schedule.args='{min_lr: 0.1}'", "schedule.args='{min_lr_rate: 0.1}'")],
+        )
+        for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+    ),
+    ("schedule-min-lr", "", [], each("schedule.name", "cosine linear warmup_stable_decay")),
+    ("schedule-decay-steps", STABLE, [""], ["schedule.args='{num_decay_steps: 5}'"]),
+    ("schedule-free", "schedule.name=linear ", each("optimizer.name", "schedule_free_adamw schedule_free_sgd"), [""]),
+    ("schedule-free", "schedule.name=constant ", [], ["optimizer.name=schedule_free_radam"]),
+    (
+        "batch-tokens-division",
+        "batch.seq_len=8 ",
+        each("batch.tokens_per_step", "7 9 12"),
+        each("batch.tokens_per_step", "8 16"),
+    ),
+    (
+        "batch-micro-over-global",
+        "batch.micro_batch_size=4 ",
+        ["batch.global_batch_size=3"],
+        [*("batch.global_batch_size=4", "")],
+    ),
+    (
+        "batch-micro-division",
+        "batch.global_batch_size=12 ",
+        each("batch.micro_batch_size", "5 8"),
+        [*each("batch.micro_batch_size", "1 3 4 12 13 auto")],
+    ),
+    (
+        "evaluation-without-data",
+        "evaluation.batch_size=2 ",
+        [""],
+        ["data.eval_split=0.1", "data.eval_sources='[{path: a}]'"],
+    ),
+    ("beams-without-metrics", "", ["evaluation.num_beams=2"], ["evaluation.num_beams=1", ""]),
+    (
+        "prompts-left-out",
+        "evaluation.prompts=[a,b] ",
+        each("evaluation.num_prompts", "0 1"),
+        each("evaluation.num_prompts", "2 3"),
+    ),
+    ("output-name", "", each("output.name", "/a ../a a/../../b"), each("output.name", "a a/b ..a")),
+    ("fsdp-offload-optimizer", OFFLOAD, [FSDP], STAGES),
+    ("fsdp-offload-nvme", NVME, [FSDP], STAGES),
+    ("nvme-needs-zero3", "strategy.offload_optimizer=nvme ", [ZERO1, ZERO2], [ZERO3, FSDP]),
+    (
+        "nvme-needs-path",
+        ZERO3,
+        [NVME, "strategy.offload_optimizer=nvme"],
+        [NVME + "strategy.nvme_path=/a", OFFLOAD, ""],
+    ),
+    ("nvme-path-unused", ZERO3 + "strategy.nvme_path=/a ", ["", OFFLOAD], [NVME, "strategy.offload_optimizer=nvme"]),
+    (
+        "pin-memory-unused",
+        "strategy.pin_memory=false ",
+        [*STAGES, FSDP],
+        [DDP, ZERO1 + OFFLOAD, FSDP + "strategy.offload_param=cpu"],
+    ),
+    (
+        "reshard-contradicts",
+        FSDP + "strategy.reshard_after_forward=true ",
+        ["strategy.sharding=shard_grad_op"],
+        [*each("strategy.sharding", "full_shard hybrid_shard")],
+    ),
+    (
+        "reshard-contradicts",
+        FSDP + "strategy.reshard_after_forward=false ",
+        ["strategy.sharding=full_shard"],
+        [*each("strategy.sharding", "shard_grad_op hybrid_shard")],
+    ),
+    ("reduce-overflows", "strategy.reduce_dtype=fp16 ", [*STAGES, FSDP, FSDP + PURE], [DDP, ZERO2 + "precision=fp16"]),
+    ("reduce-overflows", ZERO2, [], each("strategy.reduce_dtype", "bf16 fp32 auto")),
+    ("zero1-pure-bf16-reduce", "strategy.reduce_dtype=fp32 ", [ZERO1 + PURE], [ZERO1, ZERO2 + PURE, ZERO3 + PURE]),
+    ("zero-pure-bf16-offload", PURE + OFFLOAD, STAGES, [FSDP, DDP]),
+    ("zero-pure-bf16-offload", OFFLOAD, [], STAGES),
+    *(
+        ("zero-stored-dtype", "model.dtype=fp32 " + engine, each("precision", "bf16 fp16"), [FP32, PURE])
+        for engine in STAGES
+    ),
+    ("zero-stored-dtype", "model.dtype=fp32 ", [], [DDP, FSDP]),
+    ("int8-sharded", INT8, SHARDED, WHOLE),
+    ("int8-sharded", ZERO3, [], [NF4, LORA]),
+    ("nf4-param-nvme", NVME + ZERO3, [NF4], [LORA, INT8]),
+    ("zero3-nf4-dora", "method.use_dora=true " + NF4, [ZERO3], [*WHOLE, FSDP]),
+    *(
+        ("fsdp-tied-embeddings", FSDP + f"method.modules_to_save=[{module}] ", [LORA], [FULL])
+        for module in ("embed_tokens", "lm_head")
+    ),
+    ("fsdp-tied-embeddings", LORA + "method.modules_to_save=[lm_head] ", [FSDP], [*WHOLE, ZERO3]),
+    ("fsdp-encoder-decoder", SEQ2SEQ, [FSDP], [*WHOLE, ZERO3]),
+    ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),
+    ("zero-offload-paged", OFFLOAD + "optimizer.name=paged_lion_8bit ", STAGES, [DDP]),
+    ("zero-offload-paged", "optimizer.name=paged_lion_8bit ", [], STAGES),
+    (
+        "lone-weight",
+        "",
+        ["data.sources='[{path: a, weight: 2.0}]'"],
+        ["", "data.sources='[{path: a, weight: 2.0}, {path: b, weight: 1.0}]'"],
+    ),
+    (
+        "evaluation-weight",
+        "",
+        ["data.eval_sources='[{path: a}, {path: b, weight: 1.0}]'"],
+        ["data.eval_sources='[{path: a}]'"],
+    ),
+    ("micro-batch-tokens", "batch.micro_batch_tokens=64 ", ["batch.micro_batch_size=2"], [""]),
+    *(
+        (
+            f"data-{key}",
+            f"data.{key}={value} ",
+            [f"data.sources='[{{path: a, {key}: {own}}}]'"],
+            [
+                *("", f"data.sources='[{{path: a, {key}: {own}}}, {{path: b}}]'"),
+                f"data.sources='[{{path: a, {key}: {own}}}]' data.eval_sources='[{{path: b}}]'",
+            ],
+        )
+        for key, value, own in (
+            ("format", "text", "alpaca"),
+            ("columns", "'{a: b}'", "{a: c}"),
+            ("ignore", "[a]", "[b]"),
+        )
+    ),
+    *(
+        ("max-new-tokens", "evaluation.max_new_tokens=5 evaluation.num_prompts=0 ", [""], [f"evaluation.{key}"])
+        for key in ("num_prompts=1", "generation_metrics=true")
+    ),
+    ("epsilon-high", "optimizer.eps=0.0011 ", [""], ["optimizer.name=lion", "optimizer.name=sgd"]),
+    ("epsilon-high", "optimizer.eps=0.001 ", [], [""]),
+    (
+        "weight-decay-high",
+        "optimizer.learning_rate=0.01 ",
+        ["optimizer.weight_decay=1.1"],
+        ["optimizer.weight_decay=1.0"],
+    ),
+    ("warmup-too-long", "schedule.max_steps=5 ", each("schedule.warmup_steps", "5 6"), ["schedule.warmup_steps=4", ""]),
+    ("warmup-too-long", "schedule.warmup_steps=500 ", [], [""]),
+    ("warmup-all", "", ["schedule.warmup_ratio=1.0"], ["schedule.warmup_ratio=0.99", ""]),
+    (
+        "decay-too-long",
+        "schedule.max_steps=10 " + STABLE,
+        ["schedule.args='{num_decay_steps: 11}'"],
+        ["schedule.args='{num_decay_steps: 10}'"],
+    ),
+    (
+        "decay-too-long",
+        "schedule.max_steps=10 schedule.warmup_steps=3 " + STABLE,
+        ["schedule.args='{num_decay_steps: 8}'"],
+        ["schedule.args='{num_decay_steps: 7}'"],
+    ),
+    ("decay-too-long", "schedule.args='{num_decay_steps: 8}' " + STABLE, [], ["", "schedule.warmup_steps=3"]),
+]
+
+
+@pytest.mark.parametrize(("rule", "common", "breaks", "keeps"), EDGES, ids=[edge[0] for edge in EDGES])
+def test_a_rule_ends_where_its_reason_ends(rule: str, common: str, breaks: list[str], keeps: list[str]) -> None:
+    assert [text for text in breaks if not RULES[rule].broken(recipe_of(common, text), LLAMA)] == []
+    assert [text for text in keeps if RULES[rule].broken(recipe_of(common, text), LLAMA)] == []
