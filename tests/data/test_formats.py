@@ -245,3 +245,198 @@ def test_rows_survive_json() -> None:
         Chat([]),
     ]
     assert [from_json(to_json(row)) for row in rows] == rows
+
+
+SUITS: dict[tuple[str, bool], tuple[dict[str, Any], str]] = {
+    ("text", True): ({"text": "t"}, "auto all"),
+    ("segments", True): ({"segments": [{"text": "a", "label": True}]}, "auto all"),
+    ("tokens", True): ({"input_ids": [1, 2]}, "auto"),
+    ("prompt_completion", True): ({"prompt": "p", "completion": "c"}, "auto completion all"),
+    ("alpaca", False): ({"instruction": "i", "output": "o"}, "auto completion all"),
+    ("alpaca", True): ({"instruction": "i", "output": "o"}, "auto assistant last_assistant all roles"),
+    ("messages", True): ({"messages": [user("a")]}, "auto assistant last_assistant all roles"),
+    ("sharegpt", True): ({"conversations": [user("a")]}, "auto assistant last_assistant all roles"),
+}
+
+
+@pytest.mark.parametrize(("name", "template"), SUITS)
+def test_every_format_takes_the_parts_to_train_that_it_has(name: str, template: bool) -> None:
+    row, suited = SUITS[name, template]
+    for train_on in ("auto", "completion", "assistant", "last_assistant", "all", "roles"):
+        roles = ["user"] if train_on == "roles" else train_on
+        assert convert(row, train_on="all" if roles == ["user"] else roles, objective="language_modelling")
+        if train_on in suited.split():
+            convert(row, train_on=roles, template=template)  # type: ignore[arg-type]
+            continue
+        said = refused(row, train_on=roles, template=template)
+        assert f"({name}) has nothing that `data.train_on: {roles}` could mean" in said
+        offered = said.rpartition("to one of ")[2].split(", ")
+        assert offered == [each for each in suited.split() if each != "roles"]
+    if name in ("prompt_completion", "alpaca"):
+        assert isinstance(convert(row, objective="seq2seq", template=template), Pair)
+    else:
+        said = refused(row, objective="seq2seq", template=template)
+        assert "does not fit `objective: seq2seq`" in said and "prompt_completion, alpaca, source_target" in said
+
+
+def test_sources_and_targets_are_for_encoder_decoders_alone() -> None:
+    row = {"source": "a", "target": "b"}
+    for objective in ("sft", "language_modelling"):
+        said = refused(row, objective=objective)
+        assert f"not for `objective: {objective}`" in said and "{prompt: source, completion: target}" in said
+    assert convert(row, columns={"prompt": "source", "completion": "target"}) == Completion("a", "b")
+
+
+def test_alpaca_in_all_its_parts() -> None:
+    row = {"instruction": "Add", "input": "1 2", "output": "3", "system": "S"}
+    history = [["a", "b"], ["c", "d"]]
+    system = {"role": "system", "content": "S"}
+    earlier = [user("a"), assistant("b"), user("c"), assistant("d")]
+    for given in (history, json.dumps(history)):
+        assert convert(row | {"history": given}) == Chat([system, *earlier, user("Add\n\n1 2"), assistant("3")])
+    for nothing in ([], None, "", "[]"):
+        assert convert(row | {"history": nothing, "reasoning": ""}) == convert(row)
+    thinking = convert(row | {"reasoning": "Hm."})
+    assert thinking == Chat([system, user("Add\n\n1 2"), assistant("3", reasoning_content="Hm.")])
+    assert convert(row, objective="seq2seq") == Pair("S\n\nAdd\n\n1 2", "3")
+    assert convert(row | {"system": ""}, objective="seq2seq", template=False) == Pair("Add\n\n1 2", "3")
+    plain = convert(row, template=False)
+    assert isinstance(plain, Completion) and plain.prompt.startswith("S\n\nBelow is") and plain.completion == "3"
+    for extra, what in (({"history": history}, "earlier rounds (`history`)"), ({"reasoning": "Hm."}, "`reasoning`")):
+        for settings in ({"template": False}, {"objective": "seq2seq"}):
+            said = refused(row | extra, **settings)  # type: ignore[arg-type]
+            assert f"d.jsonl:1 has {what}, which only chats have" in said and "data.ignore=[history, reasoning]" in said
+            assert convert(row | extra, ignore=["history", "reasoning"], **settings) == convert(row, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "history", ["abc", 5, {"a": "b"}, [["a"]], [["a", "b", "c"]], [["a", 1]], ["ab"], [{"a": "b"}]]
+)
+def test_earlier_rounds_are_pairs(history: Any) -> None:
+    said = refused({"instruction": "i", "output": "o", "history": history})
+    assert "d.jsonl:1: `history` is no list of pairs" in said and '[["question", "answer"], …]' in said
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [(3, "a number"), (0.5, "a number"), (True, "a boolean"), ({}, "an object"), ([], "a list"), (["a", 1], "a list")],
+)
+def test_what_is_no_text_is_said(value: Any, what: str) -> None:
+    rows = [{"text": value}, {"instruction": "i", "output": value}]
+    rows += [] if value == {} else [{"prompt": "p", "completion": value}]  # That would be a message.
+    for row in rows:
+        said = refused(row)
+        assert f"d.jsonl:1: `{list(row)[-1]}` is {what}, not a string" in said and '"4" for 4' in said
+    assert convert({"text": ["a", "b"]}) == Text("a\nb")
+
+
+def test_settings_and_tools_of_a_row_are_for_chats() -> None:
+    talk, tools, settings = [user("a"), assistant("b")], [{"type": "function", "function": {"name": "f"}}], {"think": 1}
+    rows: list[dict[str, Any]] = [
+        {"messages": talk},
+        {"conversations": talk},
+        {"prompt": talk[:1], "completion": talk[1:]},
+    ]
+    rows.append({"prompt": "a", "completion": talk[1:]})
+    for row in rows:
+        for key, given in (("tools", tools), ("functions", tools), ("tools", json.dumps(tools))):
+            chat = convert(row | {key: given, "chat_template_kwargs": json.dumps(settings)})
+            assert isinstance(chat, Chat) and (chat.tools, chat.template_kwargs) == (tools, settings)
+            assert [(each["role"], each["content"]) for each in chat.messages] == [("user", "a"), ("assistant", "b")]
+        empty = convert(row | {"tools": [], "functions": None, "chat_template_kwargs": {}})
+        assert isinstance(empty, Chat) and empty.tools is None and empty.template_kwargs is None
+        assert "`chat_template_kwargs` is no object" in refused(row | {"chat_template_kwargs": [1]})
+    for key, given in (("tools", tools), ("functions", tools), ("chat_template_kwargs", settings)):
+        said = refused({"prompt": "a", "completion": "b", key: given})
+        assert f"d.jsonl:1: `{key}` is for chats" in said and f"data.ignore=[{key}]" in said
+        assert convert({"prompt": "a", "completion": "b", key: given}, ignore=[key]) == Completion("a", "b")
+        assert convert({"prompt": "a", "completion": "b", key: None}) == Completion("a", "b")
+
+
+def test_a_prompt_of_messages_is_trained_where_prompts_are() -> None:
+    row = {"prompt": [user("a"), assistant("b")], "completion": "c"}
+    for settings, flags in (
+        ({"train_on": "auto"}, [False, False, None]),
+        ({"train_on": "all"}, [None, None, None]),
+        ({"objective": "language_modelling"}, [None, None, None]),
+    ):
+        chat = convert(row, **settings)  # type: ignore[arg-type]
+        assert isinstance(chat, Chat) and [each.get("train") for each in chat.messages] == flags
+    assert "`prompt[1]` has the role" in refused({"prompt": [user("a"), {"role": "x"}], "completion": "c"})
+    assert "`completion[0]` has the role" in refused({"prompt": "a", "completion": {"role": "x", "content": "b"}})
+
+
+def test_system_columns_and_messages_of_their_own_names() -> None:
+    system = {"role": "system", "content": "S"}
+    for column, row in (("messages", {"messages": [user("a")]}), ("conversations", {"conversations": [user("a")]})):
+        assert convert(row | {"system": "S"}) == Chat([system, user("a")])
+        assert convert(row | {"system": None}) == Chat([user("a")])
+        assert "has a `system` column and a system message" in refused({column: [system], "system": "S"})
+        assert convert({column: [], "system": "S"}) == Chat([system])
+        assert "`system` is a number" in refused(row | {"system": 5})
+
+
+def test_columns_inside_columns_are_mapped_and_used() -> None:
+    row = {"body": {"talk": [user("a"), assistant("b")], "given": [{"name": "f"}]}, "id": 1}
+    columns = {"messages": "body.talk", "tools": "body.given"}
+    source, task = Source(path="d", columns=columns), Task("sft", "auto", True)
+    row_format = recognise([row], source, task)
+    chat = row_format.convert(row, "d:1")
+    assert isinstance(chat, Chat) and chat.messages == row["body"]["talk"] and chat.tools
+    assert {"body", "body.talk", "body.given"} <= row_format.used_columns() and "id" not in row_format.used_columns()
+    with pytest.raises(UserError, match=r"d:2 has no column `body\.talk`; it has `body`, `id`"):
+        row_format.convert({"body": {}, "id": 2}, "d:2")
+    assert "no column `body.none` that `data.columns` names for `messages`" in refused(
+        row, columns={"messages": "body.none"}
+    )
+    # A column may be missing in the first rows, if a later one has it.
+    later = recognise(
+        [{"text": "a"}, {"text": "b", "sys": "S"}], Source(path="d", columns={"system": "sys"}, format="text"), task
+    )
+    assert later.name == "text"
+
+
+def test_the_format_is_the_one_that_the_columns_and_their_mapping_leave() -> None:
+    both = {"messages": [user("a")], "conversations": [user("a")], "text": "t"}
+    said = refused(both)
+    assert "fits several formats: text, messages, sharegpt" in said and "`messages`, `conversations`, `text`" in said
+    assert "set `data.format` to one of text, messages, sharegpt" in said
+    for name, form in (("text", Text), ("messages", Chat), ("sharegpt", Chat)):
+        assert isinstance(convert(both, format=name), form)
+    chat = convert(both | {"s": "S"}, columns={"system": "s"}, format="messages")
+    assert isinstance(chat, Chat) and chat.messages[0] == {"role": "system", "content": "S"}
+    assert convert(both | {"body": "b"}, columns={"text": "body"}, ignore=["messages"]) == Text("b")
+    assert "which no format fits" in (said := refused({"a": 1})) and "`a`" in said
+    assert "map names with 'data.columns={prompt: NAME, completion: NAME}'" in said
+    assert "(in a CSV the first line names the columns)" in said
+    for name, required in {
+        **{"text": "text", "prompt_completion": "prompt, completion", "alpaca": "instruction, output"},
+        **{"messages": "messages", "sharegpt": "conversations", "source_target": "source, target"},
+        **{"segments": "segments", "tokens": "input_ids"},
+    }.items():
+        assert f"{name} ({required})" in said
+    said = refused({"prompt": "p", "text": "t"}, format="alpaca")
+    assert "has no column `instruction`, which `data.format: alpaca` needs; its columns are `prompt`, `text`" in said
+    assert "map it with `data.columns: {instruction: NAME}`" in said
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_the_mapping_that_is_proposed_is_accepted(template: bool) -> None:
+    """For columns under the names that other projects give them, in any case."""
+    names = [
+        *(("question", "answer"), ("query", "response"), ("problem", "solution"), ("article", "summary")),
+        *(("user", "assistant"), ("message_1", "message_2"), ("Input", "Output"), ("QUESTION", "generation")),
+        *(("instruction", "response"), ("content",), ("document",), ("body",), ("dialog",), ("turns",)),
+    ]
+    for columns in names:
+        talk = columns[0] in ("dialog", "turns")
+        row: dict[str, Any] = {name: [user("q")] if talk else f"text of {name}" for name in columns}
+        setting = refused(row, template=template).partition("'data.columns={")[2].partition("}'")[0]
+        mapping = dict(pair.split(": ") for pair in setting.split(", "))
+        assert set(mapping.values()) <= set(columns)
+        if talk and not template:
+            continue
+        made = convert(row, template=template, columns=mapping)
+        if not talk:
+            assert all(f"text of {name}" in to_json(made) for name in columns)
+    assert "prompts alone are for reinforcement learning" in refused({"prompt": "p", "id": 1}, template=template)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import gzip
+import io
 import json
 import os
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from email.message import Message
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import fsspec
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.remote import PACKAGES
+from toolkit.data.remote import find
 from toolkit.data.sources import open_source
 from toolkit.recipe.schema import Source
 
@@ -136,11 +140,73 @@ def test_a_file_that_goes_while_it_is_wanted_is_named(server: tuple[str, Path, l
         list(source.rows())
 
 
-@pytest.mark.parametrize("protocol", ["s3", "gs", "abfs"])
+OF_CLOUDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"} | dict.fromkeys(
+    ("az", "abfs", "abfss"), "adlfs"
+)
+
+
+@pytest.mark.parametrize("protocol", OF_CLOUDS)
 def test_a_missing_package_is_named_with_its_command(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any, **options: Any) -> None:
         raise ImportError("not installed")
 
     monkeypatch.setattr(fsspec.core, "get_filesystem_class", missing)
     message = refused(f"{protocol}://bucket/a.jsonl")
-    assert f"`{protocol}://` needs a package" in message and f"pip install {PACKAGES[protocol]}" in message
+    assert f"`{protocol}://` needs a package" in message and f"pip install {OF_CLOUDS[protocol]}" in message
+
+
+def test_a_protocol_of_another_package_says_what_fsspec_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **options: Any) -> None:
+        raise ImportError("Install paramiko\nby pip")
+
+    monkeypatch.setattr(fsspec.core, "get_filesystem_class", missing)
+    message = refused("sftp://host/a.jsonl")
+    assert "`sftp://` needs a package" in message and "Install paramiko" in message and "by pip" not in message
+
+
+def test_an_unknown_protocol_is_refused_with_those_there_are() -> None:
+    message = refused("nowhere://a.jsonl")
+    assert "use https, hf, or one of " in message and all(protocol in message for protocol in OF_CLOUDS)
+
+
+@pytest.mark.parametrize("status", [403, 405, 501, 404, 500])
+def test_a_server_that_answers_to_get_alone_is_read(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signed addresses forbid HEAD, small servers do not know it; any other error is one."""
+    asked: list[tuple[str, str]] = []
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> Any:
+        asked.append((request.get_method(), str(request.get_header("User-agent"))))
+        assert 0 < timeout < 120
+        if request.get_method() == "HEAD":
+            raise urllib.error.HTTPError(request.full_url, status, "no", Message(), None)
+        return io.BytesIO(LINES)
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    if status in (404, 500):
+        assert f"HTTP Error {status}" in refused("https://host/a.jsonl")
+        assert [method for method, _ in asked] == ["HEAD"]
+    else:
+        assert read("https://host/a%20b.jsonl?key=1") == ROWS
+        assert {method for method, _ in asked} == {"HEAD", "GET"} and {agent for _, agent in asked} == {
+            "accelerate-toolkit"
+        }
+
+
+@pytest.mark.parametrize(
+    "key", ["ETag", "etag", "blob_id", "md5Hash", "content_md5", "checksum", "LastModified", "mtime", "created"]
+)
+def test_a_version_is_what_a_file_system_calls_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_memory({"/data/a.jsonl": LINES})
+    info: dict[str, Any] = {"type": "file", key: "one", "size": 3}
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", lambda self, path, **_: info)
+    versions = []
+    for change in ({}, {key: "two"}, {"size": 4}):
+        info.update(change)
+        (file,) = find("memory://data/a.jsonl")
+        assert (file.url, file.name) == ("memory:///data/a.jsonl", "a.jsonl")
+        versions.append(file.version)
+    assert len(set(versions)) == 3 and None not in versions
+    del info[key]
+    assert find("memory://data/a.jsonl")[0].version is None

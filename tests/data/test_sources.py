@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,132 @@ def test_hub_reader_on_a_folder_in_hub_layout(tmp_path: Path, monkeypatch: pytes
     assert before == reader.fingerprint()
     with pytest.raises(UserError, match="dev"):
         list(sources._Hub(Source(path=str(tmp_path / "d"), split="dev"), streaming).rows())
+
+
+NAMES = {
+    "train": "train training",
+    "validation": "validation valid val dev eval evaluation",
+    "test": "test testing",
+}
+
+
+@pytest.mark.parametrize(("split", "names"), NAMES.items())
+def test_a_split_is_known_under_every_name(split: str, names: str, tmp_path: Path) -> None:
+    for name in names.split():
+        for spelt in (name, name.upper(), f"my-{name}-1.jsonl", f"{name}/a.jsonl", f"a/{name}_b.csv"):
+            assert split_of(spelt) == split, spelt
+        assert split_of(f"x{name}") is None or f"x{name}" in names
+        folder = tmp_path / name
+        write_jsonl(folder / f"{name}.jsonl", [{"text": name}])
+        write_jsonl(folder / "other.jsonl", [{"text": "other"}])
+        for asked in names.split():
+            rows = [row["text"] for row in read(folder, split=asked)]
+            assert sorted(rows) == sorted([name, "other"] if split == "train" else [name])
+        if split != "train":
+            assert [row["text"] for row in read(folder)] == ["other"]
+        alone = write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+        assert read(alone) == read(alone, split=split) == [{"text": name}]
+
+
+def test_splits_that_are_not_there_are_listed(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        write_jsonl(tmp_path / f"{name}_dev.jsonl", [{"text": name}])
+        write_jsonl(tmp_path / f"{name}_test.jsonl", [{"text": name}])
+    message = refused(tmp_path)
+    assert (
+        "has no split `train`; it has `validation`: a_dev.jsonl, b_dev.jsonl, c_dev.jsonl; `test`: a_test.jsonl"
+        in message
+    )
+    assert "to one of validation, test, or hold a fraction out" in message
+    for slice_ in ("train[:10]", "train+test"):
+        assert f"`split: {slice_}` is a slice" in refused(tmp_path, split=slice_)
+    assert "is one file and has no split `validation`" in refused(tmp_path / "a_test.jsonl", split="validation")
+    own = write_jsonl(tmp_path / "own" / "german.jsonl", [{"text": "a"}])
+    assert "has no split `german`" in refused(own.parent, split="german")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "README.md",
+            "readme.txt",
+            "LICENSE",
+            "license.txt",
+            "LICENCE.md",
+            "CHANGELOG.md",
+            "CITATION.txt",
+            "CONTRIBUTING.md",
+        ),
+        *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    ],
+)
+def test_files_about_the_data_are_no_data(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("[]")
+    assert "no data files" in refused(tmp_path)
+    (tmp_path / "estate.json").write_text('[{"text": "a"}]')
+    assert read(tmp_path) == [{"text": "a"}]
+
+
+def test_hidden_files_are_no_data(tmp_path: Path) -> None:
+    for name in ("a.jsonl", ".hidden.jsonl", ".cache/b.jsonl", "more/c.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    assert [row["text"] for row in read(tmp_path)] == ["a.jsonl", "more/c.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_hub"),
+    [
+        *(("owner/name", True), ("name", True), ("owner/name.with-dots_1", True), ("name.v2", True)),
+        *(("data/rows.jsonl", False), ("rows.jsonl", False), ("rows.csv.gz", False), ("./owner/name", False)),
+        *(("/owner/name", False), ("a/b/c", False), ("owner/na me", False), ("-x/name", False), ("../name", False)),
+        *(("owner/rows.jsonl", True), ("data/name", False)),
+    ],
+)
+def test_what_is_not_there_may_be_on_the_hub(path: str, is_hub: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    if is_hub:
+        assert isinstance(open_source(Source(path=path, name="en", revision="main")), sources._Hub)
+    else:
+        assert "does not exist" in refused(path)
+
+
+def test_local_data_is_told_apart_by_content_or_as_a_stream_by_time(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
+
+    def fingerprints() -> list[str]:
+        return [open_source(Source(path=str(path)), streaming).fingerprint() for streaming in (False, True)]
+
+    whole, stream = fingerprints()
+    os.utime(path, ns=(5, 5))
+    touched = fingerprints()
+    assert touched[0] == whole and touched[1] != stream and fingerprints() == touched
+    write_jsonl(path, [{"n": 2}])
+    os.utime(path, ns=(5, 5))
+    edited = fingerprints()
+    assert edited[0] != whole and edited[1] == touched[1]  # of the same size and time
+    write_jsonl(path, [{"n": 22}])
+    os.utime(path, ns=(5, 5))
+    assert fingerprints()[1] != touched[1]
+    path.rename(tmp_path / "b.jsonl")
+    assert open_source(Source(path=str(tmp_path / "b.jsonl"))).fingerprint() != whole
+    reader = open_source(Source(path=str(tmp_path / "b.jsonl")))
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(UserError, match=r"b\.jsonl` cannot be read"):
+        reader.fingerprint()
+
+
+def test_a_missing_file_is_told_from_what_lies_beside_it(tmp_path: Path) -> None:
+    assert "holds nothing" in refused(tmp_path / "zzz.jsonl")
+    for n in range(10):
+        write_jsonl(tmp_path / f"{n}{n}{n}.csv", [{}])
+    message = refused(tmp_path / "zzz.jsonl")
+    assert "holds 000.csv, 111.csv" in message and "777.csv" in message and "888.csv" not in message
+
+
+def test_built_in_data_has_one_name_and_one_split() -> None:
+    assert "the built-in one is `builtin:stdlib-docstrings`" in refused("builtin:wikipedia")
+    assert "has only the split `train`, not `test`" in refused("builtin:stdlib-docstrings", split="test")
+    (where, row), *_ = open_source(Source(path="builtin:stdlib-docstrings", max_samples=2)).rows()
+    assert where == "builtin:stdlib-docstrings row 1" and list(row) == ["messages"]

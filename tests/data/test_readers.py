@@ -1,0 +1,185 @@
+"""Files are read by their names, and what is wrong in them is said with its place."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from toolkit.common import UserError
+from toolkit.data.readers import ACCEPTED, kind, read
+
+ROWS = [{"text": "a", "n": "1"}, {"text": "b\u2028c", "n": "2"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+CONTENT = {
+    **dict.fromkeys((".jsonl", ".ndjson"), LINES),
+    ".json": json.dumps(ROWS),
+    ".csv": "text,n\na,1\nb\u2028c,2\n",
+    ".tsv": "text\tn\na\t1\nb\u2028c\t2\n",
+}
+
+
+def compressed(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        return bytes(pa.Codec("zstd").compress(data, asbytes=True))
+    return {".gz": gzip.compress, ".bz2": bz2.compress, "": bytes}[suffix](data)
+
+
+@pytest.mark.parametrize("behind", ["", ".gz", ".zst", ".bz2"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".md"])
+def test_every_kind_of_text_is_read_under_its_suffix(suffix: str, behind: str, tmp_path: Path) -> None:
+    assert suffix in ACCEPTED and behind in ACCEPTED
+    text = CONTENT.get(suffix, "One\n\ntwo")
+    for name in (f"a{suffix}{behind}", f"A.B{suffix}{behind}".upper()):
+        path = tmp_path / name
+        path.write_bytes(compressed(text.encode(), behind))
+        assert kind(path) is not None
+        assert [row for _, row in read(path)] == (ROWS if suffix in CONTENT else [{"text": "One\n\ntwo"}])
+
+
+def test_arrow_and_parquet_are_read_uncompressed(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS * 1500)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "b.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "b.arrow"):
+        places, rows = zip(*read(tmp_path / name), strict=True)
+        assert list(rows) == ROWS * 1500
+        assert places[0] == f"{tmp_path / name} row 1" and places[-1] == f"{tmp_path / name} row 3000"
+
+
+@pytest.mark.parametrize("name", ["a.xlsx", "a", "a.gz", "a.jsonl.zip", "jsonl", "a.json.old", "a.yaml"])
+def test_other_names_are_of_no_kind(name: str) -> None:
+    assert kind(Path(name)) is None
+
+
+def refused(path: Path, data: bytes | str) -> str:
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    with pytest.raises(UserError) as caught:
+        list(read(path))
+    assert caught.value.change
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "data", "what", "change"),
+    [
+        (".gz", gzip.compress(b"a", mtime=0), "gzip data", "end in `.gz`"),
+        (".zst", compressed(b"a", ".zst"), "zstd data", "end in `.zst`"),
+        (".parquet", b"PAR1....", "Parquet data", "end in `.parquet`"),
+        (".zip", b"PK\x03\x04...", "a zip archive (Excel files are, too)", "save the table as CSV"),
+        (".lfs", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer", "run `git lfs pull`"),
+    ],
+)
+def test_what_a_file_is_and_does_not_say(suffix: str, data: bytes, what: str, change: str, tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.csv", "a.txt", "a.arrow"):
+        message = refused(tmp_path / name, data)
+        assert f"{name}` is {what}, not what its name says" in message and change in message
+    if suffix == ".gz":
+        (tmp_path / "a.txt.GZ").write_bytes(data)
+        assert [row for _, row in read(tmp_path / "a.txt.GZ")] == [{"text": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [([1], "array"), ("a", "string"), (True, "boolean"), (None, "null"), (5, "number"), (0.5, "number")],
+)
+def test_a_row_is_an_object(value: Any, what: str, tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.jsonl", f'{{"a": 1}}\n\n{json.dumps(value)}\n')
+    assert f"a.jsonl:3 is not an object but: {what}" in message
+    assert ('{"messages": […]}' if what == "array" else '{"prompt": …, "completion": …}') in message
+    assert f"a.json row 2 is not an object but: {what}" in refused(tmp_path / "a.json", json.dumps([{"a": 1}, value]))
+    if what != "array":
+        assert f"holds a single {what}" in refused(tmp_path / "b.json", json.dumps(value))
+
+
+def test_places_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = {
+        "lines": ('{"a": 1}\n\n{"a": 2}\n', [":1", ":3"]),
+        "spread": ('{\n  "a": 1\n}\n\n{\n  "a": 2\n}\n{\n"a": 3}', [":1", ":5", ":8"]),
+        "array": ('[{"a": 1},\n {"a": 2}]', [" row 1", " row 2"]),
+    }
+    for text, places in texts.values():
+        path.write_text(text)
+        rows = list(read(path))
+        assert [place for place, _ in rows] == [f"{path}{place}" for place in places]
+        assert [row["a"] for _, row in rows] == list(range(1, len(places) + 1))
+    (tmp_path / "a.csv").write_text('text,n\n"one\ntwo",1\n\nthree,2\n')
+    assert [place for place, _ in read(tmp_path / "a.csv")] == [f"{tmp_path}/a.csv:{n}" for n in (2, 5)]
+
+
+def test_one_object_in_a_file_is_a_row_if_it_can_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for value in ({"text": "a", "n": 1}, {"messages": [], "n": 1}, {"conversations": []}):
+        path.write_text(json.dumps(value))
+        assert list(read(path)) == [(f"{path} row 1", value)]
+    message = refused(path, json.dumps({f"column {n}": {"0": n} for n in range(12)}))
+    assert "'column 0', " in message and "'column 7' instead of rows" in message and 'orient="records"' in message
+    path.write_text(json.dumps({"data": "text"}))
+    assert [row for _, row in read(path)] == [{"data": "text"}]
+    path.write_text(" \n")
+    assert list(read(path)) == []
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_separators_of_spreadsheets(sign: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    lines = [["text", " n "], ["a;b,c\td", "1"], ['say "so"', "2"]]
+    quoted = "\n".join(sign.join('"' + field.replace('"', '""') + '"' for field in line) for line in lines)
+    for text in (quoted, quoted.replace(f'"{sign}"', f'"{sign} "')):
+        path.write_text(text)
+        assert [row for _, row in read(path)] == [{"text": "a;b,c\td", "n": "1"}, {"text": 'say "so"', "n": "2"}]
+    shown = "tab" if sign == "\t" else repr(sign)
+    message = refused(path, f"a{sign}b\n1{sign}2\n1{sign}2{sign}3\n")
+    assert "a.csv:3 has 3 fields, the header has 2" in message and f"fields that hold a {shown} or a line" in message
+    assert "a.csv:2 has 1 fields" in refused(path, f"a{sign}b\n1\n")
+
+
+def test_headers_name_every_column_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    for header in ("a,a", "a,,b", "a,"):
+        assert "has no header: its first line is [" in refused(path, f"{header}\n1,2,3\n")
+    path.write_text(",a\n7,b\n")
+    assert [row for _, row in read(path)] == [{"index": "7", "a": "b"}]
+    path.write_text("text\none\ntwo\n")
+    assert [row for _, row in read(path)] == [{"text": "one"}, {"text": "two"}]
+    path.write_text(f"text,n\n{'x' * 200_000},1\n")
+    assert len(next(read(path))[1]["text"]) == 200_000
+
+
+def test_a_tab_separated_file_holds_commas(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("a,b\tc\n1,2\t3\n")
+    assert [row for _, row in read(tmp_path / "a.tsv")] == [{"a,b": "1,2", "c": "3"}]
+
+
+def test_what_is_no_json_is_shown_where_it_stands(tmp_path: Path) -> None:
+    long = '{"a": "' + "x" * 50 + '", "b": nope, "c": "' + "y" * 50 + '"}'
+    message = refused(tmp_path / "a.jsonl", f'{{"a": 1}}\n{long}\n')
+    column = long.index("nope") + 1
+    assert f"a.jsonl:2 column {column} is not valid JSON" in message
+    shown = message.partition("near `")[2].partition("`")[0]
+    assert shown == long[column - 21 : column + 20] and "nope" in shown
+    # Not one row in each line of a file with that name: the first thing wrong is said.
+    assert "a.json:2 column 2" in refused(tmp_path / "a.json", '{"a": 1}\n{b: 2}\n')
+    assert "a.json:1 column 2" in refused(tmp_path / "a.json", "{b: 2}\n")
+
+
+@pytest.mark.parametrize(("mark", "encoding"), [("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin1", "LATIN1")])
+def test_other_encodings_are_named(mark: str, encoding: str, tmp_path: Path) -> None:
+    text = '{"text": "a"}\n{"text": "caf\xe9"}\n'
+    data = text.encode(mark)
+    if encoding == "UTF-16":
+        data = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}[mark] + data
+    for name in ("a.jsonl", "a.json", "a.txt"):
+        message = refused(tmp_path / name, data)
+        assert f"`iconv -f {encoding} -t UTF-8`" in message
+        if encoding == "LATIN1":
+            at = data.index(b"\xe9")
+            assert f"is not UTF-8: line 2, byte {at} is 0xe9" in message
