@@ -80,10 +80,10 @@ def test_new_strategy_is_one_file(folder: Path, capsys: pytest.CaptureFixture[st
     assert (folder / "deepspeed_configs" / "big_buckets.json").exists()
 
 
-def test_strategy_may_extend_another(folder: Path) -> None:
-    (folder / "recipes" / "strategy").mkdir()
-    (folder / "recipes" / "strategy" / "mine.yaml").write_text("defaults: [zero3_nvme]\npin_memory: false\n")
-    assert main(["render"]) == 0
+def test_strategy_may_extend_another_and_lie_in_a_folder_that_is_named(folder: Path) -> None:
+    (folder / "elsewhere" / "strategy").mkdir(parents=True)
+    (folder / "elsewhere" / "strategy" / "mine.yaml").write_text("defaults: [zero3_nvme]\npin_memory: false\n")
+    assert main(["render", "--recipes", "elsewhere"]) == 0
     zero = json.loads((folder / "deepspeed_configs" / "mine.json").read_text())["zero_optimization"]
     offloaded = {"device": "nvme", "nvme_path": NVME_PLACEHOLDER, "pin_memory": False}
     assert (zero["stage"], zero["offload_param"]) == (3, offloaded)

@@ -50,6 +50,7 @@ def test_batch_layout(batch: dict[str, int], world_size: int, expected: tuple[in
     layout = batch_layout(recipe(batch=batch), world_size)
     assert (layout.global_batch_size, layout.micro_batch_size, layout.gradient_accumulation_steps) == expected
     assert layout.tokens_per_step == layout.global_batch_size * layout.seq_len
+    assert layout.micro_batches * layout.micro_batch_size == layout.global_batch_size
 
 
 def test_every_layout_is_exact_and_every_number_an_error_names_works() -> None:

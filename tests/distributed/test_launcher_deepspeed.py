@@ -189,6 +189,25 @@ ROWS: list[tuple[str, dict[str, Any], list[Any], Any, str, str]] = [
         "optimizer.name=adagrad",
     ),
     ("optimizer.type", {"optimizer": {"name": "adagrad"}}, ["Adagrad"], "Muon", "optimizer.name=adagrad", ""),
+    *(
+        (
+            "optimizer.type",
+            {"optimizer": {"name": name}},
+            ["AdamW", "Adam"],
+            "SGD",
+            f"optimizer.name={name}",
+            "optimizer.name=sgd",
+        )
+        for name in ("adamw_torch", "adamw_torch_fused")
+    ),
+    (
+        "optimizer.type",
+        {"optimizer": {"name": "lion_32bit"}},
+        ["Lion"],
+        "Adam",
+        "optimizer.name=lion_32bit",
+        "optimizer.name=adamw",
+    ),
     ("optimizer.params.lr", {}, [2e-5, "2e-5"], 0.1, "optimizer.learning_rate=2e-05", "optimizer.learning_rate=0.1"),
     (
         *("optimizer.params.betas", {}, [[0.9, 0.999]], [0.8, 0.7], "optimizer.beta1=0.9 and optimizer.beta2=0.999"),
@@ -214,6 +233,10 @@ ROWS: list[tuple[str, dict[str, Any], list[Any], Any, str, str]] = [
         "WarmupLR",
         "schedule.name=linear",
         "schedule.name=constant_with_warmup",
+    ),
+    (
+        *("scheduler.type", {"schedule": {"name": "constant_with_warmup"}}, ["WarmupLR"], "WarmupCosineLR"),
+        *("schedule.name=constant_with_warmup", "schedule.name=cosine"),
     ),
     ("scheduler.params.warmup_max_lr", {}, [2e-5], 0.1, "optimizer.learning_rate=2e-05", "optimizer.learning_rate=0.1"),
     ("scheduler.params.warmup_min_lr", {}, [0, 0.0], 0.1, "a warm-up from 0", ""),
@@ -409,6 +432,53 @@ def test_forms_of_public_files(name: str, launched: Any) -> None:
         assert not changes or launched(followed, content)
     else:
         assert list(launched(made, content).taken_over) == taken_over
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *(
+            "amp",
+            "fp8",
+            "torch_autocast",
+            "data_efficiency",
+            "curriculum_learning",
+            "progressive_layer_drop",
+            "eigenvalue",
+        ),
+        *("quantize_training", "compression_training", "weight_quantization", "sparse_attention", "elasticity"),
+        *("autotuning", "hybrid_engine", "pipeline", "tensor_parallel", "zero_optimization.zenflow"),
+        *("zero_optimization.mics_shard_size", "zero_optimization.zero_quantized_weights", "data_types.param_dtype"),
+        *("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_params"),
+        *("zero_optimization.offload_optimizer.super_offload", "fp16.fp16_master_weights_and_grads"),
+    ],
+)
+def test_what_no_recipe_does_is_refused_and_silent_where_it_is_off(section: str, launched: Any) -> None:
+    made = recipe({"name": "zero2", "offload_optimizer": "cpu"}, precision="fp16")
+    offloads = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+    def content(value: Any) -> dict[str, Any]:
+        *parents, name = section.split(".")
+        made = inner = json.loads(json.dumps(offloads))
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = value
+        return made
+
+    switched = section in ("zero_optimization.zenflow",) or "." not in section
+    with pytest.raises(UserError, match=f"nothing of it, the launcher says {section}"):
+        launched(made, content({"enabled": True, "level": 3} if switched else 2))
+    # A section that is switched off says nothing, whatever else is in it.
+    for off in [{"enabled": False, "level": 3}] if switched else [False, 0, -1, "none", "", [], None, "auto"]:
+        assert launched(made, content(off)).lines() == []
+
+
+@pytest.mark.parametrize("section", ["aio", "comms_logger", "flops_profiler"])
+def test_sections_of_speed_and_logging_are_taken_over_whole(section: str, launched: Any) -> None:
+    assert launched(recipe(), {section: {"enabled": True, "depth": -1}}).taken_over == {
+        f"{section}.enabled": True,
+        f"{section}.depth": -1,
+    }
 
 
 @pytest.mark.parametrize("content", ["not an object", [1]])

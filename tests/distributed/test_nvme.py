@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,41 @@ def test_path_that_cannot_be_written_is_refused(place: Path) -> None:
     (place / "drive").write_text("a file")
     with pytest.raises(UserError, match=r"strategy\.nvme_path"), nvme.swap_folder(recipe(), World(), lambda: 1):
         pass
+
+
+@pytest.mark.parametrize(
+    ("compatible", "what", "change"),
+    [
+        (False, "needs libaio and a C++ compiler", "apt install libaio-dev g++"),
+        (True, "cannot be built", "libaio's headers"),
+    ],
+)
+def test_without_what_compiles_the_op_it_is_said_how_to_get_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, compatible: bool, what: str, change: str
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("c++ failed")
+
+    builder = SimpleNamespace(name="async_io", is_compatible=lambda: compatible, load=fail)
+    module = SimpleNamespace(AsyncIOBuilder=lambda: builder)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", module)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
+    with pytest.raises(UserError) as refused, nvme.swap_folder(recipe(), World(), lambda: 1):
+        pass
+    assert what in refused.value.what and change in refused.value.change
+    assert not any((place / "drive").iterdir())
+
+
+def test_without_nvme_there_is_no_folder_and_who_is_not_first_leaves_it_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "_load_op", lambda: None)
+    with nvme.swap_folder(recipe("strategy.offload_optimizer=cpu", "strategy.offload_param=cpu"), World(), int) as none:
+        assert none is None and not (place / "drive").exists()
+    for only in ("strategy.offload_optimizer=cpu", "strategy.offload_param=cpu"):
+        with nvme.swap_folder(recipe(only), World(3, 1, 4, 2), lambda: 10**18) as folder:
+            assert folder and (folder / "rank3").is_dir() and not (folder / ".lock").exists()
+    assert folder.is_dir(), "its launcher's first process removes it"
 
 
 @pytest.mark.matrix

@@ -9,7 +9,7 @@ taken over. `environment` then removes them all, so that no library reads a seco
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ class Launch:
         file: Where those come from.
     """
 
-    ignored: tuple[str, ...] = ()
-    taken_over: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""
+    ignored: tuple[str, ...]
+    taken_over: Mapping[str, Any]
+    file: str
 
     def lines(self) -> list[str]:
         """For the user, a line each."""
