@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from data_fixtures import STOP, chat_row, chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
+from datasets import Dataset
 
 from toolkit.common import UserError
 from toolkit.data import prepare as prepare_module
 from toolkit.data import sources
 from toolkit.data.audit import DataError
 from toolkit.data.mixture import mix
-from toolkit.data.prepare import Prepared, prepare
+from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import show
 from toolkit.data.rows import Sample
+from toolkit.recipe import Recipe
 
 
 @pytest.fixture
@@ -419,3 +421,159 @@ def test_a_system_message_that_the_template_leaves_out_is_a_warning(tmp_path: Pa
     tokenizer.chat_template = tokenizer.chat_template.replace("in messages", "in messages if message.role != 'system'")
     (problem,) = prepare(recipe(path), tokenizer, STOP, cache).audit.problems
     assert problem.level == "warning" and "in 3 rows the chat template leaves out the system message" in problem.what
+
+
+def fingerprint(
+    changes: dict[str, Any], path: Path, stop: frozenset[int] = STOP, vocab: int | None = None, **own: Any
+) -> str:
+    tokenizer = chatml_tokenizer()
+    for name, value in own.items():
+        setattr(tokenizer, name, value)
+    dumped = recipe(path, eval_sources=[str(path)]).with_values(changes).model_dump(warnings=False)
+    wanted = Recipe.model_validate(dumped)
+    readers = prepare_module._open(wanted.data.training_sources() + wanted.data.evaluation_sources(), False)
+    return prepare_module._fingerprint(wanted, tokenizer, stop, vocab, readers)
+
+
+def test_whatever_changes_tokens_changes_the_fingerprint_and_nothing_else_does(tmp_path: Path) -> None:
+    path, other = documents(tmp_path / "a.jsonl", 3), documents(tmp_path / "b.jsonl", 4)
+    base = fingerprint({}, path)
+    changes: list[dict[str, Any]] = [
+        {"objective": "language_modelling"},
+        {"seed": 5},
+        {"batch.seq_len": 17},
+        {"evaluation.num_prompts": 30},
+        {"model.chat_template": "chatml"},
+        {"data.train_on": "all"},
+        {"data.shuffle": False},
+        {"data.packing": True},
+        {"data.over_long": "drop"},
+        {"data.deduplicate": True},
+        {"data.max_samples": 2},
+        {"data.eval_max_samples": 2},
+        {"data.chat_template_kwargs": {"a": 1}},
+        {"data.format": "text"},
+        {"data.ignore": ["x"]},
+        {"data.columns": {"text": "text"}},
+        {"data.sources": [{"path": str(path), "weight": 2.0}]},
+        {"data.sources": [{"path": str(path), "max_samples": 2}]},
+        {"data.sources": [str(other)]},
+        {"data.sources": [str(path), str(other)]},
+        {"data.eval_sources": [str(other)]},
+        {"data.eval_split": 0.1},
+    ]
+    different = [fingerprint(change, path) for change in changes]
+    different += [fingerprint({}, path, frozenset({2, 3})), fingerprint({}, path, vocab=400)]
+    different += [fingerprint({}, path, eos_token="<pad>"), fingerprint({}, path, chat_template="{{ messages }}")]
+    assert len({base, *different}) == len(different) + 1
+    for same in ({"data.num_proc": 3}, {"batch.micro_batch_size": 2}, {"evaluation.num_prompts": 8}):
+        assert fingerprint(same, path) == base
+    by_order = [
+        fingerprint({"data.columns": dict(pairs)}, path)
+        for pairs in itertools.permutations({"a": "b", "c": "d"}.items())
+    ]
+    assert by_order[0] == by_order[1]
+
+
+@pytest.mark.parametrize(("asked", "count"), [(0, 8), (3, 8), (12, 12), (40, 30)])
+def test_so_many_samples_are_kept_as_may_be_asked_for(asked: int, count: int, tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row(f"q{n}", f"a{n}") for n in range(30)])
+    wanted = recipe(path, shuffle=False).with_values({"evaluation.num_prompts": asked})
+    samples = prepare(wanted, chatml_tokenizer(), STOP, cache).samples
+    assert [(sample.prompt, sample.reference) for sample in samples] == [(f"q{n}", f"a{n}") for n in range(count)]
+
+
+def test_samples_show_the_last_question_and_skip_what_cannot_be_asked(tmp_path: Path, cache: Path) -> None:
+    talk = [*chat_row("first", "one")["messages"], *chat_row("second", "two")["messages"]]
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages|length == 0 %}{{ raise_exception('nothing') }}{% endif %}" + tokenizer.chat_template
+    )
+    rows = [{"messages": [{"role": "assistant", "content": f"hello {n}"}]} for n in range(5)] + [{"messages": talk}]
+    prepared = prepare(recipe(write_jsonl(tmp_path / "a.jsonl", rows), shuffle=False), tokenizer, STOP, cache)
+    (sample,) = prepared.samples
+    assert (sample.prompt, sample.reference) == ("second", "two")
+    assert tokenizer.decode(sample.input_ids).count("<|im_start|>") == 4
+
+
+def test_the_audit_says_which_template_and_whether_it_is_needed(tmp_path: Path, cache: Path) -> None:
+    chats, plain = write_jsonl(tmp_path / "a.jsonl", [chat_row("q", "a")] * 2), documents(tmp_path / "b.jsonl", 2)
+    own, named = chatml_tokenizer(), {"model.chat_template": "chatml"}
+    for path, changes, tokenizer, source, needed in (
+        (chats, {}, own, "the tokenizer's", True),
+        (plain, {}, own, "the tokenizer's", False),
+        (chats, named, own, "`model.chat_template: chatml`", True),
+        (plain, {}, plain_tokenizer(), "none", False),
+    ):
+        stop = frozenset({tokenizer.eos_token_id})
+        audit = prepare(recipe(path).with_values(changes), tokenizer, stop, cache).audit
+        assert (audit.chat_template.source, audit.chat_template.needed) == (source, needed)
+        assert audit.kinds == ["Chat" if path == chats else "Text"] and audit.scope == ""
+
+
+def test_used_rows_repeats_and_shares_of_every_source(tmp_path: Path, cache: Path) -> None:
+    paths = [documents(tmp_path / f"{name}.jsonl", count, name) for name, count in (("a", 30), ("b", 10), ("c", 4))]
+    write_jsonl(paths[1], [{"text": f"b {n}" if n % 2 else " "} for n in range(20)])
+    sources = [{"path": str(path), "weight": weight} for path, weight in zip(paths, (3.0, 2.0), strict=False)]
+    prepared = prepare(recipe(*sources, eval_sources=[str(paths[2])]), chatml_tokenizer(), STOP, cache)
+    first, second, held_out = prepared.audit.sources
+    assert [(each.role, each.rows, each.empty_rows) for each in prepared.audit.sources] == [
+        *(("train", 30, 0), ("train", 20, 10), ("eval", 4, 0)),
+    ]
+    assert [each.used_rows for each in prepared.audit.sources] == [30, 20, 4]
+    assert [each.repeats for each in prepared.audit.sources] == [1.0, 2.0, 1.0]
+    assert [round(each.share, 3) for each in (first, second)] == [0.6, 0.4] and held_out.rows == 4
+    assert prepared.audit.untrained_rows == 10 and len(prepared.eval or []) == 4
+
+
+def test_a_limit_of_held_out_rows_takes_some_of_all_in_their_order(tmp_path: Path, cache: Path) -> None:
+    train, held = documents(tmp_path / "a.jsonl", 9), documents(tmp_path / "b.jsonl", 40, "held")
+    wanted = recipe(train, eval_sources=[str(held)], eval_max_samples=10)
+    numbers = [
+        int(text.split()[1].partition("<")[0])
+        for text in texts(prepare(wanted, chatml_tokenizer(), STOP, cache), "eval")
+    ]
+    assert len(set(numbers)) == 10 and numbers == sorted(numbers) and numbers != list(range(10))
+    for limit in (40, 41):
+        assert (
+            len(
+                prepare(wanted.with_values({"data.eval_max_samples": limit}), chatml_tokenizer(), STOP, cache).eval
+                or []
+            )
+            == 40
+        )
+
+
+def test_of_a_stream_no_more_held_out_rows_are_read_than_are_used(tmp_path: Path) -> None:
+    path = documents(tmp_path / "a.jsonl", 30)
+    for own, limit, count in ((None, 10, 10), (5, 10, 5), (20, 10, 10), (None, None, 30), (7, None, 7)):
+        source = {"path": str(path), "max_samples": own}
+        sources = recipe(source).data.training_sources()
+        (reader,) = prepare_module._open(sources, True, limit)
+        assert len(list(reader.rows())) == count
+        (whole,) = prepare_module._open(sources, False, limit)
+        assert len(list(whole.rows())) == (own or 30)
+
+
+def test_lengths_of_rows_come_from_their_columns() -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [], [4]], "labels": [[1], [2, 3], []]})
+    assert sequence_lengths(rows).tolist() == [[3], [0], [1]]
+    assert sequence_lengths(rows, pairs=True).tolist() == [[3, 1], [0, 2], [1, 0]]
+    assert sequence_lengths(rows.select([2, 0])).tolist() == [[1], [3]]
+
+
+@pytest.mark.parametrize("over_long", ["truncate", "split", "drop"])
+def test_a_row_of_just_the_length_is_not_too_long(over_long: str, tmp_path: Path, cache: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "fox " * 5 + "dog"}, {"text": "fox " * 20}, {"text": "fox"}])
+    tokenizer = chatml_tokenizer()
+    whole = [len(row["input_ids"]) for row in prepare(recipe(path, shuffle=False), tokenizer, STOP, cache).train]
+    wanted = recipe(path, seq_len=whole[0], over_long=over_long, shuffle=False, objective="language_modelling")
+    prepared = prepare(wanted, tokenizer, STOP, cache)
+    lengths = [len(row["input_ids"]) for row in prepared.train]
+    pieces, rest = divmod(whole[1], whole[0])
+    middle = {"truncate": [whole[0]], "split": [whole[0]] * pieces + [rest] * (rest > 1), "drop": []}[over_long]
+    assert lengths == [whole[0], *middle, whole[2]]
+    assert prepared.audit.train.over_long.rows == 1 and prepared.audit.train.longest == f"{path}:2"
+    assert prepared.audit.train.tokens == sum(lengths) and prepared.audit.train.rows == 3 - (over_long == "drop")
+    assert prepared.audit.train.untrained_rows == 0
+    assert prepared.audit.train.trained_tokens == sum(lengths) - len(lengths)

@@ -25,6 +25,7 @@ def test_the_audit_keeps_to_the_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     lines = render(prepared(Path(), rows, "short.jsonl", eval_split=0.2).audit).splitlines()
     assert max(map(len, lines)) <= min(columns, 100)
     head, first = lines[:2]
+    assert "read used repeats" in head
     assert head.split() == ["data", "format", "read", "used", "repeats", "share"]
     assert first.split() == ["short.jsonl", "messages", "30", "24", "1.00", "100.0%"]
     bars = {line.split()[0]: line.count("█") for line in lines if "█" in line}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,187 @@ def test_sampling_imports_no_framework() -> None:
         "import sys, tokenizers, toolkit.data.sample; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "all": {},
+    "limited": {"max_samples": 20},
+    "not limited": {"max_samples": 500},
+    "dropped": {"over_long": "drop", "seq_len": 24},
+    "held out": {"eval_split": 0.25},
+    "held out file": {"eval_sources": ["held.jsonl"]},
+    "few held out": {"eval_sources": ["held.jsonl"], "eval_max_samples": 5},
+    "held out with a wide limit": {"eval_sources": ["held.jsonl"], "eval_max_samples": 500},
+    "few of a fraction": {"eval_split": 0.5, "eval_max_samples": 7},
+    "held out and dropped": {"eval_sources": ["held.jsonl"], "over_long": "drop", "seq_len": 24},
+}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_of_small_files_every_text_is_counted(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, but for which rows are held out or left out by chance."""
+    monkeypatch.chdir(tmp_path)
+    path, _ = texts(tmp_path / "a.jsonl", 60), texts(tmp_path / "held.jsonl", 30)
+    wanted = asked(model, path, objective="language_modelling", **{"seq_len": 4096} | EXACT[kind])
+    counted, figures = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").statistics, sampled(wanted)
+    assert counted and figures and figures.sample == "a sample of 60 rows"
+    assert (figures.rows, figures.documents, figures.eval_rows) == (counted.rows, counted.documents, counted.eval_rows)
+    by_chance = "limited" in kind or "fraction" in kind or kind == "held out"
+    near = 0.35 if by_chance and kind != "not limited" else 0
+    for name in ("tokens", "trained_tokens", "squared_tokens"):
+        assert getattr(figures, name) == pytest.approx(getattr(counted, name), rel=2 * near), name
+    if kind in ("held out file", "held out and dropped", "held out with a wide limit"):
+        assert (figures.eval_tokens, figures.longest_eval) == (counted.eval_tokens, counted.longest_eval)
+    assert figures.longest_target is None
+    if not near:
+        assert figures.quantiles[-1] == counted.quantiles[-1] and figures.quantiles[0] == counted.quantiles[0]
+        assert len(figures.quantiles) == 1001
+
+
+def test_rows_are_split_into_even_parts_and_others_cut(model: Path, tmp_path: Path) -> None:
+    path = texts(tmp_path / "a.jsonl", 60)
+    whole = sampled(asked(model, path, objective="language_modelling", seq_len=4096))
+    parts = sampled(asked(model, path, objective="language_modelling", seq_len=16, over_long="split"))
+    cut = sampled(asked(model, path, objective="language_modelling", seq_len=16, over_long="truncate"))
+    assert whole and parts and cut
+    lengths = [len(chatml_tokenizer()(words(n))["input_ids"]) + 1 for n in range(60)]
+    assert whole.tokens == parts.tokens == sum(lengths)
+    assert parts.rows == sum(-(-length // 16) for length in lengths) and parts.quantiles[-1] <= 16
+    assert cut.tokens == sum(min(length, 16) for length in lengths) and cut.rows == 60
+    assert parts.trained_tokens == whole.trained_tokens == sum(lengths) - 60
+
+
+def test_weights_repeat_rows_in_the_figures(model: Path, tmp_path: Path) -> None:
+    small, large = texts(tmp_path / "a.jsonl", 10), texts(tmp_path / "b.jsonl", 40)
+    for weights, rows in (
+        ((1.0, 1.0), 80),
+        ((3.0, 1.0), 160),
+        ((0.1, 1.0), 110 - 66),
+        ((2.0, None), 120),
+        ((None, None), 50),
+    ):
+        sources = [{"path": str(path), "weight": weight} for path, weight in zip((small, large), weights, strict=True)]
+        figures = sampled(asked(model, *sources, objective="language_modelling", seq_len=4096))
+        counted = prepare(
+            asked(model, *sources, objective="language_modelling", seq_len=4096),
+            chatml_tokenizer(),
+            STOP,
+            tmp_path / "cache",
+        ).statistics
+        assert figures and counted and figures.documents == counted.documents, (weights, rows)
+        assert figures.tokens == pytest.approx(counted.tokens, rel=0.1)
+        assert figures.sample == "a sample of 50 rows"
+
+
+def test_pairs_of_other_forms_and_packed_rows(model: Path, tmp_path: Path) -> None:
+    pairs = write_jsonl(tmp_path / "a.jsonl", ({"source": words(n), "target": words(n + 1)} for n in range(20)))
+    figures = sampled(asked(model, pairs, objective="seq2seq", seq_len=4096))
+    tokens = [len(chatml_tokenizer()(words(n))["input_ids"]) + 1 for n in range(21)]
+    assert figures and figures.tokens == sum(tokens[:20]) and figures.trained_tokens == sum(tokens[1:])
+    assert figures.longest_target == max(tokens[1:]) and figures.quantiles[-1] == max(tokens)
+    packed = sampled(
+        asked(model, texts(tmp_path / "b.jsonl", 60), objective="language_modelling", packing=True, seq_len=512)
+    )
+    assert packed and packed.documents == 60 and packed.rows == round(packed.tokens / (0.97 * 512))
+    assert packed.quantiles[-1] == 512 and packed.quantiles[0] == pytest.approx(0.94 * 512)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "trained"),
+    [
+        ({"prompt": "one two", "completion": "three"}, {}, "three"),
+        ({"prompt": "one two", "completion": "three"}, {"train_on": "all"}, "one two|three"),
+        ({"segments": [{"text": "one", "label": False}, {"text": " two", "label": True}]}, {}, " two"),
+        (
+            {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]},
+            {},
+            "two three",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]},
+            {"train_on": ["user"]},
+            "one",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "one", "train": True}, {"role": "assistant", "content": "two"}]},
+            {},
+            "one|two",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "one"},
+                    {"role": "assistant", "content": "two", "train": False},
+                ]
+                * 2
+                + [{"role": "assistant", "content": "three"}]
+            },
+            {},
+            "three",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "one"},
+                    {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]},
+                ],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            {},
+            json.dumps([{"type": "function", "function": {"name": "f", "arguments": {}}}]),
+        ),
+        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {}, 2),
+        ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {}, 1),
+    ],
+)
+def test_what_carries_loss_is_counted(
+    row: dict[str, Any], settings: dict[str, Any], trained: str | int, model: Path, tmp_path: Path
+) -> None:
+    figures = sampled(asked(model, write_jsonl(tmp_path / "a.jsonl", [row] * 3), **settings))
+    if isinstance(trained, str):
+        trained = sum(len(chatml_tokenizer()(text)["input_ids"]) for text in trained.split("|"))
+    assert figures and figures.trained_tokens == 3 * trained and figures.tokens > figures.trained_tokens
+    rough = sampled(asked(tmp_path, tmp_path / "a.jsonl", **settings))
+    assert rough and (rough.sample == "a sample of 3 rows" or "four characters a token" in rough.sample)
+    messages, tools = row.get("messages", ()), row.get("tools")
+    if messages and not tools:
+        texts_ = sum(len(chatml_tokenizer()(each["content"])["input_ids"]) for each in messages)
+        assert figures.tokens == 3 * (texts_ + 5 * len(messages))
+    elif tools:
+        assert figures.tokens > 3 * (trained + 10 + len(tools))
+
+
+def test_files_that_could_only_be_read_whole_are_left_to_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "_READ_WHOLE", 1000)
+    lines = b"text,n\n" + b"fox,1\n" * 50
+    (tmp_path / "a.csv").write_bytes(lines)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fox"}\n' * 50))
+    for name, times in (("a.csv", 1), ("a.csv.gz", 4), ("b.jsonl.gz", 4)):
+        limit = times * (tmp_path / name).stat().st_size
+        for allowed in (limit, limit - 1):
+            monkeypatch.setattr(sample, "_READ_WHOLE", allowed)
+            assert (sampled(asked(model, tmp_path / name)) is not None) == (allowed == limit), name
+
+
+def test_large_files_are_read_all_over(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines grow along the file: a sample of its beginning would be too short."""
+    monkeypatch.setattr(sample, "_READ_WHOLE", 1000)
+    growing = [
+        write_jsonl(tmp_path / f"{n}.jsonl", ({"text": "fox " * (1 + i // 10)} for i in range(500))) for n in range(2)
+    ]
+    figures = sampled(asked(model, *growing, objective="language_modelling", seq_len=4096))
+    assert figures and figures.rows == pytest.approx(1000, rel=0.6)
+    assert figures.quantiles[0] < 8 and figures.quantiles[-1] > 45
+    limited = sampled(asked(model, {"path": str(growing[0]), "max_samples": 10}, objective="language_modelling"))
+    assert limited and limited.rows == 10
+    table = pa.table({"text": ["fox"] * 900})
+    (tmp_path / "p").mkdir()
+    for name in ("c.parquet", "d.parquet"):
+        pq.write_table(table, tmp_path / "p" / name)
+    figures = sampled(asked(model, tmp_path / "p", objective="language_modelling"))
+    assert figures and figures.rows == 1800 and figures.sample == "a sample of 300 rows"

@@ -15,10 +15,11 @@ from data_fixtures import chatml_tokenizer, write_jsonl
 
 from toolkit.data.batches import cut
 from toolkit.data.prepare import prepare
-from toolkit.data.statistics import DataStatistics, statistics_of
+from toolkit.data.statistics import DataStatistics, record, statistics_of
 from toolkit.recipe import Recipe
 
 STOP = frozenset({2})
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def recipe(path: Path, seq_len: int = 64, **data: Any) -> Recipe:
@@ -114,3 +115,76 @@ def test_of_pairs_the_longer_side_counts(tmp_path: Path) -> None:
 def test_counting_imports_no_framework() -> None:
     code = "import sys, toolkit.data.statistics; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_figures_are_of_the_recipe_its_tokenizer_and_its_files(tmp_path: Path) -> None:
+    """Whatever tokens follow from; the weights are not among it, however they are stored."""
+    path, model, cache = documents(tmp_path / "a.jsonl", 3), tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", *(f"model{kind}" for kind in WEIGHTS)):
+        (model / name).write_text("{}")
+    template = tmp_path / "own.jinja"
+    template.write_text("x")
+    base = recipe(path).with_values({"model.path": str(model), "data.columns": {"text": "t", "system": "s"}})
+    record(base, DataStatistics(3, 30, 27, 3, 300, (1.0, 2.0)), cache)
+    assert statistics_of(base, cache) == DataStatistics(3, 30, 27, 3, 300, (1.0, 2.0))
+    for change in (
+        *({"model.path": "y"}, {"model.revision": "main"}, {"model.gguf_file": "a.gguf"}, {"model.tokenizer": "z"}),
+        *({"model.chat_template": "chatml"}, {"objective": "language_modelling"}, {"seed": 5}, {"batch.seq_len": 65}),
+        *({"data.packing": True}, {"data.eval_split": 0.5}, {"data.train_on": "all"}, {"data.streaming": True}),
+        {"model.new_tokens": ["fox"]},
+    ):
+        assert statistics_of(base.with_values(change), cache) is None, change
+    for change in (
+        *({"data.num_proc": 3}, {"batch.micro_batch_size": 2}, {"optimizer.learning_rate": 1e-3}),
+        {"data.columns": {"system": "s", "text": "t"}},
+    ):
+        assert statistics_of(base.with_values(change), cache) is not None, change
+    for kind in WEIGHTS:
+        os.utime(model / f"model{kind}", ns=(1, 1))
+    assert statistics_of(base, cache) is not None
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        times = (model / name).stat()
+        os.utime(model / name, ns=(1, 1))
+        assert statistics_of(base, cache) is None
+        os.utime(model / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert statistics_of(base, cache) is not None
+    for key, own in (("model.tokenizer", model), ("model.chat_template", template)):
+        wanted = base.with_values({"model.path": "x", key: str(own)})
+        record(wanted, DataStatistics(3, 30, 27, 3, 300, (1.0, 2.0)), cache)
+        assert statistics_of(wanted, cache) is not None
+        os.utime(model / "tokenizer.json" if own == model else own, ns=(3, 3))
+        assert statistics_of(wanted, cache) is None
+
+
+def test_files_of_folders_globs_and_held_out_data_are_watched(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    files = [
+        documents(tmp_path / name, 3) for name in ("deep/er/a.jsonl", "glob-1.jsonl", "glob-2.jsonl", "held.jsonl")
+    ]
+    for number, path in enumerate(("deep", "glob-*.jsonl", "glob-*.jsonl", "glob-1.jsonl")):
+        wanted = recipe(tmp_path / path, eval_sources=[str(tmp_path / "held.jsonl")])
+        record(wanted, DataStatistics(3, 30, 27, 3, 300, (1.0, 2.0)), cache)
+        assert statistics_of(wanted, cache) is not None
+        changed = files[number]
+        documents(changed, 4)
+        assert statistics_of(wanted, cache) is None
+
+
+def test_of_one_length_every_micro_batch_is_alike() -> None:
+    """By hand: 100 tokens are filled up to 104 unless rows lie end to end."""
+    figures = DataStatistics(50, 5000, 1, 50, 1, (100.0, 100.0))
+    assert figures.mean_length == 100
+    for flat, width in ((False, 104), (True, 100)):
+        dealt = figures.dealt(8, 2, flat)
+        assert (dealt.tokens, dealt.longest, dealt.fullest) == (4 * width, width, 4 * width)
+        assert dealt.grid == 4 * width * width
+
+
+def test_the_longest_sequence_is_in_a_step_for_certain() -> None:
+    spread = tuple([10.0] * 1000 + [4096.0])
+    for rows in (1, 3, 5000):
+        dealt = DataStatistics(rows, 10 * rows, 1, rows, 1, spread).dealt(1, 1, True)
+        assert dealt.fullest == 4096 and dealt.tokens >= 10
+    alone = DataStatistics(1, 4096, 1, 1, 1, spread).dealt(4, 4, True)
+    assert alone.fullest == 4096

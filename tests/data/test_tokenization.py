@@ -6,12 +6,16 @@ import random
 from pathlib import Path
 
 import pytest
-from data_fixtures import plain_tokenizer
+from data_fixtures import chatml_tokenizer, plain_tokenizer, write_jsonl
 from datasets import Dataset
 
+from toolkit.common import UserError
 from toolkit.data.encode import Encoder
-from toolkit.data.rows import IGNORE, Text
-from toolkit.data.tokenization import Chunker, pack
+from toolkit.data.formats import Task
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json
+from toolkit.data.sources import open_source
+from toolkit.data.tokenization import Chunker, collect, is_empty, pack
+from toolkit.recipe.schema import Source
 
 
 def documents_dataset(lengths: list[int]) -> Dataset:
@@ -77,3 +81,131 @@ def test_a_long_text_is_split_without_losing_tokens() -> None:
     assert len(chunks) > 1 and all(len(chunk["input_ids"]) == 10 for chunk in chunks[:-1])
     assert all(chunk["labels"] == [IGNORE, *chunk["input_ids"][1:]] for chunk in chunks)
     assert [chunk["stops"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+TASKS = {
+    "auto": Task("sft", "auto", True),
+    "roles": Task("sft", ["user", "tool"], True),
+    "all": Task("sft", "all", True),
+    "language_modelling": Task("language_modelling", "auto", True),
+    "seq2seq": Task("seq2seq", "auto", True),
+}
+ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SILENT = {"role": "assistant", "content": ""}
+CALLING = SILENT | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+# Rows, and the tasks for which there is nothing in them to train on.
+NOTHING: list[tuple[Row, str]] = [
+    (Text("a"), ""),
+    (Text(" \n"), "auto roles all language_modelling seq2seq"),
+    (Completion("a", "b"), ""),
+    (Completion("", "b"), ""),
+    (Completion("a", " "), "auto roles all language_modelling seq2seq"),
+    (Pair("a", "b"), ""),
+    (Pair(" ", "b"), "auto roles all language_modelling seq2seq"),
+    (Pair("a", ""), "auto roles all language_modelling seq2seq"),
+    (Segments([("a", False), ("b", True)]), ""),
+    (Segments([("a", False), ("", True)]), "auto roles all language_modelling seq2seq"),
+    (Segments([]), "auto roles all language_modelling seq2seq"),
+    (Tokens([1, 2], [IGNORE, 2]), ""),
+    (Tokens([1, 2], [IGNORE, IGNORE]), "auto roles all language_modelling seq2seq"),
+    (Chat([]), "auto roles all language_modelling seq2seq"),
+    (Chat([ASKED]), "auto seq2seq"),
+    (Chat([ANSWERED]), "roles"),
+    (Chat([ASKED, SILENT]), "auto seq2seq"),
+    (Chat([ASKED, CALLING]), ""),
+    (Chat([CALLING]), "roles"),
+    (Chat([ASKED, ANSWERED | {"train": False}]), "auto seq2seq"),
+    (Chat([ASKED | {"train": True}, SILENT]), ""),
+    (Chat([ASKED | {"train": False}, ANSWERED]), "roles"),
+]
+
+
+@pytest.mark.parametrize(("row", "tasks"), NOTHING, ids=str)
+def test_rows_with_nothing_to_train_on_are_known_by_their_task(row: Row, tasks: str) -> None:
+    assert " ".join(name for name, task in TASKS.items() if is_empty(row, task)) == tasks
+
+
+def test_chunks_say_what_they_are_of() -> None:
+    tokenizer = chatml_tokenizer()
+    encoder = Encoder(tokenizer, "auto", frozenset({2}))
+    for row, kind in (
+        (Text("fox"), "Text"),
+        (Completion("fox", " dog"), "Completion"),
+        (Chat([ASKED, ANSWERED]), "Chat"),
+        (Pair("fox jumps over", "dog"), "Pair"),
+        (Segments([("fox", False), ("dog", True)]), "Segments"),
+        (Tokens([5, 6, 2], [IGNORE, 6, 2]), "Tokens"),
+    ):
+        (chunk,) = Chunker(encoder, 512, "error")(row, "d:1")
+        encoded = encoder(row)
+        assert chunk["kind"] == kind and chunk["input_ids"] == encoded.input_ids and chunk["labels"] == encoded.labels
+        assert chunk["length"] == max(len(encoded.input_ids), len(encoded.labels))
+        assert chunk["trained"] == sum(label != IGNORE for label in encoded.labels)
+        assert chunk["stops"] == (kind != "Segments") and not chunk["merged"] and not chunk["system_lost"]
+    (merged,) = Chunker(encoder, 512, "error")(Completion("The quick br", "own fox"), "d:1")
+    assert merged["merged"]
+    tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    (lost,) = Chunker(encoder, 512, "error")(Chat([{"role": "system", "content": "S"}, ASKED, ANSWERED]), "d:1")
+    assert lost["system_lost"]
+
+
+@pytest.mark.parametrize("over_long", ["error", "drop", "truncate", "split"])
+def test_only_texts_are_split_and_cut_rows_end_where_they_must(over_long: str) -> None:
+    encoder = Encoder(chatml_tokenizer(), "auto", frozenset({2}))
+    for row in (
+        Text("fox jumps over the dog " * 3),
+        Completion("fox ", "dog " * 20),
+        Tokens([7] * 30, [IGNORE, *[7] * 29]),
+    ):
+        ids, labels = encoder(row).input_ids, encoder(row).labels
+        chunks = Chunker(encoder, 12, over_long)(row, "d:1")
+        cuts = [(0, len(ids))]
+        if over_long == "truncate":
+            cuts = [(0, 12)]
+        elif over_long == "split" and isinstance(row, Text):
+            cuts = [(n, min(n + 12, len(ids))) for n in range(0, len(ids), 12)]
+        assert [chunk["input_ids"] for chunk in chunks] == [ids[a:b] for a, b in cuts]
+        assert [chunk["labels"] for chunk in chunks] == [[IGNORE, *labels[a + 1 : b]] for a, b in cuts]
+        assert {chunk["length"] for chunk in chunks} == {len(ids)}
+        assert len(Chunker(encoder, len(ids), over_long)(row, "d:1")[0]["input_ids"]) == len(ids)
+
+
+def test_what_is_wrong_with_a_row_names_its_place() -> None:
+    with pytest.raises(UserError, match=r"d\.jsonl:7: The row has the token 9999") as caught:
+        Chunker(Encoder(plain_tokenizer(), "auto", frozenset({0})), 10, "error")(Tokens([9999], [IGNORE]), "d.jsonl:7")
+    assert "model.tokenizer" in caught.value.change
+
+
+def test_rows_of_all_forms_and_sources_are_collected(tmp_path: Path) -> None:
+    """More than are read at once; those without content are counted and left out."""
+    first = write_jsonl(
+        tmp_path / "a.jsonl", ({"text": " " if n % 10 == 0 else f"a {n}", f"x{n % 3}": n} for n in range(2500))
+    )
+    talk = [{"role": "user", "content": "q", "name": "Ann"}, {"role": "assistant", "content": "a", "id": 3}]
+    second = write_jsonl(
+        tmp_path / "b.jsonl", [{"messages": talk}, {"messages": talk[:1], "note": "x"}, {"messages": talk}]
+    )
+    readers = [open_source(Source(path=str(path))) for path in (first, second)]
+    rows, (texts, chats) = collect(readers, TASKS["auto"], tmp_path / "rows.arrow")
+    assert rows.column_names == ["row", "where", "source", "content"] and len(rows) == 2250 + 2
+    assert (texts.rows, texts.empty_rows, texts.format, texts.path) == (2500, 250, "text", str(first))
+    assert (chats.rows, chats.empty_rows, chats.format, chats.split) == (3, 1, "messages", "train")
+    assert texts.unused_columns == ["x0", "x1", "x2"] and chats.unused_columns == ["note"]
+    assert chats.unused_fields == ["name", "id"] and texts.unused_fields == []
+    assert rows["source"] == [0] * 2250 + [1] * 2
+    kept = [n for n in range(2500) if n % 10]
+    assert rows["where"][:2250] == [f"{first}:{n + 1}" for n in kept]
+    assert [from_json(text) for text in rows["row"][:2250]] == [Text(f"a {n}") for n in kept]
+    content = rows["content"]
+    assert content[-1] == content[-2] and len(set(content)) == 2251
+
+
+def test_packing_many_rows_at_once_loses_none() -> None:
+    rows = Dataset.from_dict(
+        {"input_ids": [[n, n] for n in range(10_005)], "labels": [[IGNORE, n] for n in range(10_005)]}
+    )
+    packed = pack(rows, 8)
+    assert sorted(token for row in packed["input_ids"] for token in row) == sorted(list(range(10_005)) * 2)
+    assert 2502 <= len(packed) <= 2503
+    with pytest.raises(AssertionError):
+        pack(Dataset.from_dict({"input_ids": [[1], []], "labels": [[IGNORE], []]}), 8)
