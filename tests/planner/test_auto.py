@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -19,11 +21,14 @@ from small import RECIPE, populate
 
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
-from toolkit.distributed.layout import batch_layout
+from toolkit.distributed.layout import batch_layout, micro_batch_sizes
 from toolkit.planner.auto import resolve
+from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
-from toolkit.recipe import Recipe
+from toolkit.planner.search import TIE
+from toolkit.recipe import Recipe, load
 from toolkit.recipe.rules import check, load_checked
+from toolkit.recipe.sections import ActivationCheckpointing
 from toolkit.train.main import main
 
 AUTO = {
@@ -128,6 +133,72 @@ def test_devices_that_cannot_take_the_batch() -> None:
 def test_on_a_cpu_processes_are_replicas() -> None:
     made, _ = resolve(recipe(**AUTO), find("cpux2"), Arithmetic(0.01))
     assert made.strategy.name == "ddp" and made.activation_checkpointing.mode in ("none", "full", "selective")
+
+
+MODES = ({"mode": "none"}, {"mode": "full", "every_n_layers": 2}, *({"mode": each} for each in ("full", "selective")))
+SHIPPED = ("llama_3_1_8b_lora", "gemma_3_1b_full", "llama_3_2_1b_qlora")
+
+
+@pytest.fixture
+def only_shipped_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that is not shipped would be made in seconds."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr("toolkit.planner.trace.store._trace_in_worker", lambda setting: pytest.fail(str(setting)))
+
+
+def undecided(name: str, seq_len: int) -> Recipe:
+    batch = {"batch.seq_len": seq_len, "batch.micro_batch_size": "auto"}
+    checkpointing = ActivationCheckpointing(mode="auto")
+    return load(name).recipe.with_values({"strategy.name": "ddp", "activation_checkpointing": checkpointing, **batch})
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("hardware", ["rtx4090", "l40s", "h100", "h200x8"])
+def test_no_explicit_recomputation_that_fits_is_faster(name: str, hardware: str, only_shipped_traces: None) -> None:
+    on = find(hardware)
+    for seq_len in (1024, 4096, 16384):
+        asked, explicit = undecided(name, seq_len), []
+        for mode in (*MODES, {"mode": "offload"}):
+            for size in micro_batch_sizes(asked, on.devices):
+                stated = asked.with_values(
+                    {"activation_checkpointing": ActivationCheckpointing(**mode), "batch.micro_batch_size": size}
+                )
+                explicit.append(estimate(stated, name, on, advice=False))
+        there = [each for answer in ("yes", "tight") for each in explicit if each.fit.answer == answer]
+        if not there:
+            with pytest.raises(UserError, match="nothing that trains the same fits"):
+                estimate(asked, name, on, advice=False)
+            continue
+        best = [each.work.step_seconds.value for each in there if each.fit.answer == there[0].fit.answer]
+        chosen = estimate(asked, name, on, advice=False)
+        assert chosen.fit.answer == there[0].fit.answer
+        assert chosen.work.step_seconds.value <= min(best) * (1 + TIE)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_more_device_memory_is_never_slower(name: str, only_shipped_traces: None) -> None:
+    asked, on, before = undecided(name, 4096), find("h200"), math.inf
+    for gib in range(24, 192, 24):
+        device = on.device.model_copy(update={"memory": gib * 2**30})
+        try:
+            chosen = estimate(asked, name, dataclasses.replace(on, device=device), advice=False)
+        except UserError:
+            assert before == math.inf, "something fitted in less"
+            continue
+        if chosen.fit.answer == "yes":
+            assert chosen.work.step_seconds.value <= before * (1 + TIE)
+            before = chosen.work.step_seconds.value
+    assert before < math.inf
+
+
+def test_the_reason_says_what_recomputing_costs_and_why_it_must_be(only_shipped_traces: None) -> None:
+    made = estimate(undecided("llama_3_1_8b_lora", 4096), "x", find("l40s"), advice=False)
+    assert re.match(
+        r"full: \d\d% slower than recomputing nothing, which might not fit \(4\d\.\d of 44\.4 GiB of device memory\); "
+        r"recomputing every layer would take 1\.\d\d times as long",
+        made.chosen["activation_checkpointing.mode"],
+    )
+    assert made.chosen["activation_checkpointing.every_n_layers"] == "2: recomputing every 2nd layer"
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from arithmetic import Arithmetic, recipe
 
 from toolkit.planner.hardware import find
 from toolkit.planner.search import (
+    EVERY,
+    MODE,
     Candidate,
     _micro_batches,
     _micro_batches_worth,
@@ -78,31 +80,22 @@ def test_the_cheapest_and_the_least() -> None:
     assert least([candidate("involved", 4.0, rank=(1, 1)), one]) is one
 
 
-MODES, EVERY = "activation_checkpointing.mode", "activation_checkpointing.every_n_layers"
-
-
 @pytest.mark.parametrize(
-    ("stated", "hardware", "plain", "offloading"),
+    ("stated", "hardware", "expected"),
     [
-        ({}, "h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)], [("offload", 1)]),
-        ({}, "cpu", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)], []),
+        ({}, "h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)]),
+        ({}, "cpu", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)]),
         (
             {"mode": "full", "every_n_layers": 3},
-            *("h100", [("none", 1), ("full", 3), ("full", 2), ("selective", 1), ("full", 1)], [("offload", 3)]),
+            *("h100", [("none", 1), ("full", 3), ("full", 2), ("selective", 1), ("full", 1), ("offload", 3)]),
         ),
-        ({"mode": "auto", "every_n_layers": 3}, "h100", [("full", 3)], [("offload", 3)]),
-        (
-            {"mode": "auto"},
-            *("h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)], [("offload", 1)]),
-        ),
+        ({"mode": "auto", "every_n_layers": 3}, "h100", [("full", 3), ("offload", 3)]),
+        ({"mode": "auto"}, "h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)]),
     ],
 )
-def test_from_no_recomputing_to_all(
-    stated: dict[str, Any], hardware: str, plain: list[tuple[str, int]], offloading: list[tuple[str, int]]
-) -> None:
+def test_from_no_recomputing_to_all(stated: dict[str, Any], hardware: str, expected: list[tuple[str, int]]) -> None:
     made, on = recipe(activation_checkpointing=stated), find(hardware)
-    for offload, expected in ((False, plain), (True, offloading)):
-        assert [(each[MODES], each[EVERY]) for each in _recomputations(made, on, offload)] == expected
+    assert [(each[MODE], each[EVERY]) for each in _recomputations(made, on)] == expected
 
 
 OFFLOADING = ["fsdp each", "fsdp each", "zero2", "fsdp", "zero3", "zero3"]
@@ -185,4 +178,4 @@ def test_what_would_have_been_taken_anyway_is_no_change() -> None:
     assert taken and other
     assert "batch.micro_batch_size" not in taken.changes
     assert other.changes["batch.micro_batch_size"] == 2 and other.changes["strategy.name"] == "zero2"
-    assert consider(made, on, Arithmetic(1, without=("full",)), {MODES: "full"}) is None
+    assert consider(made, on, Arithmetic(1, without=("full",)), {MODE: "full"}) is None

@@ -59,7 +59,7 @@ class Arithmetic:
         link = {"single": 0, "ddp": 1, "zero1": 1, "zero2": 1.0 + 0.1 * passes}.get(strategy.name, 1 + passes)
         traffic = 0.02 * self.billions * link * (devices > 1)
         seconds = compute + traffic + (trained * 20 / 25e9 / devices if on_host else 0)
-        return _plan(hardware, int(need), seconds, layout, int(states * devices) if on_host else 0)
+        return _plan(hardware, int(need), seconds, compute, layout, int(states * devices) if on_host else 0)
 
     def _states(self, recipe: Recipe) -> tuple[float, float]:
         """Bytes of the weights beside the masters, and trained parameters."""
@@ -69,13 +69,14 @@ class Arithmetic:
         return parameters * (0.55 if recipe.method.quantization == "nf4" else 2), parameters / 200
 
 
-def _plan(hardware: Hardware, need: int, seconds: float, layout: Any, host: int) -> Plan:
+def _plan(hardware: Hardware, need: int, seconds: float, compute: float, layout: Any, host: int) -> Plan:
     available, high = hardware.device.memory, need * 1.1
     answer = "no" if need > available else "tight" if high > available else "yes"
     if host > hardware.node.ram:
         answer = "no"
     total = {"value": need, "low": need, "high": high}
     example = example_plan()
+    time = type(example.work.step_seconds)
     return example.model_copy(
         update={
             "hardware": hardware.name,
@@ -87,7 +88,8 @@ def _plan(hardware: Hardware, need: int, seconds: float, layout: Any, host: int)
             ),
             "work": example.work.model_copy(
                 update={
-                    "step_seconds": type(example.work.step_seconds)(value=seconds, low=seconds, high=seconds),
+                    "step_seconds": time(value=seconds, low=seconds, high=seconds),
+                    "compute_seconds": time(value=compute, low=compute, high=compute),
                     "tokens_per_step": float(layout.tokens_per_step),
                 }
             ),

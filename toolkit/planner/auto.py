@@ -15,7 +15,7 @@ from operator import attrgetter
 from toolkit.common import UserError
 from toolkit.planner.advice import remedies
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.search import TIE, Candidate, Changes, Estimate, as_arguments, explore, fastest, least
+from toolkit.planner.search import EVERY, MODE, TIE, Candidate, Changes, Estimate, as_arguments, explore, fastest, least
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 
@@ -25,6 +25,13 @@ _SECTIONS = {
     "batch": "the most that divides the batch and keeps a device busy",
 }
 """Sections in the order in which they are decided, with the reason of a choice that had no rival."""
+_RECOMPUTED = {
+    "none": "recomputing nothing",
+    "selective": "recomputing all but attention",
+    "full": "recomputing every layer",
+    "offload": "recomputing every layer with its input held in host memory",
+}
+_ORDINAL = {2: "nd", 3: "rd"}
 
 
 def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Recipe, dict[str, str]]:
@@ -63,6 +70,8 @@ def _reasons(best: Candidate, explored: Sequence[Candidate]) -> dict[str, str]:
     for section, unrivalled in _SECTIONS.items():
         part = _part(best, section)
         reasons |= dict.fromkeys(part, f"goes with {section}")
+        if EVERY in part:
+            reasons[EVERY] = _in_words(part)
         if part:
             reasons[next(iter(part))] = "; ".join(_rivals(section, best, explored)) or unrivalled
         # What is decided later is compared within what is decided already.
@@ -75,7 +84,10 @@ def _part(each: Candidate, section: str) -> Changes:
 
 
 def _in_words(part: Changes) -> str:
-    """`zero2 with offload_optimizer=cpu`."""
+    """`zero2 with offload_optimizer=cpu`, `recomputing every 2nd layer`."""
+    if mode := part.get(MODE):
+        what, every = _RECOMPUTED[mode], part.get(EVERY, 1)
+        return what.replace("every layer", f"every {every}{_ORDINAL.get(every, 'th')} layer") if every > 1 else what
     first, *others = part.items()
     return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])
 
@@ -90,10 +102,13 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
     alike = []
     for value, candidates in others.items():
         rival = fastest(candidates)
-        if rival is None:
-            texts.append((0, f"{value} would not fit ({least(candidates).need})"))
-        elif rival.fits == "tight" and best.fits == "yes":
-            texts.append((0, f"{value} might not fit ({rival.need})"))
+        if rival is None or (rival.fits, best.fits) == ("tight", "yes"):
+            same_batch = [each for each in candidates if each.recipe.batch == best.recipe.batch]
+            rival = rival or least(same_batch or candidates)
+            lacks = f"{'might' if rival.fits == 'tight' else 'would'} not fit ({rival.need})"
+            slower = best.seconds / rival.seconds - 1
+            text = f"{slower:.0%} slower than {value}, which {lacks}" if slower > TIE else f"{value} {lacks}"
+            texts.append((0, text))
         elif (ratio := rival.seconds / best.seconds) > 1 + TIE:
             texts.append((ratio, f"{value} would take {ratio:.2f} times as long"))
         else:

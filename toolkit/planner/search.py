@@ -17,7 +17,7 @@ from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World, batch_layout, micro_batch_sizes
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.plan import Answer, Plan
+from toolkit.planner.plan import Answer, Plan, Work
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.rules import check
@@ -28,8 +28,10 @@ Changes = dict[str, Any]
 
 TIE = 0.03
 """Two plans whose times differ by less than this share are taken to be equally fast."""
-_RECOMPUTING = 0.1
-"""The share of a step that recomputing takes at least: half of the layers are a sixth of a step."""
+_RECOMPUTING = 0.2
+"""The share of the time that it computes by which recomputing all layers lengthens a step, at least: a third in full
+fine-tuning, half where the base is frozen, less the output head and the optimizer."""
+MODE, EVERY = "activation_checkpointing.mode", "activation_checkpointing.every_n_layers"
 _SHARDED = ("zero1", "zero2", "fsdp", "zero3")
 _NOT_OFFLOADED: Changes = {
     "strategy.offload_optimizer": "none",
@@ -120,17 +122,11 @@ def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collec
         UserError: See `_search`.
     """
     places = _strategies(recipe, hardware, False) if "strategy.name" in free else [{}]
-    modes: list[Changes] = [{}]
-    offloading: list[Changes] = []
-    if "activation_checkpointing.mode" in free:
-        modes, offloading = (_recomputations(recipe, hardware, offload) for offload in (False, True))
+    modes = _recomputations(recipe, hardware) if MODE in free else [{}]
     sizes = _micro_batches(recipe, hardware.devices) if "batch.micro_batch_size" in free else [{}]
     candidates = _search(recipe, hardware, estimate, places, modes, sizes)
-    if not any(each.fits == "yes" for each in candidates):
-        candidates += _search(recipe, hardware, estimate, places, offloading, sizes)
-        if "strategy.name" in free:
-            places = _strategies(recipe, hardware, True)
-            candidates += _search(recipe, hardware, estimate, places, [*modes, *offloading], sizes)
+    if "strategy.name" in free and not any(each.fits == "yes" for each in candidates):
+        candidates += _search(recipe, hardware, estimate, _strategies(recipe, hardware, True), modes, sizes)
     return candidates
 
 
@@ -181,21 +177,19 @@ def _offloading_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
     return [*each_time, *(dict(zip(_OFFLOADING, values, strict=True)) for values in (*_OFFLOADED, *drives))]
 
 
-def _recomputations(recipe: Recipe, hardware: Hardware, offload: bool) -> list[Changes]:
-    """Activation checkpointing, from none to all; with `offload` the kind that needs host memory and a GPU.
+def _recomputations(recipe: Recipe, hardware: Hardware) -> list[Changes]:
+    """Activation checkpointing, from none to all, and on a GPU that which needs host memory beside.
 
     `every_n_layers` stands where the recipe states one.
     """
     every = recipe.activation_checkpointing.every_n_layers
-    if offload:
-        pairs = [("offload", every)] if hardware.device.kind != "cpu" else []
-    elif recipe.activation_checkpointing.mode == "auto" and every > 1:
+    if recipe.activation_checkpointing.mode == "auto" and every > 1:
         pairs = [("full", every)]
     else:
         some = [("full", number) for number in sorted({2, every} - {1}, reverse=True)]
         pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
-    keys = ("activation_checkpointing.mode", "activation_checkpointing.every_n_layers")
-    return [dict(zip(keys, pair, strict=True)) for pair in pairs]
+    pairs += [("offload", every)] if hardware.device.kind != "cpu" else []
+    return [{MODE: mode, EVERY: number} for mode, number in pairs]
 
 
 def _micro_batches(recipe: Recipe, devices: int, row_tokens: float | None = None) -> list[Changes]:
@@ -221,8 +215,9 @@ def _search(
     """Plans of all combinations that the rules allow and that could be the best.
 
     A larger micro-batch needs more memory, and where nothing is padded it is never slower, so of each combination the
-    largest that fits is looked for. What a strategy would take without recomputing, be there room or not, is the least
-    that it takes with recomputing; where that is no gain, it is not tried.
+    largest that fits is looked for. What a strategy would take without recomputing, be there room or not, and what
+    recomputing adds, are the least that it takes with recomputing, and what that takes is the least with offloading;
+    where that is no gain, it is not tried.
 
     Args:
         modes: From the least to the most that is recomputed.
@@ -234,14 +229,20 @@ def _search(
     world = World(0, 0, hardware.devices, hardware.devices_per_node)
     candidates: list[Candidate] = []
     refused: list[UserError] = []
-    least_seconds: dict[int, float] = {}
+    quickest: dict[tuple[int, Any, Any], Work] = {}
     # All strategies without recomputing come first.
     combinations = itertools.product(range(len(strategies)), range(len(modes)))
     for place, level in sorted(combinations, key=lambda pair: pair[1] > 0):
-        best = fastest(candidates)
-        if best and best.fits == "yes" and best.seconds < least_seconds.get(place, 0.0) * (1 + _RECOMPUTING):
-            continue
         changes = {**strategies[place], **modes[level]}
+        mode, every = changes.get(MODE), changes.get(EVERY, 1)
+        least_seconds = 0.0
+        if mode == "offload" and (on_device := quickest.get((place, "full", every))):
+            least_seconds = on_device.step_seconds.value * (1 + TIE)
+        elif known := quickest.get((place, "none", 1)):
+            least_seconds = known.step_seconds.value + _RECOMPUTING * known.compute_seconds.value / every
+        best = fastest(candidates)
+        if best and best.fits == "yes" and best.seconds < least_seconds:
+            continue
         setting = recipe.with_values({**changes, **sizes[0]})
         if check(setting):
             continue
@@ -253,8 +254,8 @@ def _search(
         tried = _micro_batches_worth(recipe, hardware, estimate, [{**changes, **size} for size in sizes])
         candidates += [dataclasses.replace(each, rank=(place, level)) for each in tried]
         # The largest is tried first; its plan may not be known.
-        if tried and level == 0 and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
-            least_seconds[place] = min(each.seconds for each in tried)
+        if tried and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
+            quickest[place, mode, every] = min(tried, key=attrgetter("seconds")).plan.work
     if refused and not candidates:
         raise refused[0]
     return candidates

@@ -199,8 +199,9 @@ def _offloads(workload: Workload, boundary: float) -> Iterator[Transfer]:
     checkpointing = workload.recipe.activation_checkpointing
     if checkpointing.mode == "offload":
         kept = boundary * -(-trace.layers // checkpointing.every_n_layers)
-        yield Transfer("forward", every, {HOST: kept})
-        yield Transfer("backward", every, {HOST: kept})
+        # torch's `save_on_cpu` copies on the stream that computes.
+        yield Transfer("forward", every, {HOST: kept}, hidden=False)
+        yield Transfer("backward", every, {HOST: kept}, hidden=False)
 
 
 def _divided(workload: Workload, tensors: Tensors) -> bool:
