@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
+import yaml
 
 from recipes import write
 from toolkit.recipe import Problem, Recipe, RecipeError, load
@@ -278,6 +279,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
         ("torch_dtype", "float32", "write model.dtype: fp32"),
         ("attn_impl", "flex_attention", "write model.attention: flex"),
     ),
+    *(("torch_compile", True, "write compile: layers"), ("torch_compile", False, "write compile: 'off'")),
     ("neftune_noise_alpha", 5, "write extra: {training_arguments: {neftune_noise_alpha: 5}}"),
     ("zero_stage", 3, "set strategy.name: zero3"),
     ("dataset_text_field", "body", "set data.columns: {text: body}"),
@@ -287,6 +289,21 @@ ANSWERS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("key", "given", "answer"), ANSWERS, ids=str)
 def test_a_value_of_another_tool_has_its_name_here(key: str, given: Any, answer: str) -> None:
     assert translation(key, given, str(given)) == answer
+
+
+def test_every_answer_names_a_key_that_takes_what_it_says() -> None:
+    places = KEYS | {"data.sources": {list}}
+    for key in translated_keys():
+        answer = translation(key, "x", "x")
+        is_written = answer.startswith("write ") and ":" in answer
+        for change in answer.removeprefix("write ").split(" or ") if is_written else ():
+            ((ours, value),) = yaml.safe_load(change).items()
+            if isinstance(value, dict):  # A section with several keys.
+                assert set(value) <= set(sections()[ours].model_fields), answer
+                Recipe.model_validate({"model": {"path": "a"}, "data": {"sources": [{"path": "b"}]}, ours: value})
+                continue
+            assert ours in places, f"{key}: {answer}"
+            assert list in places[ours] if isinstance(value, list) else places[ours] != {list}, answer
 
 
 @pytest.mark.parametrize(

@@ -31,3 +31,21 @@ def test_every_setting_is_passed_on_or_has_its_own_key_or_a_reason() -> None:
                 assert refusal(part, key), f"{part}.{key}: pass it on in PASSED, or say in rules/extra.py why not"
         for pattern in PASSED[part]:
             assert any(fnmatchcase(key, pattern) for key in known), pattern
+
+
+# Said, or about how long something may take: no plan counts it.
+FREE = {
+    "training_arguments": "neftune_noise_alpha logging_first_step ddp_timeout project trackio_space_id "
+    "trackio_bucket_id trackio_static_space_id",
+    "lora": "bias exclude_modules layers_pattern",
+    "deepspeed": "fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale "
+    "fp16.consecutive_hysteresis dump_state zero_optimization.offload_optimizer.fast_init",
+}
+
+
+def test_what_is_passed_on_costs_time_or_memory_or_nothing_that_a_plan_counts() -> None:
+    for part, known in fields().items():
+        costs = {key: cost for key in known if (cost := uncounted(part, key)) is not None}
+        assert {key for key, cost in costs.items() if not cost} == set(FREE[part].split())
+        assert set(costs.values()) <= {"", "time", "memory", "memory and time"}
+        assert None not in PASSED[part].values()

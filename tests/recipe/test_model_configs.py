@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_model
 
 from toolkit.common import UserError
-from toolkit.recipe import model_configs, module_names
+from toolkit.recipe import compilation, model_configs, module_names
 from toolkit.recipe.schema import Model
 
 PUBLISHED_PARAMETERS = {
@@ -180,3 +180,103 @@ def test_tokens_without_an_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (Model(path="a/b", tokenizer="c/d"), {"vocab_size": 2}),
     ):
         assert model_configs.without_embedding(model, config) == ([], [])
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+SIZES = ("hidden_size", "vocab_size", "head_dim", "num_attention_heads")
+BOTH_STACKS = ("decoder_layers", "encoder_layers", "num_decoder_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def test_every_name_of_a_size_is_read_and_must_be_a_number(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for key in (*LAYERS, *POSITIONS, *SIZES, *BOTH_STACKS):
+        for value, fits in ((3, True), (1, True), ("3", False), (2.5, False), (True, False), (0, key in POSITIONS)):
+            for config in ({key: value}, {"text_config": {key: value}}):
+                file.write_text(json.dumps({"model_type": "llama", **config}), encoding="utf-8")
+                if fits:
+                    assert model_configs.config_of(Model(path=str(tmp_path)))
+                    continue
+                with pytest.raises(UserError, match=f"{key} is {json.dumps(value)}, not a whole number above 0"):
+                    model_configs.config_of(Model(path=str(tmp_path)))
+    for key in LAYERS:
+        assert model_configs.num_layers({key: 3}) == model_configs.num_layers({"text_config": {key: 3}}) == 3
+    for key in POSITIONS:
+        assert model_configs.max_positions({key: 3}) == 3 and model_configs.max_positions({key: -1}) is None
+    assert model_configs.max_positions({"max_position_embeddings": 0, "n_positions": 5}) == 5
+    assert model_configs.num_layers({}) is model_configs.max_positions({}) is None
+
+
+def test_layers_of_encoder_and_decoder_are_counted_together() -> None:
+    both = {"is_encoder_decoder": True}
+    assert model_configs.num_layers({"decoder_layers": 3}) == 3
+    assert model_configs.num_layers({"decoder_layers": 3, "encoder_layers": 2, "num_hidden_layers": 2} | both) == 5
+    assert model_configs.num_layers({"num_layers": 3, "num_decoder_layers": 2} | both) == 5
+    assert model_configs.num_layers({"num_layers": 3} | both) == 6
+    assert model_configs.num_layers({"num_layers": 3, "num_decoder_layers": 2}) == 3
+
+
+def test_every_name_of_experts_is_read() -> None:
+    for key in EXPERTS:
+        assert model_configs.experts({key: 8, "num_experts_per_tok": 2}) == (8, 2)
+        assert model_configs.experts({"text_config": {key: 8}}) == (8, 1)
+        assert model_configs.fused_experts({key: 8}) == model_configs.fused_experts({"text_config": {key: 8}}) == 8
+        assert model_configs.fused_experts({"ffn_config": {key: 8}}) == 8
+    assert model_configs.fused_experts({"ffn_config": {"moe_num_experts": 16}}) == 16
+    assert model_configs.fused_experts({"num_experts": [1, 8], "num_local_experts": 4}) == 4
+    for config in ({}, {"num_experts": 1}, {"num_local_experts": None}, {"ffn_config": 5, "num_experts": True}):
+        assert model_configs.fused_experts(config) == 0
+    assert model_configs.experts({}) == model_configs.experts({"num_experts": 1, "num_experts_per_tok": 2}) == (1, 1)
+    assert model_configs.experts({"num_experts": 2}) == (2, 1)
+
+
+def test_architectures_that_are_named_are_those_of_transformers() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    named = (*compilation.COMPILED, *model_configs._ENCODERS, *model_configs._READING, *model_configs._SEPARATE_EXPERTS)
+    assert set(named) <= set(CONFIG_MAPPING_NAMES)
+
+
+def test_an_encoder_is_causal_by_its_own_key() -> None:
+    for kind, key in (
+        ("bert", "is_decoder"),
+        ("xlm-roberta", "is_decoder"),
+        ("electra", "is_decoder"),
+        ("xlm", "causal"),
+    ):
+        assert model_configs.causal_key({"model_type": kind}) == key
+        assert model_configs.causal_key({"model_type": kind, key: False}) == key
+        assert model_configs.causal_key({"model_type": kind, key: True}) is None
+    assert model_configs.causal_key({"model_type": "xlnet"}) == model_configs.causal_key({"model_type": "cpmant"}) == ""
+    assert model_configs.causal_key({"model_type": "llama"}) is model_configs.causal_key({}) is None
+    assert model_configs.is_encoder_decoder({"is_encoder_decoder": True}) and not model_configs.is_encoder_decoder({})
+
+
+@pytest.mark.parametrize(
+    ("variable", "below"),
+    [
+        ("HF_HUB_CACHE", ""),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+        ("HOME", ".cache/huggingface/hub"),
+    ],
+)
+def test_the_cache_lies_where_the_hub_puts_it(
+    variable: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    repository = tmp_path / below / "models--a--b"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc\n", encoding="utf-8")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").touch()
+    assert model_configs.local_files(Model(path="a/b")) == snapshot
+    assert model_configs.tokenizer_file(Model(path="a/b")) == snapshot / "tokenizer.json"
+    # The revision is the model's; a tokenizer of its own has none.
+    assert model_configs.tokenizer_file(Model(path="c/d", revision="x", tokenizer="a/b")) == snapshot / "tokenizer.json"
+    assert model_configs.local_files(Model(path="a/b", revision="other")) is None
+    assert model_configs.tokenizer_file(Model(path="a/b", tokenizer="c/d")) is None

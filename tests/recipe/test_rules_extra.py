@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes import BASE, write
-from toolkit.recipe import Recipe, RecipeError
+from recipes import BASE, recipe_of, write
+from toolkit.recipe import Problem, Recipe, RecipeError
 from toolkit.recipe.rules import check, load_checked
 from toolkit.recipe.rules.extra import extra_problems, own_key
 from toolkit.recipe.show import with_origins
@@ -66,6 +66,34 @@ def test_what_cannot_be_passed_on_is_one_problem(mine: Path, overrides: list[str
     assert overrides[-1].startswith(problem.path) and problem.where == "command line" and problem.hint
     text = " ".join(str(problem).split())
     assert all(word in text for word in words), text
+    assert bool(problem.allowed) == (problem.what in ("unknown key", "is not valid"))
+
+
+VALUES: list[tuple[str, str, str, list[Any], list[Any]]] = [
+    # Part, key, what is allowed, values that fit, and values that do not.
+    ("training_arguments", "ddp_timeout", "a whole number", [5], [5.5, "5", True, None, [5]]),
+    ("training_arguments", "neftune_noise_alpha", "a number or null", [5, 0.5, None], ["5", True, {"a": 5}]),
+    ("training_arguments", "logging_first_step", "true or false", [True, False], [1, 0, "yes", None]),
+    ("training_arguments", "full_determinism", "true or false", [True], [1]),
+    ("lora", "bias", "none, all, lora_only", ["none", "all", "lora_only"], ["lora", True, None]),
+    ("lora", "exclude_modules", "a list or text or null", ["a", ["a"], None], [5, True, {"a": "b"}]),
+    ("deepspeed", "wall_clock_breakdown", "true or false", [True], [1, "true"]),
+]
+
+
+@pytest.mark.parametrize(("part", "key", "allowed", "fitting", "wrong"), VALUES, ids=[row[1] for row in VALUES])
+def test_a_value_is_of_the_type_that_its_library_takes(
+    part: str, key: str, allowed: str, fitting: list[Any], wrong: list[Any]
+) -> None:
+    def problems(value: Any) -> list[Problem]:
+        made = recipe_of("method.name=lora strategy.name=zero2")
+        return list(extra_problems(made.with_values({f"extra.{part}": {key: value}}), {}))
+
+    assert [value for value in fitting if problems(value)] == []
+    for value in wrong:
+        (problem,) = problems(value)
+        assert problem.what == "is not valid" and sorted(problem.allowed.split(" or ")) == sorted(allowed.split(" or "))
+        assert ("without quotes" in problem.hint) == ((isinstance(value, str) and part != "lora") or value == "none")
 
 
 OWN_KEYS = {
