@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -105,3 +106,72 @@ def test_standard_library_without_sources_is_an_error_with_a_way_out(tmp_path, m
     with pytest.raises(UserError, match=r"needs the sources of the standard library(?s:.*)data\.sources"):
         builtin.docstring_rows()
     assert not list((tmp_path / "data").glob("stdlib-docstrings-*[!.lock]/"))
+
+
+def asked_for(rows):
+    return {row["messages"][0]["content"].split("`")[1].removesuffix("()") for row in rows}
+
+
+def test_programs_copies_and_private_names_are_not_asked_for(rows):
+    names = asked_for(rows)
+    left_out = (
+        "antigravity this test idlelib lib2to3 turtledemo ensurepip pydoc_data distutils ntpath posixpath genericpath"
+    )
+    for name in names:
+        first, *parts = name.split(".")
+        assert first not in left_out.split() and "tests" not in parts
+        assert not any(part.startswith("_") for part in (first, *parts)), name
+    # Under the names that people import.
+    assert {"io.TextIOBase", "os.path.join", "decimal.Clamped"} <= names
+    assert any(name.startswith("collections.abc.") for name in names) and any(
+        name.startswith("datetime.") for name in names
+    )
+
+
+def test_modules_written_in_c_are_asked_for(rows):
+    modules = {name.split(".")[0] for name in asked_for(rows) if "." in name}
+    assert {
+        *("array", "binascii", "cmath", "gc", "itertools", "math", "select", "sys", "time", "unicodedata", "zlib"),
+        *("socket", "struct", "operator", "functools", "collections", "bisect"),
+    } <= modules
+    assert {"abs", "len", "sorted", "str.join"} <= asked_for(rows)
+
+
+def test_kinds_of_objects_of_a_module():
+    source = """
+class A:
+  "A."
+  def b(self): "B."
+  class C:
+    "C."
+  def _d(self): "D."
+async def e(): "E."
+def f(): pass
+"""
+    documented = list(builtin._documented(ast.parse(source), "m"))
+    assert documented == [
+        *(("class", "m.A", "A."), ("method", "m.A.b", "B."), ("class", "m.A.C", "C."), ("function", "m.e", "E.")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("doc", "answer"),
+    [
+        ("f(a)\nf(b) -> int\nAdds\ntwo.", "Adds two."),
+        ("f(a) -- all in a line\n\nAdds.", "Adds."),
+        ("Two  spaces   here.", "Two spaces here."),
+        ("Title\n-----\nText.", ""),
+        ("First.\n\n- one\n- two", "First."),
+        ("First.\n\n:param x: one", "First."),
+        ("First.\n\nAs follows:\n\nSecond.", "First."),
+        ("First.\n\n  indented\n   more\n", "First."),
+        ("First.\n\n>>> f()\n\nSecond.", "First."),
+        ("First.\n\nA | B\n\n| C", "First.\nA | B"),
+        ("First.\n\n" + "x" * 595, "First."),
+        ("First.\n\n" + "x" * 594, "First.\n" + "x" * 594),
+        ("f(x)\n\nFirst.", "First."),
+        ("", ""),
+    ],
+)
+def test_prose_ends_where_something_else_begins(doc, answer):
+    assert builtin._answer(doc) == answer

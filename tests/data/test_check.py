@@ -12,6 +12,8 @@ from harness import environment
 
 from recipes import write
 from toolkit.cli.main import main
+from toolkit.data.check import data_problems
+from toolkit.recipe import Recipe
 
 GOOD = [{"prompt": "a", "completion": "b"}] * 3
 
@@ -85,3 +87,29 @@ def test_a_plan_is_made_all_the_same_with_a_warning(
     assert main(["plan", "recipe=mine", "data=./nowhere.jsonl", "hardware=h100"]) == 0
     printed = capsys.readouterr()
     assert "nowhere.jsonl` does not exist" in printed.err and "fits" in printed.out
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.tsv", "a.txt", "a.md"])
+def test_large_files_of_kinds_that_are_read_whole_are_left_to_the_run(name: str, place: Path) -> None:
+    Path(name).write_text("wrong\n")
+    wanted = Recipe.model_validate({"model": {"path": "x"}, "data": {"sources": [name], "format": "messages"}})
+    assert data_problems(wanted, {})
+    if name == "a.json":
+        with Path(name).open("a") as file:
+            file.truncate(20_000_000)
+        assert data_problems(wanted, {})
+    with Path(name).open("a") as file:
+        file.truncate(20_000_001)
+    assert not data_problems(wanted, {})
+
+
+def test_the_first_rows_of_every_source_are_read(place: Path) -> None:
+    good, wrong = json.dumps(GOOD[0]) + "\n", '{"prompt": 5, "completion": "b"}\n'
+    for before, noticed in ((0, True), (19, True), (20, False)):
+        Path("many.jsonl").write_text(good * before + wrong + good)
+        given = {"sources": ["rows.jsonl", "many.jsonl"], "eval_sources": ["many.jsonl"]}
+        wanted = Recipe.model_validate({"model": {"path": "x"}, "data": given})
+        problems = data_problems(wanted, {})
+        # The same thing twice is said once, where it comes first.
+        assert [problem.path for problem in problems] == (["data.sources.1"] if noticed else [])
+        assert all(f"many.jsonl:{before + 1}: `prompt` is a number" in problem.what for problem in problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -532,3 +533,175 @@ def test_segments_and_tokens_are_trained_as_they_are() -> None:
     assert encoder.prompt_text(tokens) == (encoder.tokenizer.decode([5, 6]), encoder.tokenizer.decode([7, 0]))
     with pytest.raises(UserError, match="has the token 9999"):
         encoder(Tokens([9999], [IGNORE]))
+
+
+def ending(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer that ends every text itself, as T5's does."""
+    from tokenizers.processors import TemplateProcessing
+
+    processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    return tokenizer
+
+
+def test_a_text_ends_once_whether_or_not_the_tokenizer_ends_it() -> None:
+    plain, ends = (
+        Encoder(tokenizer, "auto", frozenset()) for tokenizer in (plain_tokenizer(), ending(plain_tokenizer()))
+    )
+    assert ends.tokenizer("fox")["input_ids"][-1] == 0 and plain.stop_token_ids == {0}
+    for row in (Text("fox"), Completion("fox", " dog")):
+        assert ends(row) == plain(row) and ends(row).input_ids.count(0) == 1
+        assert ends.prompt_ids(row) == plain.prompt_ids(row) and 0 not in ends.prompt_ids(row)
+    pair = Pair("fox", "dog")
+    assert ends(pair).labels == plain(pair).labels and ends(pair).input_ids == [*plain(pair).input_ids, 0]
+    assert ends.prompt_ids(pair) == ends(pair).input_ids
+    segments = Segments([("fox", False), (" dog", True)])
+    assert ends(segments) == plain(segments) and ends.prompt_ids(segments) == plain.prompt_ids(segments)
+
+
+def test_rows_without_a_token_are_rows_without_a_token() -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset())
+    assert encoder(Text("")) == Encoded([0], [IGNORE])
+    assert encoder(Completion("", "")) == Encoded([0], [IGNORE])
+    assert encoder(Segments([])) == encoder(Segments([("", True)])) == Encoded([], [])
+    assert encoder(Tokens([], [])) == Encoded([], [])
+    assert encoder(Completion("", "fox dog")).labels[:1] == [IGNORE]
+    assert encoder(Pair("", "")) == Encoded([], [0])
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        (Text("one two three four"), "one two", " three four"),
+        (Text("onetwothreefour"), "onetwot", "hreefour"),
+        (Text(" ab"), " ", "ab"),
+        (Text("a"), "", "a"),
+        (Pair("a", "b"), "a", "b"),
+        (Segments([("a", False), ("b", True), ("c", False)]), "a", "bc"),
+        (Segments([("a", True), ("b", False), ("c", True), ("d", True)]), "abc", "d"),
+        (Segments([("a", False), ("b", False)]), "ab", ""),
+        (Segments([("a", True)]), "", "a"),
+    ],
+)
+def test_a_row_is_asked_and_answered(row: Row, prompt: str, answer: str) -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    assert encoder.prompt_text(row) == (prompt, answer)
+    assert encoder.prompt_ids(row) == encoder.tokenizer(prompt)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("trained_at", "begins"),
+    [("00110011", 6), ("00110010", 6), ("0111", 1), ("0000", 4), ("0001", 3), ("01100", 1), ("", 0)],
+)
+def test_tokens_are_asked_up_to_their_last_answer(trained_at: str, begins: int) -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    ids = [40 + n for n in range(len(trained_at))]
+    row = Tokens(ids, [token if flag == "1" else IGNORE for token, flag in zip(ids, trained_at, strict=True)])
+    assert encoder.prompt_ids(row) == ids[:begins]
+    assert encoder.prompt_text(row) == (encoder.tokenizer.decode(ids[:begins]), encoder.tokenizer.decode(ids[begins:]))
+
+
+def test_a_chat_is_asked_up_to_its_last_answer() -> None:
+    encoder = Encoder(chatml_tokenizer(), "auto", frozenset({2}))
+    whole, answer = encoder.prompt_text(Chat([USER]))
+    assert whole.endswith("Hi there<|im_end|>\n<|im_start|>assistant\n") and answer == ""
+    prompt, answer = encoder.prompt_text(Chat([USER, HELLO, MORE]))
+    assert prompt == whole and answer == "Hello!"
+    prompt, answer = encoder.prompt_text(Chat([USER, CALL]))
+    assert prompt == whole and '"name": "add"' in answer
+    assert encoder.prompt_ids(Chat([USER])) == encoder.tokenizer(whole)["input_ids"]
+    refusing = encoder_for("{{ raise_exception('no') }}")
+    with pytest.raises(UserError, match=r"refuses this conversation: no"):
+        refusing.prompt_text(Chat([USER]))
+
+
+def test_developers_are_systems_where_the_template_does_not_know_them() -> None:
+    developer = {"role": "developer", "content": "Be kind."}
+    ordinary, knowing = encoder_for(CHATML), encoder_for("{# developer #}" + CHATML)
+    assert ordinary(Chat([developer, USER, HELLO])) == ordinary(Chat([SYSTEM, USER, HELLO]))
+    assert "developer\nBe kind." in knowing.tokenizer.decode(knowing(Chat([developer, USER, HELLO])).input_ids)
+    assert "system\nBe kind." in ordinary.prompt_text(Chat([developer, USER]))[0]
+    assert "developer\nBe kind." in knowing.prompt_text(Chat([developer, USER]))[0]
+
+
+@pytest.mark.parametrize("train_on", ["auto", "all"])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA_3, GENERATION, ZEPHYR], ids=["chatml", "llama_3", "generation", "zephyr"]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_of_several_gaps_in_several_answers_no_character_is_trained(seed: int, template: str, train_on: str) -> None:
+    """And every token that touches none of them is as it was."""
+    draw = random.Random(seed)
+    messages: list[dict[str, Any]] = []
+    for number in range(3):
+        messages.append({"role": "user", "content": f"Question {number}?"})
+        messages.append({"role": "assistant", "content": f"<{number}> " + " ".join(f"w{number}{n}" for n in range(12))})
+    marked = [dict(message) for message in messages]
+    for message in marked[1::2]:
+        edges = sorted(draw.sample(range(len(message["content"])), 4))
+        message["untrained"] = {"content": [edges[:2], edges[2:]]}
+    encoder = encoder_for(template, train_on)
+    before, after = encoder(Chat(messages)), encoder(Chat(marked))
+    assert before.input_ids == after.input_ids
+    text = encoder.tokenizer.apply_chat_template(messages, tokenize=False)
+    gaps = [
+        range(text.index(message["content"]) + start, text.index(message["content"]) + end)
+        for message in marked[1::2]
+        for start, end in message["untrained"]["content"]
+    ]
+    offsets = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    touched = [any(set(range(*offset)) & set(gap) for gap in gaps) for offset in offsets]
+    expected = [IGNORE if hit else label for hit, label in zip(touched, before.labels, strict=True)]
+    assert after.labels == expected and any(touched)
+
+
+def test_a_gap_to_the_end_takes_the_stop_token_along() -> None:
+    content = "Learn this. Skip that."
+    for end in (len(content), len(content) + 3):
+        partly = {"role": "assistant", "content": content, "untrained": {"content": [[11, end]]}}
+        assert trained(encoder_for(CHATML), Chat([USER, partly])) == ["Learn this."]
+    inner = {"role": "assistant", "content": content, "untrained": {"content": [[0, 12]]}}
+    assert trained(encoder_for(CHATML), Chat([USER, inner])) == ["Skip that.<|im_end|>"]
+    spaced = {"role": "assistant", "content": f"  {content}\n", "untrained": {"content": [[0, 14]]}}
+    assert trained(encoder_for(LLAMA_3), Chat([USER, spaced])) == ["Skip that.<|eot_id|>"]
+    both = {
+        "role": "assistant",
+        "content": "same",
+        "reasoning_content": "same",
+        "untrained": {"reasoning_content": [[0, 4]]},
+    }
+    assert trained(encoder_for(QWEN_3), Chat([USER, both])) == ["<think>\n", "\n</think>\n\nsame<|im_end|>"]
+    upper = encoder_for(
+        CHATML.replace("message.content", "(message.content | upper)").replace(
+            "message['content']", "(message['content'] | upper)"
+        )
+    )
+    with pytest.raises(UserError, match="changes the content of message 1, of which only a part is trained"):
+        upper(Chat([USER, inner]))
+
+
+def test_tokens_of_other_vocabularies_are_refused() -> None:
+    encoder = Encoder(plain_tokenizer(), "auto", frozenset({0}))
+    size = len(encoder.tokenizer)
+    assert encoder(Tokens([0, size - 1], [IGNORE, size - 1])).input_ids == [0, size - 1]
+    for wrong in ([0, size], [-1, 5]):
+        with pytest.raises(UserError, match=f"the tokenizer {size} tokens"):
+            encoder(Tokens(wrong, [IGNORE, IGNORE]))
+    everything = Encoder(encoder.tokenizer, "all", frozenset({0}))
+    assert everything(Tokens([5, 6, 7], [IGNORE, IGNORE, 7])).labels == [IGNORE, 6, 7]
+    segments = Segments([("fox", False), (" dog", True)])
+    assert everything(segments).labels == [IGNORE, *everything(segments).input_ids[1:]]
+    limited = Encoder(encoder.tokenizer, "auto", frozenset({0}), vocab_size=size)
+    assert limited(Tokens([0, size - 1], [IGNORE, size - 1])).labels == [IGNORE, size - 1]
+    smaller = Encoder(encoder.tokenizer, "auto", frozenset({0}), vocab_size=size - 1)
+    for row in (Tokens([0, size - 1], [IGNORE, IGNORE]), Tokens([size - 1, 0], [IGNORE, 0])):
+        with pytest.raises(UserError, match=rf"\({size - 1}\), but the model has embeddings for {size - 1} tokens"):
+            smaller(row)
+
+
+def test_a_template_that_is_no_text_or_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"a\.jinja is not UTF-8 text"):
+        load_chat_template(str(tmp_path / "a.jinja"))
+    with pytest.raises(UserError, match="there is no file and no built-in template"):
+        load_chat_template(str(tmp_path))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import http.server
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -122,3 +125,56 @@ def test_whatever_answers_is_a_hub_except_a_gateway_without_one(
 def test_what_is_here_does_not_ask(silent: Silent, tmp_path: object) -> None:
     hub.ask_for("builtin:smollm2-135m-instruct", str(tmp_path), "data/*.jsonl", "s3://bucket/a.jsonl", None)
     assert silent.connections() == 0
+
+
+def test_an_address_that_moved_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it leads is not asked."""
+
+    class Moved(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.1:1/")
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Moved) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert not hub.offline()
+
+
+@pytest.mark.parametrize(
+    ("name", "asks"),
+    [
+        *(("gpt2", True), ("owner/name", True), ("owner/name-1.5_b", True), ("hf://datasets/owner/name/a.jsonl", True)),
+        *(("builtin:smollm2-135m-instruct", False), ("data/more/a.jsonl", False), ("/owner/name", False), ("", False)),
+        *(("s3://bucket/a", False), ("https://host/a", False), ("here", False), (None, False)),
+    ],
+)
+def test_only_names_on_the_hub_ask(
+    name: str | None, asks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(hub, "offline", offline := mock.Mock(return_value=False))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    hub.ask_for(name)
+    hub.ask_for(None, "", name)
+    assert offline.call_count == (2 if asks else 0)
+
+
+@pytest.mark.parametrize("status", [502, 503, 504, 500])
+def test_a_proxy_without_an_answer_says_its_status(
+    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Answer:
+        status_code = status
+
+    class Session:
+        def head(self, address: str, **options: Any) -> Answer:
+            return Answer()
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Session)
+    assert hub.offline() == (status != 500)
+    assert any(f"HTTP status {status}" in line for line in told(caplog)) == (status != 500)
+    datasets = sys.modules["datasets"]
+    assert os.environ["HF_HUB_OFFLINE"] == ("1" if status != 500 else "0")
+    assert (status != 500) == datasets.config.HF_HUB_OFFLINE

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from data_fixtures import STOP, chatml_tokenizer, recipe, write_jsonl
@@ -16,8 +17,13 @@ from ranks import Ranks
 from tiny import tiny_model
 from torch.utils.data import DataLoader
 
+from toolkit.common import UserError
+from toolkit.data import streaming
+from toolkit.data.encode import Encoder
+from toolkit.data.formats import Task
 from toolkit.data.prepare import prepare
 from toolkit.data.readers import read
+from toolkit.data.sources import open_source
 from toolkit.data.streaming import Stream
 from toolkit.data.tokenization import Chunker
 from toolkit.train.main import main
@@ -152,3 +158,93 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Chunker, "__call__", noted)
     return places
+
+
+def drawn(
+    tmp_path: Path, sizes: dict[str, int], weights: list[float | None], shuffle: bool = False, epoch: int = 0
+) -> list[str]:
+    """The texts of one epoch, in their order."""
+    sources = [
+        {
+            "path": str(write_jsonl(tmp_path / f"{name}.jsonl", ({"text": f"{name}{n}"} for n in range(size)))),
+            "weight": weight,
+        }
+        for (name, size), weight in zip(sizes.items(), weights, strict=True)
+    ]
+    wanted = recipe(*sources, streaming=True, shuffle=shuffle)
+    readers = [open_source(source, True) for source in wanted.data.training_sources()]
+    stream = Stream(readers, wanted, None, Task("language_modelling", "auto", False))  # type: ignore[arg-type]
+    return [row.content["text"] for row in stream._rows(np.random.default_rng(epoch))]
+
+
+def test_without_weights_sources_follow_each_other(tmp_path: Path) -> None:
+    sizes = {"a": 3, "b": 2}
+    assert drawn(tmp_path, sizes, [None, None]) == ["a0", "a1", "a2", "b0", "b1"]
+    assert drawn(tmp_path, {"a": 3}, [5.0]) == ["a0", "a1", "a2"]
+    shuffled = drawn(tmp_path, {"a": 200, "b": 2}, [None, None], shuffle=True)
+    assert (
+        sorted(shuffled) == sorted(drawn(tmp_path, {"a": 200, "b": 2}, [None, None]))
+        and shuffled[:50] != sorted(shuffled)[:50]
+    )
+    assert shuffled != drawn(tmp_path, {"a": 200, "b": 2}, [None, None], shuffle=True, epoch=1)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 3.0), (None, 3.0), (0.5, None)])
+def test_with_weights_every_source_is_read_in_order_and_again_until_all_were_read(
+    weights: tuple[float | None, float | None], tmp_path: Path
+) -> None:
+    rows = drawn(tmp_path, {"a": 40, "b": 400}, list(weights))
+    shares = [1.0 if weight is None else weight for weight in weights]
+    parts = {name: [int(row[1:]) for row in rows if row[0] == name] for name in "ab"}
+    assert len(parts["b"]) / len(rows) == pytest.approx(shares[1] / sum(shares), abs=0.1)
+    for name, size in (("a", 40), ("b", 400)):
+        assert parts[name] == [n % size for n in range(len(parts[name]))]
+        assert len(parts[name]) >= size
+    # The last source to be read through ends it.
+    assert any(len(parts[name]) in (size, size + 1) for name, size in (("a", 40), ("b", 400)))
+
+
+def test_rows_are_drawn_from_a_window_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SHUFFLE_BUFFER", 100)
+    read: list[int] = []
+    rows = (read.append(n) or n for n in range(1000))
+    held, taken = [], []
+    for row in streaming._shuffled(rows, np.random.default_rng(0)):  # type: ignore[arg-type,type-var]
+        taken.append(row)
+        held.append(len(read) - len(taken) + 1)
+    assert sorted(taken) == list(range(1000)) and taken != sorted(taken)
+    assert held[0] == 32 and max(held) == 100 and held[9:900] == [100] * 891
+    assert all(late - early == 8 for early, late in itertools.pairwise(held[:9]))
+    # Any row of the window may be next: late ones wait no longer than others.
+    assert np.corrcoef(taken, range(1000))[0, 1] > 0.9
+
+
+def test_a_stream_refuses_what_it_must_not_cut(tmp_path: Path) -> None:
+    """Rows beyond those that are audited are seen first in training."""
+    short, long = {"text": "fox"}, {"text": "fox " * 50}
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 50}]}
+    asked = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for rows, over_long, outcome in (
+        ([short, long, short], "error", "refused"),
+        ([short, long, short], "drop", 2),
+        ([short, long, short], "truncate", 3),
+        ([short, long, short], "split", 6),
+        ([asked, talk], "split", "refused"),
+        ([asked, talk], "truncate", 2),
+    ):
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        wanted = recipe(path, streaming=True, shuffle=False, over_long=over_long, seq_len=20)
+        task = Task("sft", "auto", True)
+        chunker = Chunker(Encoder(chatml_tokenizer(), "auto", STOP), 20, over_long)
+        stream = Stream([open_source(wanted.data.training_sources()[0], True)], wanted, chunker, task)
+        made = itertools.chain.from_iterable(stream._tokens(row) for row in stream._rows(np.random.default_rng(0)))
+        if outcome == "refused":
+            with pytest.raises(UserError, match=r"a\.jsonl:2 has \d+ tokens, more than `batch.seq_len: 20`") as caught:
+                list(made)
+            assert "set `data.over_long` to drop or truncate" in caught.value.change
+            continue
+        sequences = list(made)
+        assert all(set(each) == {"input_ids", "labels"} and len(each["input_ids"]) <= 20 for each in sequences)
+        assert len(sequences) == (
+            outcome if over_long != "split" else 2 + -(-(len(chatml_tokenizer()("fox " * 50)["input_ids"]) + 1) // 20)
+        )

@@ -142,10 +142,9 @@ def _answer(doc: str) -> str:
     answer: list[str] = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(doc)):
         lines = paragraph.splitlines()
-        while lines and re.match(r"[\w.]+\(.*?\)?\s*(->.*)?$", lines[0].strip()):
+        while lines and re.match(r"[\w.]+\(", lines[0].strip()):
             lines = lines[1:]
         text = re.sub(r"(?<=\S) +", " ", " ".join(line.strip() for line in lines))
-        text = re.sub(r"^[\w.]+\([^)]*\)\s*(?:->\s*[^.]*?)?(?:--|:|->)\s+", "", text)
         if not text:
             continue
         # Examples, tables, underlined titles, field lists and what introduces them.
