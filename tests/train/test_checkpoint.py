@@ -158,6 +158,26 @@ def test_a_named_checkpoint_must_be_whole_and_of_this_method_with_steps_left(pla
         checkpoint.check_named(folder, recipe_of().recipe)
 
 
+def test_a_record_that_cannot_be_read_is_that_of_no_checkpoint(place: Path) -> None:
+    folder = write_checkpoint(place, 3)
+    for text in ("", '{"step": 3'):
+        (folder / "checkpoint.json").write_text(text)
+        assert checkpoint.missing_files(folder) == ["checkpoint.json"]
+        assert checkpoint.newest(place) == (None, [folder])
+
+
+def test_what_a_cut_off_checkpoint_lacks_is_named_as_far_as_it_can_be_read(place: Path) -> None:
+    folder = write_checkpoint(place, 3)
+    record = json.loads((folder / "checkpoint.json").read_text())
+    assert (record["step"], record["method"], record["world_size"]) == (3, "full", 2)
+    assert record["files"]["global_step3/optim_states.pt"] == len("content") and len(record["files"]) == 4
+    record["files"] |= {f"lost{number}": 1 for number in range(9)}
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    with pytest.raises(UserError) as refusal:
+        checkpoint.check_named(folder, recipe_of().recipe)
+    assert refusal.value.what.endswith(": no lost0, lost1, lost2, lost3, lost4")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with a tiny model, rows, and the recipe `small`; runs stay for the other tests."""

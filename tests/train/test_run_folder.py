@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import subprocess
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,12 @@ from harness import write_recipe
 from small import populate, set_up
 
 from toolkit.common import UserError, in_background
-from toolkit.distributed.layout import batch_layout
+from toolkit.distributed.layout import World, batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
 from toolkit.train import checkpoint, setup
-from toolkit.train.run_folder import RunFolder, claim, hash_files, recipe_hash, stages
+from toolkit.train.run_folder import RunFolder, claim, claim_together, hash_files, recipe_hash, stages, versions
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,96 @@ def test_identity_is_what_moves_the_weights() -> None:
         assert recipe_hash(small(other).recipe) != recipe_hash(small().recipe)
     for other in ("seed=1", "batch.seq_len=100", "data.sources=[b.jsonl]", "optimizer.beta2=0.95", "precision=fp32"):
         assert recipe_hash(small(other).recipe) != recipe_hash(small().recipe)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moves"),
+    [
+        (["description=other"], False),
+        (["strategy=zero2", "strategy.reduce_bucket_size=7"], False),
+        (["batch.micro_batch_tokens=7"], False),
+        (["compile=layers"], False),
+        (["data.num_proc=1"], False),
+        (["evaluation.every_steps=3"], False),
+        (["output.name=x"], False),
+        (["method.name=lora"], True),
+        (["data.eval_split=0.5"], True),
+        (["batch.global_batch_size=7"], True),
+        (["schedule.max_steps=7"], True),
+        (["objective=language_modelling"], True),
+        (["tf32=false"], True),
+    ],
+    ids=str,
+)
+def test_which_settings_another_run_is_told_by(settings: list[str], moves: bool) -> None:
+    assert (recipe_hash(small(*settings).recipe) != recipe_hash(small().recipe)) == moves
+    if moves:
+        stopped()
+        with pytest.raises(UserError, match=f"differs in {settings[0].partition('=')[0]}"):
+            claim(small(*settings), 2)
+
+
+def test_versions_are_those_of_the_libraries_that_decide_a_runs_numbers() -> None:
+    """Without those that are not installed, such as flash-attn where there is no GPU."""
+    libraries = {
+        *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
+        *("datasets", "hydra-core", "omegaconf", "pydantic", "tokenizers", "safetensors", "flash-attn"),
+    }
+    installed = {each.name.lower() for each in metadata.distributions() if each.name}
+    assert versions() == {name: metadata.version(name) for name in libraries & installed}
+
+
+def test_only_one_process_claims_and_all_get_the_same_folder() -> None:
+    saved = stopped()
+    answers: list[Any] = []
+
+    class Together:
+        """Stands for the rendezvous of two processes."""
+
+        def __init__(self, rank: int) -> None:
+            self.world = World(rank, rank, 2, 2)
+
+        def exchange(self, topic: str, value: Any, judge: Any) -> Any:
+            assert (value is None) == bool(self.world.rank)
+            answers.append(value if value is not None else answers[0])
+            return json.loads(json.dumps(judge({0: answers[0], 1: None})))
+
+    for rank in (0, 1):
+        assert claim_together(small(), Together(rank)) == RunFolder(Path("runs/small"), False, saved, [])  # type: ignore[arg-type]
+
+
+def test_a_name_with_a_folder_becomes_one_folder(place: Path) -> None:
+    write_recipe(place, "nested/tiny", "model: {path: nowhere}\ndata: {sources: [a.jsonl]}\n")
+    assert claim(load("nested/tiny", []), 1).path == Path("runs/nested-tiny")
+
+
+def test_a_folder_that_cannot_be_written_is_told(place: Path) -> None:
+    (place / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/small cannot be written: Not a directory") as refused:
+        claim(small("output.dir=file"), 1)
+    assert refused.value.change == "set output.dir to a folder you own"
+
+
+@pytest.mark.parametrize(
+    ("left", "foreign"),
+    [
+        ("recipe.yaml", False),
+        ("manifest.json", False),
+        ("audit.json", False),
+        (".lock", False),
+        ("metrics.jsonl.partial", False),
+        ("metrics.jsonl", True),
+        ("audit.json.bak", True),
+    ],
+)
+def test_what_an_attempt_leaves_that_never_took_a_step(place: Path, left: str, foreign: bool) -> None:
+    (place / "runs" / "small").mkdir(parents=True)
+    (place / "runs" / "small" / left).touch()
+    if not foreign:
+        assert claim(small(), 1) == RunFolder(Path("runs/small"), cut_off=[])
+    else:
+        with pytest.raises(UserError, match="holds files that are no run"):
+            claim(small(), 1)
 
 
 def test_attempt_without_results_can_be_repeated_with_another_recipe(place: Path) -> None:
