@@ -30,6 +30,22 @@ from harness import compile_no_inference, environment, untraced
 ON_CPU = "cpu_engines"
 """Entry of trainings with DeepSpeed or FSDP2 on CPU processes."""
 _GRACE_SECONDS = 5
+_IMPORTED_LATE = (
+    "toolkit.train.main",
+    "toolkit.train.train",
+    "cpu_engines",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "numpy.ctypeslib",
+    "peft",
+    "rich._emoji_codes",
+    "sacrebleu",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils.cpp_extension",
+    "transformers.models.llama.modeling_llama",
+)
+"""What trainings import when they come to need it; `toolkit.train.main` first, which decides how others are imported."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +182,19 @@ def _use_pythons_own_warnings() -> None:
 def _import() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     sys.argv = [__file__]
-    import peft  # noqa: F401
-    import sacrebleu  # noqa: F401
-    import torch.distributed.checkpoint.state_dict  # noqa: F401
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import toolkit.train.train  # noqa: F401
     from toolkit.planner.trace import fit
-    from toolkit.train import process
+    from toolkit.report import page
+    from toolkit.train import process, run_folder
 
+    # What is made when it is first asked for, and kept: each process would make it again.
+    get_checkpoint_conversion_mapping("llama")
+    for template in page.TEMPLATES.list_templates(extensions=["j2"]):
+        page.TEMPLATES.get_template(template)
+    run_folder.versions()
     fit.trace = untraced
     process.TELL_SECONDS = 0
     compile_no_inference()

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-_TEMPLATES = Environment(
+TEMPLATES = Environment(
     loader=PackageLoader("toolkit.report"),
     autoescape=select_autoescape(["html.j2"]),
     undefined=StrictUndefined,
@@ -23,7 +23,7 @@ _TEMPLATES = Environment(
 
 def render(template: str, **values: Any) -> str:
     """Fills a template of `templates/`; in those named `.html.j2` every value is escaped."""
-    return _TEMPLATES.get_template(template).render(values)
+    return TEMPLATES.get_template(template).render(values)
 
 
 @dataclass(frozen=True)

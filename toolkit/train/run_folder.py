@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -209,7 +210,8 @@ def stages(adapter: str | None) -> list[str]:
     return [*read_manifest(Path(adapter).parent)[0].started_from, adapter]
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Installed versions of the libraries that decide a run's numbers."""
     installed = {}
     for package in _PACKAGES:
