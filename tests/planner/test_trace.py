@@ -40,9 +40,9 @@ LORA: dict[str, Any] = {"name": "lora", "r": 8}
 QLORA = LORA | {"quantization": "nf4"}
 CASES = [
     ("meta-llama/Llama-3.2-1B", QLORA, "bf16", "none", True),
-    ("Qwen/Qwen3-30B-A3B", FULL, "bf16", "none", False),
 ]
 MORE_CASES = [
+    ("Qwen/Qwen3-30B-A3B", FULL, "bf16", "none", False),
     ("meta-llama/Llama-3.2-1B", FULL, "fp32", "none", False),
     ("Qwen/Qwen3-0.6B", LORA, "bf16", "selective", True),
     ("google/gemma-3-1b-it", LORA, "fp32", "full", True),
@@ -162,6 +162,7 @@ def test_a_shallow_trace_says_what_a_deep_one_would() -> None:
         assert peak(from_two_and_three, shape, phase) == pytest.approx(seen, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_one_trace_serves_batches_of_less_than_a_chunk_of_the_loss_too() -> None:
     long, short = (traced(setting(checkpointing="full", long=long)) for long in (True, False))
 
@@ -223,6 +224,7 @@ def test_text_costs_the_same_in_a_model_that_sees_images() -> None:
     )
 
 
+@pytest.mark.matrix
 def test_layers_may_differ_in_any_pattern() -> None:
     """Here two dense layers come first, of which no key that all models share says anything."""
     qwen = shrink(model_configs.bundled()["Qwen/Qwen3-30B-A3B"].config)
@@ -238,7 +240,7 @@ def test_layers_may_differ_in_any_pattern() -> None:
     assert len({sum(parameter.numel() for parameter in layer.parameters()) for layer in layers}) == 2
 
 
-@pytest.mark.parametrize("kind", [T5Config, MarianConfig])
+@pytest.mark.parametrize("kind", [T5Config, pytest.param(MarianConfig, marks=pytest.mark.matrix)])
 def test_encoder_decoders_of_any_make_are_traced(kind: Any) -> None:
     """T5 leaves a parameter without a gradient; Marian needs a padding token that its own size has room for."""
     size = {"vocab_size": 1000, "d_model": 64, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}

@@ -45,7 +45,7 @@ _IMPORTED_LATE = (
     "torch.utils.cpp_extension",
     "transformers.models.llama.modeling_llama",
 )
-"""What trainings import when they come to need it; `toolkit.train.main` first, which decides how others are imported."""
+"""What trainings import when they come to need it; `toolkit.train.main` first, which says how others are imported."""
 
 
 @dataclass(frozen=True)

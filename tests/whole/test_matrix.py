@@ -72,8 +72,8 @@ class Cell:
 
 
 DISTRIBUTED = [name for name in ENGINES if name not in ("single", "fsdp_hybrid")]
-ALIKE = ("zero1", "zero2_offload", "zero3", "fsdp_grad_op")
-"""Engines that treat adapters as their neighbours ZeRO-2, ZeRO-3 with offloading and FSDP do. ZeRO-3 has DoRA below."""
+ALIKE = ("zero1", "zero2_offload", "zero3", "zero3_offload", "fsdp_grad_op")
+"""Engines that treat adapters as their neighbours ZeRO-2 and FSDP do. ZeRO-3 has DoRA below."""
 CORE = [
     *(Cell("full", "fp32", False, 4, engine) for engine in DISTRIBUTED),
     *(Cell("lora", "fp32", True, 1, engine) for engine in DISTRIBUTED if engine not in ALIKE),
@@ -130,7 +130,7 @@ SEQ2SEQ = ["objective=seq2seq", "data.sources=[pairs.jsonl]", "evaluation.genera
 
 def architectures() -> list:
     """Every architecture on the engines that split parameters or gradients. The core has those that are made unlike."""
-    core = [("gpt2", "full", "fsdp"), ("qwen3_moe", "full", "zero3"), ("blenderbot", "full", "zero3")]
+    core = [("gpt2", "full", "fsdp"), ("qwen3_moe", "full", "zero3")]
     core += [("mistral", "lora_embeddings", "fsdp"), ("gpt2", "dora", "zero3")]
     decoders = [name for name in ARCHITECTURES if name not in ("llama", "blenderbot")]
     combinations = [
