@@ -51,6 +51,17 @@ def configure(adapter: Path, **settings: object) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def test_tokens_of_embeddings_that_are_trained_whole_are_those_of_the_adapters_own_recipe(adapter: Path) -> None:
+    configure(adapter, modules_to_save=["embed_tokens"])
+    load("small")
+    (adapter.parent / "recipe.yaml").write_text("model: {path: a, new_tokens: [<a>, <b>]}\n", encoding="utf-8")
+    load("small", ["model.new_tokens=['<a>','<b>']"])
+    with pytest.raises(RecipeError, match="has rows for"):
+        load("small")
+    configure(adapter)
+    load("small")
+
+
 def test_what_a_recipe_leaves_out_is_the_adapters(adapter: Path) -> None:
     configure(adapter)
     loaded = load("small")

@@ -30,6 +30,9 @@ def problems(text: str | bytes, *overrides: str) -> str:
         load_checked("mine", overrides)
     message = str(caught.value)
     assert caught.value.exit_code == 2
+    for problem in caught.value.problems:
+        assert all(isinstance(part, str) for part in vars(problem).values()), "None would be left out in silence"
+        assert problem.where or problem.what == "is required", problem
     assert max(map(len, message.splitlines())) <= 100
     assert "ScalarNode" not in message and "searchpath" not in message and "provider=" not in message
     return message
@@ -137,7 +140,7 @@ def test_defaults_that_lead_nowhere(text: str, words: list[str]) -> None:
         ("output: {dir: '${oc.env:UNSET_A}', name: '${oc.env:UNSET_B}'}\n", ["2 problems", "UNSET_A", "UNSET_B"]),
         ("seed: ${batch.seq_len}\nbatch: {seq_len: '${seed}'}\n", ["recursive interpolation", "mine.yaml:2"]),
         ("seed: ${batch.seqlen}\n", ["'batch.seqlen' not found", "mine.yaml:2"]),
-        ("seed: ${foo:1}\n", ["interpolation type foo"]),
+        ("seed: ${foo:1}\n", ["interpolation type foo", "write ${section.key} for another value"]),
         ("seed: '???'\n", ["to be filled in", "mine.yaml:2"]),
         ("data: {sources: ['${oc.env:NOT_SET}', b, 5]}\n", ["data.sources.0", "NOT_SET", "data.sources.2"]),
     ],
@@ -244,6 +247,12 @@ def test_an_option_that_an_option_extends_does_not_exist() -> None:
     assert "leads back to recipes/strategy/mine.yaml  (recipes/strategy/mine.yaml:2)" in problems(
         BASE + "strategy: mine\n"
     )
+
+
+def test_a_default_is_named_where_there_is_one() -> None:
+    default = "write what is allowed, or remove it for the default 16"
+    for text, hint in (("method: {r: [1, 2]}\n", default), ("model: {path: [a, b]}\n", "write what is allowed")):
+        assert problems(BASE + text).endswith(f"    change   {hint}")
 
 
 def test_a_key_given_twice_is_named_whole() -> None:

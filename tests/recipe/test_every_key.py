@@ -66,6 +66,7 @@ def problems(values: dict[str, Any], place: str = "") -> dict[str, Problem]:
         key = next(key for key in values if f"{problem.path}.".startswith(f"{key}."))
         assert key not in result, f"two problems: {result.get(key)}\n{problem}"
         assert problem.where.startswith("recipes/mine.yaml:") and problem.what and problem.hint, problem
+        assert all(isinstance(part, str) for part in vars(problem).values()), problem
         assert SECRET not in str(problem) and "\x07" not in str(problem)
         result[key] = problem
     return result
@@ -282,6 +283,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
     *(("torch_compile", True, "write compile: layers"), ("torch_compile", False, "write compile: 'off'")),
     ("neftune_noise_alpha", 5, "write extra: {training_arguments: {neftune_noise_alpha: 5}}"),
     ("zero_stage", 3, "set strategy.name: zero3"),
+    ("deepspeed", "a", "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param"),
     ("dataset_text_field", "body", "set data.columns: {text: body}"),
 ]
 

@@ -73,6 +73,16 @@ def test_nothing_outside_the_folders_is_read(name: str, words: str, mine: Path) 
     with pytest.raises(RecipeError, match=words) as caught:
         load(name)
     assert "secret" not in str(caught.value)
+    for problem in caught.value.problems:
+        assert all(isinstance(part, str) for part in vars(problem).values()), problem
+        assert not name.endswith(".yaml") or problem.hint.startswith("move the file into one of these folders")
+
+
+def test_a_folder_that_is_none_is_named() -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_folders("nowhere")
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.given) == ("--recipes", "nowhere") and "toolkit init" in problem.hint
 
 
 def test_linked_recipes_folder_is_fine(mine: Path) -> None:

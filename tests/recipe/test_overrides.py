@@ -126,6 +126,7 @@ def test_each_key_replaces_the_one_that_says_the_same(stated: str, other: str) -
         (["optimizer.args={a: 1, b: 2}", "~optimizer.args.a"], {}, {"optimizer.args": {"b": 2}}, ["optimizer.args.a"]),
         (["optimizer.args.a=1", "seed=7", "~optimizer.args"], {}, {"seed": 7}, ["optimizer.args"]),
         (["seed=7", "seeds=1", "~seed"], {}, {"seeds": 1}, ["seed"]),
+        (["optimizer.args={seed: 1}", "~seed"], {}, {"optimizer.args": {"seed": 1}}, ["seed"]),
         (["method=qlora", "~method"], {}, {}, ["method"]),
         (["~method", "method=qlora"], {"method": "qlora"}, {}, []),
         (["~batch", "~method", "method.option=lora"], {"method": "lora"}, {}, ["batch"]),

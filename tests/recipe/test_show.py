@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from harness import ROOT
 from omegaconf import OmegaConf
 
 from recipes import BASE, write
+from toolkit.common import UserError
 from toolkit.recipe import Recipe, list_recipes, load, shipped_recipes
-from toolkit.recipe.show import description, json_schema, markdown, with_origins
+from toolkit.recipe.show import description, json_schema, markdown, with_origins, write_diff
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -105,3 +107,62 @@ def test_schema_takes_every_shipped_recipe_and_every_form_of_a_section() -> None
         assert fits({"model": model, "data": ["a", {"path": "b"}], "batch": 8, "defaults": "x"}, schema, schema)
     for wrong in ({"model": 5}, {"model": {"options": "gpt2"}}, {"data": [5]}, {"checkpoint": 5}, {"defaults": 5}):
         assert not fits(wrong, schema, schema), wrong
+
+
+def test_a_copy_says_what_differs_and_nothing_else() -> None:
+    write("args", BASE + "optimizer: {args: {amsgrad: true}}\ndata: {eval_split: 0.1}\n")
+    changes = ["seed=3", "method=qlora", "method.r=4", "schedule.max_steps=5", "~data.eval_split", "precision=bf16"]
+    content = yaml.safe_load(write_diff("args", changes, "copy").read_text(encoding="utf-8"))
+    assert content.pop("description") == f"args with {' '.join(changes)}"
+    assert content.pop("data")["eval_split"] is None
+    assert content == {
+        "defaults": "args",
+        "method": {"option": "qlora", "r": 4},
+        "precision": "bf16",
+        "schedule": {"max_steps": 5},
+        "seed": 3,
+    }
+    # Other data stand as a word, which leaves their columns behind; a description fills nothing in.
+    file = write_diff("args", ["data=rows.jsonl", "output.name=x${seed}"], "team/other")
+    assert yaml.safe_load(file.read_text(encoding="utf-8")) == {
+        "description": "args with data=rows.jsonl output.name=x{seed}",
+        "defaults": "args",
+        "data": ["rows.jsonl"],
+        "output": {"name": "x${seed}"},
+    }
+    # A copy of none of it.
+    assert yaml.safe_load(write_diff("args", [], "same").read_text(encoding="utf-8")) == {
+        "description": "args with no change yet",
+        "defaults": "args",
+    }
+
+
+@pytest.mark.parametrize(
+    ("parent", "name", "words"),
+    [
+        *(("mine", name, "cannot name a recipe") for name in ("_part", "a/_part", "method/x", "a b", "../x", "")),
+        ("mine", "other", "other.yaml exists already"),
+        ("smollm2_135m_full", "smollm2_135m_full", "a recipe named smollm2_135m_full cannot extend smollm2_135m_full"),
+        ("mine", "a/mine", "a recipe named mine cannot extend mine"),
+        ("team/first", "second", "name the copy team/second"),
+        ("team/first", "others/second", "name the copy team/second"),
+    ],
+)
+def test_a_copy_that_cannot_be_is_not_written(parent: str, name: str, words: str, mine: Path) -> None:
+    write("team/first", BASE)
+    write("other", BASE)
+    before = sorted(mine.rglob("*.yaml"))
+    with pytest.raises(UserError) as caught:
+        write_diff(parent, ["seed=3"], name)
+    assert words in f"{caught.value.what}; {caught.value.change}"
+    assert sorted(mine.rglob("*.yaml")) == before
+
+
+def test_a_copy_stands_beside_its_parent_and_takes_no_key_out_of_a_mapping(mine: Path) -> None:
+    write("team/first", BASE + "optimizer: {args: {amsgrad: true}}\n")
+    assert load(str(write_diff("team/first", ["seed=3"], "team/second"))).recipe.seed == 3
+    with pytest.raises(UserError, match="cannot take keys out of one of its mappings"):
+        write_diff("team/first", ["~optimizer.args.amsgrad"], "team/third")
+    assert not (mine / "recipes" / "team" / "third.yaml").exists()
+    assert write_diff("smollm2_135m_full", ["seed=4"], "mine_too", "elsewhere").parent.name == "elsewhere"
+    assert load("mine_too", folder="elsewhere").recipe.seed == 4
