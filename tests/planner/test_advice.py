@@ -8,7 +8,7 @@ import pytest
 import yaml
 from arithmetic import Arithmetic, recipe
 
-from toolkit.planner.advice import MOST, _notes, _with_devices, advise
+from toolkit.planner.advice import MOST, _notes, _other_trainings, _with_devices, advise
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Advice, Plan
@@ -38,6 +38,38 @@ def test_a_cpu_that_is_slow_in_bf16_gets_fp32(monkeypatch: pytest.MonkeyPatch) -
     loaded = load("smollm2_135m_lora_demo", ["precision=bf16"])
     plan = estimate(loaded.recipe, loaded.name, find("cpu"))
     assert any(each.changes.get("precision") == "fp32" for each in plan.advice)
+
+
+LORA_INSTEAD = [{"method.name": "lora"}, {"method.name": "lora", "method.quantization": "nf4"}]
+EIGHT_BITS, PURE = {"optimizer.name": "adamw_8bit"}, {"precision": "pure_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "sections", "expected"),
+    [
+        ("h200", {"precision": "bf16"}, [EIGHT_BITS, *LORA_INSTEAD, PURE]),
+        ("h200", {"precision": "pure_bf16"}, [EIGHT_BITS, *LORA_INSTEAD]),
+        ("h200", {"precision": "fp16"}, [EIGHT_BITS, *LORA_INSTEAD]),
+        ("h200", {"precision": "fp32"}, [EIGHT_BITS, *LORA_INSTEAD, {"precision": "bf16"}]),
+        ("h200", {"optimizer": {"name": "adamw_8bit"}, "precision": "bf16"}, [*LORA_INSTEAD, PURE]),
+        ("h200", {"strategy": {"name": "fsdp"}, **LORA, "precision": "fp16"}, [{"optimizer.name": "adamw_torch_8bit"}]),
+        ("h200", {**LORA, "precision": "bf16"}, [EIGHT_BITS, {"method.quantization": "nf4"}]),
+        ("h200", {"method": {"name": "lora", "quantization": "int8"}, "precision": "bf16"}, [EIGHT_BITS]),
+        ("t4", {**LORA, "precision": "fp32"}, [EIGHT_BITS, {"method.quantization": "nf4"}]),
+        ("t4", {**LORA, "precision": "bf16"}, [EIGHT_BITS, {"method.quantization": "nf4"}, {"precision": "fp16"}]),
+        (
+            *("h200", {"model": {"path": "m", "attention": "sdpa"}, **LORA, "precision": "bf16"}),
+            [EIGHT_BITS, {"method.quantization": "nf4"}, {"model.attention": "auto"}],
+        ),
+    ],
+    ids=str,
+)
+def test_what_else_may_be_trained(hardware: str, sections: dict[str, Any], expected: list[dict[str, str]]) -> None:
+    made = recipe(**sections)
+    found = list(_other_trainings(made, find(hardware)))
+    quantized = {"method.quantization": "nf4"}
+    assert [each for each in found if each != quantized] == [each for each in expected if each != quantized]
+    assert (quantized in found) == (made.method.name == "lora" and made.method.quantization == "none")
 
 
 CASES: list[tuple[float, str, dict[str, Any]]] = [

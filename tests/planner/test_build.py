@@ -10,7 +10,8 @@ from arithmetic import recipe
 
 from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics
-from toolkit.planner.build import estimate, fit
+from toolkit.distributed.layout import World
+from toolkit.planner.build import estimate, fit, launched_on
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Range
 from toolkit.planner.trace import store
@@ -73,6 +74,82 @@ def test_the_place_that_may_run_out_decides(
     )
     assert (found.answer, found.where) == (answer, where)
     assert found.margin == found.available - found.needed
+
+
+def test_processes_on_a_cpu_share_the_memory_that_their_host_has() -> None:
+    hardware = find("cpu")
+    for share, answer in ((0.5, "yes"), (0.96, "tight"), (1.01, "no")):
+        peak = int(share * hardware.device.memory)
+        found = fit(
+            hardware,
+            device_memory(90, 100, 105),  # Five percent more at most.
+            Host(parts={"tensors": peak}, peak=peak),
+            Disk(checkpoint=0, kept=0, model=0, nvme=10**18),
+        )
+        assert (found.answer, found.where, found.needed) == (answer, "host RAM", peak)
+        assert (found.available, found.decides) == (hardware.device.memory, "parameters")
+
+
+@pytest.mark.parametrize(("stored", "answer"), [(0, "yes"), (999, "yes"), (1001, "no")])
+def test_drives_are_full_at_once(stored: int, answer: str) -> None:
+    node = find("h100").node.model_copy(update={"nvme_bytes": 1000})
+    hardware = dataclasses.replace(find("h100"), node=node)
+    found = fit(
+        hardware,
+        device_memory(1, 2, 3),
+        Host(parts={"processes": 1, "optimizer": 2}, peak=3),
+        Disk(checkpoint=0, kept=0, model=0, nvme=stored),
+    )
+    assert found.answer == answer and (found.where == "NVMe") == (stored > 100)
+    assert found.decides == ("optimizer" if stored else "parameters")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "title"),
+    [
+        ({"name": "ddp"}, "ddp"),
+        ({"name": "zero2", "offload_optimizer": "cpu"}, "zero2, optimizer on cpu"),
+        ({"name": "fsdp", "offload_param": "cpu"}, "fsdp, parameters on cpu"),
+        (
+            {"name": "zero3", "offload_optimizer": "nvme", "offload_param": "cpu", "nvme_path": "/x"},
+            "zero3, optimizer on nvme, parameters on cpu",
+        ),
+    ],
+)
+def test_a_plan_names_what_its_strategy_offloads(traced: None, strategy: dict[str, str], title: str) -> None:
+    plan = estimate(recipe(strategy=strategy), "any", find("h100x8"), config=CONFIG, advice=False)
+    assert plan.strategy == title
+
+
+def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(hardware: str = "h100", **sections: object) -> str:
+        sections = {"precision": "bf16", "compile": "off", **sections}
+        return "; ".join(estimate(recipe(**sections), "any", find(hardware), config=CONFIG, advice=False).notes)
+
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    quiet = notes()
+    for words in ("int8", "nf4", "PYTORCH_CUDA_ALLOC_CONF", "layers are compiled", "could not be traced", "adapters"):
+        assert words not in quiet
+    assert "layers are compiled" in notes(compile="layers")
+    quantized = notes(method={"name": "lora", "quantization": "nf4"})
+    # 16 layers of 60.8 million of 1.24 billion.
+    assert "nf4: 78.7% of the base is quantized" in quantized and "int8" not in quantized
+    assert "inputs too large for 8 bits" in notes(method={"name": "lora", "quantization": "int8"})
+    assert "`toolkit calibrate` there measures them" in notes("rtx3090")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments" in notes()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in notes("cpu")
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(World(), "cpu"), (World(1, 1, 2, 2), "cpux2"), (World(2, 0, 4, 2), "cpux2x2")]
+)
+def test_processes_of_a_launch_on_a_cpu_share_its_cores(world: World, name: str) -> None:
+    found, alone = launched_on(world, environment={"ACCELERATE_USE_CPU": "true"}), find("cpu")
+    assert (found.name, found.devices_per_node, found.nodes) == (name, world.local_world_size, world.num_nodes)
+    part = find(f"cpux{world.local_world_size}") if world.local_world_size > 1 else alone
+    assert found.device == part.device and (found.device == alone.device) == (world.local_world_size == 1)
 
 
 def test_rows_that_were_counted_bound_the_largest_micro_batch(traced: None) -> None:
