@@ -339,3 +339,26 @@ def test_packed_rows_fill_a_batch_as_sequences() -> None:
     assert check_batch(packed, 12) == packed
     assert check_batch(figures(scope="the first rows"), 1000).problems == []
     assert check_batch(figures(), 101).problems[0].change == "lower `batch.global_batch_size`"
+
+
+def test_sources_lengths_and_problems_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    sources = [
+        {"path": "a.jsonl", "split": "train", "format": "text", "rows": 1200, "used_rows": 1000, "repeats": 1.25},
+        {"path": "a.jsonl", "split": "validation", "format": "text", "rows": 9, "used_rows": 9, "role": "eval"},
+    ]
+    sources[0]["share"] = 0.5
+    lengths = Lengths.of(np.array([20] * 1000 + [70]))
+    shown = figures(sources=sources, train=side(1001, lengths=lengths), duplicates=3)
+    shown.problems = list(find_problems(shown))
+    lines = render(shown).splitlines()
+    assert lines[1].split() == ["a.jsonl", "text", "1,200", "1,000", "1.25", "50.0%"]
+    assert lines[2].split() == ["a.jsonl", "[validation]", "text", "9", "9", "1.00", "held", "out"]
+    bars = lines[lines.index(next(line for line in lines if line.startswith("tokens per row"))) :]
+    assert [line.split() for line in bars[1:4]] == [
+        *(["16", "to", "31", "1,000", "█" * 66], ["32", "to", "63", "0"], ["64", "to", "127", "1", "▏"]),
+    ]
+    assert "min 20  p10 20  p50 20  p90 20  p99 20  max 70" in lines
+    assert lines[-2:] == ["warning: 3 rows repeat an earlier row", "  → set `data.deduplicate: true`"]
+    nothing = render(figures(train=side(0))).splitlines()
+    assert any(line.startswith("tokens per row") for line in nothing) and not any("█" in line for line in nothing)

@@ -224,6 +224,7 @@ def test_not_utf8_names_line_and_byte(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "a.jsonl:1 cannot be read as JSON"),
         ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", "a.jsonl:1 cannot be read as JSON"),
         ("a.arrow", b"not arrow", "cannot be read"),
+        ("a.json", b"[" * 100_000, "a.json:1 cannot be read as JSON"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, data: bytes, words: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from data_fixtures import chatml_tokenizer, plain_tokenizer, write_jsonl
@@ -14,7 +16,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json
 from toolkit.data.sources import open_source
-from toolkit.data.tokenization import Chunker, collect, is_empty, pack
+from toolkit.data.tokenization import Chunker, collect, is_empty, pack, tokenise
 from toolkit.recipe.schema import Source
 
 
@@ -209,3 +211,17 @@ def test_packing_many_rows_at_once_loses_none() -> None:
     assert 2502 <= len(packed) <= 2503
     with pytest.raises(AssertionError):
         pack(Dataset.from_dict({"input_ids": [[1], []], "labels": [[IGNORE], []]}), 8)
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "processes"),
+    [(9_999, None, None), (10_000, None, 3), (5, 2, 2), (2, 8, 2), (1, 8, None), (10_000, 1, None), (10_000, 7, 7)],
+)
+def test_many_rows_are_tokenised_by_as_many_processes_as_may_run(
+    count: int, asked: int | None, processes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 4}, raising=False)
+    rows = mock.MagicMock(column_names=["row"])
+    rows.__len__.return_value = count
+    tokenise(rows, Chunker(Encoder(plain_tokenizer(), "auto", frozenset()), 10, "error"), asked, Path("tokens.arrow"))
+    assert rows.map.call_args.kwargs["num_proc"] == processes
