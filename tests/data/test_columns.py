@@ -173,3 +173,27 @@ def test_values_inside_columns_and_json_inside_strings() -> None:
     assert [value_at(row, name) for name in ("none", "body.none", "body.messages.0", "a.c")] == [None] * 4
     assert parsed('{"a": 1}') == parsed('"{\\"a\\": 1}"') == {"a": 1}
     assert [parsed(value) for value in ("", "text", None, [1], '"text"')] == [None, "text", None, [1], "text"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "mapped"),
+    [
+        *((("chosen", "rejected"), "chosen"), (("chosen_response", "rejected_response"), "chosen_response")),
+        *((("chosen_messages", "rejected_messages"), "chosen_messages"), (("prompt", "answers"), "answers")),
+        *(
+            (("preferred_output", "non_preferred_output"), "preferred_output"),
+            (("completions", "labels"), "completions"),
+        ),
+        *((("custom_id", "body"), "body"), (("custom_id", "response"), "response")),
+        *((("role", "content"), "content"), (("role", "text"), "text")),
+    ],
+)
+def test_who_maps_what_is_to_be_learnt_has_seen_the_others(columns: tuple[str, str], mapped: str) -> None:
+    row = dict.fromkeys(columns, "a") | {"id": 1}
+    for names in (set(columns), set(columns) | {"id"}):
+        with pytest.raises(UserError):
+            refuse_other_forms(row, names, ["id"], "d")
+        refuse_other_forms(row, names, [f"{mapped}.inner"], "d")
+    for column in columns:  # One alone is nothing that is known, but for a pair's other side.
+        if "reject" not in column and "non_" not in column:
+            refuse_other_forms({column: "a"}, {column, "id"}, [], "d")

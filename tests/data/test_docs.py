@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.data.audit import MIN_UNTRAINED_FATAL
 from toolkit.data.formats import Task, recognise
+from toolkit.data.hub import SECONDS
 from toolkit.data.readers import COMPRESSIONS, KINDS
 from toolkit.data.sources import SPLITS
+from toolkit.data.streaming import AUDITED_ROWS, SHUFFLE_BUFFER
 from toolkit.recipe.schema import FORMATS, Data, Source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -35,3 +38,11 @@ def test_all_settings_and_file_types_are_explained() -> None:
         assert f"data.{name}" in PAGE, name
     for word in [*KINDS, *COMPRESSIONS, *SPLITS, *(alias for aliases in SPLITS.values() for alias in aliases)]:
         assert f"`{word}`" in PAGE, word
+
+
+def test_figures_on_the_page_are_those_that_hold() -> None:
+    page = " ".join(PAGE.split())
+    assert f"drawn from those read so far, up to {SHUFFLE_BUFFER:,}" in page
+    assert f"The audit sees the first {AUDITED_ROWS:,} rows of each source" in page
+    assert f"A hub that does not answer within {SECONDS:g} seconds" in page
+    assert "more than half of the rows have no trained token" in page and MIN_UNTRAINED_FATAL == 0.5

@@ -283,7 +283,7 @@ def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"{where} has a tool call without a name", 'write {"name": …, "arguments": {…}}')
-    given = next((name for name in _ARGUMENTS if function.get(name)), None)
+    given = next((name for name in _ARGUMENTS if function.get(name)), "")
     arguments = parsed(function.get(given)) or {}
     if not isinstance(arguments, dict):
         raise UserError(
