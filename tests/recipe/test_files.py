@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipes import BASE, values, write
-from toolkit.recipe import RecipeError, list_recipes, load, recipe_folders
+from toolkit.recipe import RecipeError, list_recipes, load, recipe_folders, shipped_recipes
+from toolkit.recipe.files import locate, options, read, search_order, short
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -89,3 +90,41 @@ def test_linked_recipes_folder_is_fine(mine: Path) -> None:
     Path("recipes").rename("shared")
     Path("recipes").symlink_to(mine / "shared")
     assert load("mine").name == load("recipes/mine.yaml").name == "mine"
+
+
+def test_a_file_is_named_as_one_would_type_it(mine: Path) -> None:
+    shipped = shipped_recipes().resolve()
+    assert short(mine / "recipes" / "mine.yaml") == "recipes/mine.yaml"
+    assert short(shipped / "model" / "gpt2.yaml") == "shipped:model/gpt2.yaml"
+    assert short(shipped) == str(shipped) and short(Path("/elsewhere/a.yaml")) == "/elsewhere/a.yaml"
+
+
+def test_parts_and_options_are_no_recipes() -> None:
+    write("_part", BASE)
+    write("team/_part", BASE)
+    write("team/whole", BASE)
+    write("team/method/mine", "name: lora\n")
+    assert {name for name in list_recipes(recipe_folders()) if "team" in name} == {"team/whole"}
+    assert "_part" not in list_recipes(recipe_folders())
+    assert list(list_recipes(recipe_folders())) == sorted(list_recipes(recipe_folders()))
+    assert options("method", [Path("recipes"), Path("recipes/team")]) == ["mine"]
+
+
+def test_a_name_is_looked_up_beside_a_recipe_in_a_sub_folder_first(mine: Path) -> None:
+    folders = recipe_folders()
+    own, team = (write(name, BASE).resolve() for name in ("own", "team/own"))
+    assert search_order(own, folders) == folders
+    assert search_order(team, folders) == [team.parent, *folders]
+    assert locate("own", search_order(team, folders)) == team and locate("nothing", folders) is None
+
+
+def test_lines_are_those_of_keys_and_entries_whatever_is_merged() -> None:
+    file = write("lines", "a: &a\n  b: 1\n  c: off\nd:\n  <<: [*a, {e: 2}]\n  c: 0x3\nf:\n- g\n- h: i\n")
+    result = read(file)
+    assert not result.problems and result.defaults == []
+    assert {key: int(place.rpartition(":")[2]) for key, place in result.origins.items()} == {
+        **{"a": 1, "a.b": 2, "a.c": 3, "d": 4, "d.b": 2, "d.c": 6, "d.e": 5},
+        **{"f": 7, "f.0": 8, "f.1": 9, "f.1.h": 9},
+    }
+    assert (result.texts["a.c"], result.texts["d.c"], result.texts["f.0"]) == ("off", "0x3", "g")
+    assert result.values["d"] == {"b": 1, "e": 2, "c": 3}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from recipes import BASE, values, write
-from toolkit.recipe import load
+from toolkit.recipe import RecipeError, load
 from toolkit.recipe.load import load_resolved
 from toolkit.recipe.show import with_origins
 
@@ -29,3 +30,41 @@ def test_adapters_have_a_learning_rate_of_their_own_by_default() -> None:
     assert "learning_rate: 0.0002" in adapter.to_yaml() and "# default of adapters" in with_origins(adapter)
     given = load("smollm2_135m_lora", ["learning_rate=2e-5"])
     assert given.recipe.optimizer.learning_rate == 2e-5 and "default of adapters" not in with_origins(given)
+
+
+def test_what_the_plan_chose_stands_in_the_place_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_FOLDER", "hidden-name")
+    loaded = load("mine", ["strategy.name=auto", "strategy.overlap_comm=false", "output.dir='${oc.env:MY_FOLDER}'"])
+    decided = loaded.decided(loaded.recipe.with_values({"strategy.name": "zero2"}), {"strategy.name": "it fits"})
+    kept = yaml.safe_load(decided.to_yaml())
+    assert kept["strategy"]["name"] == "zero2" and kept["output"]["dir"] == "${oc.env:MY_FOLDER}"
+    assert not kept["strategy"]["overlap_comm"]
+    assert decided.chosen == {"strategy.name": "it fits"} and decided.origins["strategy.name"] == "chosen by the plan"
+    assert decided.origins["strategy.overlap_comm"] == loaded.origins["strategy.name"] == "command line"
+    assert yaml.safe_load(loaded.to_yaml())["strategy"]["name"] == "auto" and loaded.chosen == {}
+
+
+def test_a_run_folder_that_does_not_fit_names_its_file() -> None:
+    with pytest.raises(RecipeError, match=r"2 problems") as caught:
+        load_resolved(write("kept", "seed: x\nmodel: {path: a}\nbatch: {seq_len: y}\ndata: {sources: [b]}\n", "runs"))
+    assert caught.value.name == "runs/kept.yaml"
+    places = {problem.path: problem.where for problem in caught.value.problems}
+    assert places == {"seed": "runs/kept.yaml:1", "batch.seq_len": "runs/kept.yaml:3"}
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_resolved(write("kept", "seed: [\n", "runs"))
+    old = "model: {path: a}\ndata: {sources: [b]}\nbatch: {micro_batch_size: "
+    assert load_resolved(write("kept", old + "null}\n", "runs")).batch.micro_batch_size == "auto"
+    assert load_resolved(write("kept", old + "3}\n", "runs")).batch.micro_batch_size == 3
+
+
+def test_a_value_for_another_key_is_the_default_where_none_is_written() -> None:
+    write("refers", BASE + "seed: ${batch.seq_len}\nevaluation: {prompts: [a, '${method.name}']}\n")
+    loaded = load("refers")
+    assert values(loaded, "seed", "evaluation.prompts") == [2048, ["a", "full"]]
+    assert values(load("refers", ["seq_len=7"]), "seed") == [7]
+    # A run folder keeps the reference, in a list too.
+    kept = yaml.safe_load(loaded.to_yaml())
+    assert kept["seed"] == "${batch.seq_len}" and kept["evaluation"]["prompts"] == ["a", "${method.name}"]
+    bare = load("mine", ["data=['${oc.env:HOME}/a.jsonl',b]"])
+    first, second = yaml.safe_load(bare.to_yaml())["data"]["sources"]
+    assert first == "${oc.env:HOME}/a.jsonl" and second["path"] == "b"

@@ -76,6 +76,39 @@ def test_nothing_is_said_of_what_transformers_may_rename(
     assert not problems(str(tmp_path), name="lora", target_modules=["anything"])
 
 
+def test_what_to_name_instead_is_said() -> None:
+    def hint(**method: object) -> str:
+        (problem,) = problems(LLAMA, name="full" if "freeze" in method else "lora", **method)
+        return problem.partition("; ")[2]
+
+    modules = "modules with weights: down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj"
+    assert hint(target_modules=["zzz"]).startswith(modules)
+    assert hint(target_modules=["q_prj"]).startswith(f"did you mean 'q_proj'? {modules}")
+    assert hint(freeze=["model.layer.0.*"]).startswith("did you mean 'layers'? parameters are named like model.embed")
+    assert hint(freeze=["zzz"]).startswith("parameters are named like model.embed_tokens.weight, model.layers.")
+    assert hint(rank_pattern={"q_prj": 4}) == "did you mean 'q_proj'? "
+    assert hint(rank_pattern={"zzz": 4}).startswith("names are like model.layers.")
+    # What PEFT cannot read as a pattern it says itself.
+    assert not problems(LLAMA, name="lora", rank_pattern={"(": 8})
+
+
+def test_files_that_hold_no_names_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name, content in (
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", b"["),
+        ("model.safetensors", b"short"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert not problems(str(tmp_path), name="lora", target_modules=["anything"]), name
+        (tmp_path / name).unlink()
+    saved(tmp_path, ["transformer.h.0.attn.c_attn.weight"], True)
+    assert not problems(str(tmp_path), name="lora", target_modules=["c_attn"], modules_to_save=["lm_head"])
+    assert problems(str(tmp_path), name="lora", target_modules=["c_attm"])
+
+
 def test_every_bundled_model_lists_its_names() -> None:
     assert all(each.names for each in bundled().values())
 

@@ -194,6 +194,4 @@ def _overlay(values: Any, written: Any) -> Any:
         return {key: _overlay(value, written.get(key)) for key, value in values.items()}
     if isinstance(values, list) and isinstance(written, list) and len(values) == len(written):
         return [_overlay(value, other) for value, other in zip(values, written, strict=True)]
-    if isinstance(values, dict) and isinstance(written, str) and "path" in values:
-        return _overlay(values, {"path": written})
     return values

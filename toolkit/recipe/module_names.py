@@ -108,7 +108,9 @@ def _stored(folder: Path) -> list[str]:
         if index.is_file():
             return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         with file.open("rb") as stream:
-            head = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            length = int.from_bytes(stream.read(8), "little")
+            # Of another file, such as Git LFS's pointer, they are no length.
+            head = json.loads(stream.read(min(length, file.stat().st_size)))
         return [name for name in head if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # What is wrong with it is said when it is loaded.
