@@ -439,6 +439,54 @@ SENT: dict[str, tuple[str, dict[str, Any], list[tuple[str, int, str, float, bool
             ("step", 1, HOST, 0.25, False, 0),
         ],
     ),
+    # Sums of gradients lie on the host unless they are summed in fp32 beside a computation in 16 bits, and come back
+    # with each micro-batch.
+    "zero2 offloaded, summed in bf16": (
+        "zero2",
+        {"offload_optimizer": "cpu", "reduce_dtype": "bf16"},
+        [
+            ("backward", 8, "NVLink", 3.5, True, 280),
+            ("step", 1, "NVLink", 1.75, False, 161),
+            ("backward", 8, HOST, 0.5, True, 0),
+            ("backward", 1, HOST, 0.5, True, 0),
+            ("step", 1, HOST, 0.25, False, 0),
+        ],
+    ),
+    "zero3 with its optimizer on the host": (
+        "zero3",
+        {"offload_optimizer": "cpu", "param_persistence_threshold": 0, "max_reuse_distance": 0},
+        [
+            ("forward", 8, "NVLink", 1.75, True, 161),
+            ("backward", 8, "NVLink", 1.75, True, 161),
+            ("backward", 8, "NVLink", 3.5, True, 161),
+            ("backward", 8, HOST, 1.0, True, 0),
+            ("backward", 1, HOST, 0.5, True, 0),
+            ("step", 1, HOST, 0.25, False, 0),
+        ],
+    ),
+    "zero3 with its parameters on the host": (
+        "zero3",
+        {"offload_param": "cpu", "param_persistence_threshold": 0, "max_reuse_distance": 0},
+        [
+            ("forward", 8, "NVLink", 1.75, True, 161),
+            ("backward", 8, "NVLink", 1.75, True, 161),
+            ("backward", 8, "NVLink", 3.5, True, 161),
+            ("forward", 8, HOST, 0.25, True, 0),
+            ("backward", 8, HOST, 0.25, True, 0),
+        ],
+    ),
+    "fsdp that sums divided": (
+        "fsdp",
+        {"sync_each_batch": True, "offload_param": "cpu"},
+        [
+            ("forward", 8, "NVLink", 1.75, True, 34),
+            ("backward", 8, "NVLink", KEPT, True, 34),
+            ("backward", 8, "NVLink", 3.5, True, 34),
+            ("forward", 8, HOST, 0.5, True, 0),
+            ("backward", 8, HOST, 0.5, True, 0),
+            ("backward", 8, HOST, 0.5, True, 0),
+        ],
+    ),
     "zero3 on NVMe": (
         "zero3",
         {
@@ -481,6 +529,19 @@ def test_each_transfer_of_an_engine_and_when_it_happens(case: str) -> None:
     found = transfers_of(recipe(strategy, engine), "h200x8")
     for one, other in zip(found, expected, strict=True):
         assert one == (*other[:3], pytest.approx(other[3], rel=1e-3), other[4], pytest.approx(other[5], rel=1e-3))
+
+
+@pytest.mark.parametrize(("passes", "precision", "again"), [(1, "fp32", 0), (2, "fp32", 1.0), (2, "pure_bf16", 0.5)])
+def test_a_single_micro_batch_has_no_sums_to_come_back(passes: int, precision: str, again: float) -> None:
+    wanted = recipe("zero1", {"offload_optimizer": "cpu"}, precision=precision, batch={"global_batch_size": 8 * passes})
+    to_host = [each for each in transfers_of(wanted, "h200x8") if each[2] == HOST]
+    width = 4 if precision == "fp32" else 2
+    sums = [("backward", passes, HOST, pytest.approx(again), True, 0)] if again else []
+    assert to_host == [
+        *sums,
+        ("backward", 1, HOST, pytest.approx(width / 8), True, 0),
+        ("step", 1, HOST, pytest.approx(width / 8), False, 0),
+    ]
 
 
 def test_hybrid_sharding_gathers_within_nodes_and_adds_up_across_them() -> None:
