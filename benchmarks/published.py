@@ -23,6 +23,7 @@ from toolkit.planner.build import estimate  # noqa: E402
 from toolkit.planner.hardware import find  # noqa: E402
 from toolkit.planner.plan import Plan  # noqa: E402
 from toolkit.recipe import Recipe  # noqa: E402
+from toolkit.recipe.model_configs import bundled  # noqa: E402
 
 FILE = Path(__file__).with_suffix(".yaml")
 _UNITS = {"gib": 2**30, "gb": 10**9}
@@ -58,33 +59,65 @@ def rows(only: str = "") -> Iterator[Row]:
         if only.lower() not in name.lower():
             continue
         for title, words, memory, rate in source["rows"]:
-            plan = planned(source, words, content["models"])
+            plan, shape = planned(source, words, content["models"])
             speed, step = plan.work.tokens_per_second, plan.work.step_seconds
-            peak = plan.memory[0]
-            held = peak.allocated if source["measured"] == "allocated" else peak.reserved.value
-            vocabulary = content["models"].get(source["model"], {}).get("vocab_size", 0)
-            held += source.get("logit_bytes", 0) * vocabulary * plan.seq_len * plan.micro_batch_size
             yield Row(
                 name,
                 title,
-                (held, memory * _UNITS[source["unit"]]) if memory else None,
+                (held(source, plan, shape), memory * _UNITS[source["unit"]]) if memory else None,
                 (speed, float(rate)) if rate else None,
                 (speed * step.value / step.high, speed * step.value / step.low),
             )
 
 
-def planned(source: Mapping[str, Any], words: Sequence[str | int], models: Mapping[str, Any]) -> Plan:
-    """The plan of a row: the source's settings, then those that the row names; a number is the micro-batch."""
+def planned(
+    source: Mapping[str, Any], words: Sequence[Any], models: Mapping[str, Any]
+) -> tuple[Plan, Mapping[str, Any]]:
+    """The plan of a row and its model's config: the source's settings, then those that the row names.
+
+    A number is the micro-batch, and two are the micro-batch and how many of them a step has.
+    """
     settings: dict[str, Any] = {"model.path": source["model"], "hardware": source["hardware"], "compile": "off"}
-    chosen = [[f"batch.micro_batch_size={word}"] if isinstance(word, int) else source["also"][word] for word in words]
-    for text in [*source["set"], *(text for group in chosen for text in group)]:
+    named = [text for word in words if isinstance(word, str) for text in source["also"][word]]
+    for text in [*source["set"], *named]:
         key, _, value = text.partition("=")
         settings[key] = yaml.safe_load(value)
     hardware = find(settings.pop("hardware"))
-    settings.setdefault("batch.global_batch_size", settings["batch.micro_batch_size"] * hardware.devices)
-    base = Recipe.model_validate({"model": {"path": settings["model.path"]}, "data": {"sources": ["published"]}})
+    (batch,) = (word for word in words if not isinstance(word, str))
+    micro_batch, passes = batch if isinstance(batch, list) else (batch, 1)
+    settings["batch.micro_batch_size"] = micro_batch
+    settings.setdefault("batch.global_batch_size", micro_batch * passes * hardware.devices)
+    path = settings["model.path"]
+    base = Recipe.model_validate({"model": {"path": path}, "data": {"sources": ["published"]}})
     recipe = base.with_values({"objective": "language_modelling", **settings})
-    return estimate(recipe, "published", hardware, advice=False, config=models.get(settings["model.path"]))
+    plan = estimate(recipe, "published", hardware, advice=False, config=models.get(path))
+    return plan, models[path] if path in models else bundled()[path].config
+
+
+def held(source: Mapping[str, Any], plan: Plan, shape: Mapping[str, Any]) -> float:
+    """The planned bytes, where the measured program held more: what it held.
+
+    A loss that is not fused holds all logits at the end of the forward pass, when no layer is being recomputed. FSDP1
+    keeps its root unit, embeddings and head, gathered from the first layer to the last, beside one layer. Of a unit
+    that is not trained it keeps the gradient of its input until the backward pass is over: the hook that frees the unit
+    (`_register_post_backward_reshard_only_hook`) holds the node of that input, which reentrant checkpointing makes a
+    leaf. Two of these are there anyhow.
+    """
+    peak, tokens = plan.memory[0], plan.seq_len * plan.micro_batch_size
+    phases = {phase: float(sum(parts.values())) for phase, parts in peak.phases.items()}
+    logits = source.get("logit_bytes", 0) * shape["vocab_size"] * tokens
+    frozen = peak.phases["backward"].get("adapters", 0) > 0
+    if source.get("engine") == "fsdp1" and plan.strategy == "fsdp" and frozen:
+        hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+        root = 2 * hidden * shape["vocab_size"] * (1 if shape["tie_word_embeddings"] else 2)
+        # As many bytes as the layers have on all devices together.
+        unit = (peak.phases["load"]["parameters"] * plan.devices - root) / layers
+        for phase in ("forward", "backward"):
+            phases[phase] += root + unit - peak.phases[phase].get("engine", 0)
+        phases["backward"] += (layers - 2) * 2 * hidden * tokens
+    phases["forward"] += logits
+    share = 1.0 if source["measured"] == "allocated" else peak.reserved.value / peak.allocated
+    return share * max(phases.values())
 
 
 def _off(pairs: Sequence[tuple[float, float]]) -> str:

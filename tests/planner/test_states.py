@@ -159,6 +159,18 @@ def test_4_bit_weights_take_what_bitsandbytes_stores(double):
     assert bits == pytest.approx(4.127 if double else 4.5, abs=0.001)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_scales_of_4_bits_are_whole_on_every_rank(strategy):
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(384, 256, bias=False, quant_storage=torch.bfloat16).to("cpu")
+    share = torch.chunk(layer.weight, 4)[0]
+    assert share.quant_state is layer.quant_state and share.nbytes == 256 * 384 / 2 / 4
+    one = Tensors("layer", (256, 384), 1, False, "nf4")
+    scales = stored_bytes(one, 2) - 256 * 384 / 2
+    assert states(workload(strategy, (one,))).parameters == share.nbytes + scales
+
+
 def test_8_bit_weights_take_a_byte_and_a_scale_per_row():
     assert stored_bytes(Tensors("layer", (256, 384), 1, False, "int8"), 2) == 256 * 384 + 4 * 256
     assert math.isclose(stored_bytes(Tensors("layer", (256, 384), 1, False, "base"), 2), 2 * 256 * 384)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.memory.engine import Engine, Held, fewer
-from toolkit.planner.memory.states import shard, weights
+from toolkit.planner.memory.states import gathered, shard
 from toolkit.planner.trace.types import Moment
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -40,7 +40,7 @@ class Fsdp(Engine):
         self.tied, self.front = (0.0, embeddings) if self.tail else (embeddings, 0.0)
 
     def _gathered(self, *places: str) -> float:
-        return weights(self.workload, (each for each in self.trace.tensors if each.place in places), self.computed)
+        return gathered(self.workload, (each for each in self.trace.tensors if each.place in places), self.computed)
 
     def standing(self) -> Held:
         return Held()

@@ -93,14 +93,18 @@ def stored_bytes(tensors: Tensors, width: int, double_quantization: bool = True)
     8 bits (Dettmers et al. 2022, "LLM.int8()"): a byte each, and an fp32 scale for every row.
     """
     if tensors.kind == "nf4":
-        scales = math.ceil(tensors.numel / 64)
-        table = 16 * 4
-        if double_quantization:
-            return math.ceil(tensors.numel / 2) + scales + 4 * math.ceil(scales / 256) + table + 256 * 4 + 4
-        return math.ceil(tensors.numel / 2) + 4 * scales + table
+        return math.ceil(tensors.numel / 2) + _scales(tensors, double_quantization)
     if tensors.kind == "int8":
         return tensors.numel + 4 * tensors.shape[0]
     return tensors.numel * width
+
+
+def _scales(tensors: Tensors, double_quantization: bool) -> int:
+    """What 4 bits need beside them. It is the module's (`Linear4bit.quant_state`), so no engine divides it."""
+    if tensors.kind != "nf4":
+        return 0
+    scales, table = math.ceil(tensors.numel / 64), 16 * 4
+    return scales + 4 * math.ceil(scales / 256) + table + 256 * 4 + 4 if double_quantization else 4 * scales + table
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ def states(workload: Workload, over: Division | None = None) -> States:
     sums = dict.fromkeys(("parameters", "adapters", "masters", "gradients", "optimizer", "paged"), 0.0)
     for each in workload.trace.tensors:
         part = "adapters" if each.kind == "adapter" else "parameters"
-        sums[part] += each.count * shard(each, stored(workload, each), over.parameters, fsdp)
+        beside = _scales(each, recipe.method.double_quantization)
+        sums[part] += each.count * (beside + shard(each, stored(workload, each) - beside, over.parameters, fsdp))
         if not each.trained:
             continue
         share, gradients = _share(each, over.optimizer, fsdp), each.numel * WIDTH[types.reduce if zero else types.local]
@@ -166,6 +171,12 @@ def stored(workload: Workload, tensors: Tensors, width: int | None = None) -> fl
 def weights(workload: Workload, tensors: Iterable[Tensors], width: int | None = None) -> float:
     """Bytes of whole parameters."""
     return sum(each.count * stored(workload, each, width) for each in tensors)
+
+
+def gathered(workload: Workload, tensors: Iterable[Tensors], width: int | None = None) -> float:
+    """The same without what no engine divides."""
+    double = workload.recipe.method.double_quantization
+    return sum(each.count * (stored(workload, each, width) - _scales(each, double)) for each in tensors)
 
 
 def whole_model(workload: Workload) -> float:

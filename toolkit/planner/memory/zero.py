@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from toolkit.planner.memory.engine import Engine, Held, fewer
-from toolkit.planner.memory.states import weights
+from toolkit.planner.memory.states import gathered
 from toolkit.planner.trace.types import Moment
 from toolkit.planner.workload import Workload
 
@@ -165,11 +165,11 @@ class Zero3(_Zero):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
         self.gathers = self.over.parameters > 1 or self.strategy.offload_param != "none"
-        self.bytes = weights(workload, self.trace.tensors)
+        self.bytes = gathered(workload, self.trace.tensors)
         self.width = self.bytes / max(1, self.trace.elements())
         threshold = self.strategy.param_persistence_threshold
         small = [each for each in self.trace.tensors if each.numel <= threshold and self.gathers]
-        self.persistent = weights(workload, small)
+        self.persistent = gathered(workload, small)
 
     def standing(self) -> Held:
         # A bucket, and gradients of the partition, which stay between steps (`_setup_for_real_optimizer`).
