@@ -178,6 +178,10 @@ def test_words_state_the_difference_with_figures() -> None:
         ({"precision": "fp32"}, "of twice the size"),
         ({"precision": "fp16"}, "loss scaling"),
         ({"activation_checkpointing.mode": "full"}, "layers are computed twice"),
+        (
+            {"activation_checkpointing.mode": "full", "activation_checkpointing.every_n_layers": 4},
+            "every 4th layer is computed twice",
+        ),
         ({"activation_checkpointing.mode": "selective"}, "all but attention is computed twice"),
         ({"activation_checkpointing.mode": "offload"}, "cross to the host and back"),
         ({"activation_checkpointing.mode": "none"}, ""),

@@ -83,14 +83,21 @@ def test_the_cheapest_and_the_least() -> None:
 @pytest.mark.parametrize(
     ("stated", "hardware", "expected"),
     [
-        ({}, "h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)]),
-        ({}, "cpu", [("none", 1), ("full", 2), ("selective", 1), ("full", 1)]),
+        ({}, "h100", [("none", 1), ("full", 4), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)]),
+        ({}, "cpu", [("none", 1), ("full", 4), ("full", 2), ("selective", 1), ("full", 1)]),
         (
             {"mode": "full", "every_n_layers": 3},
-            *("h100", [("none", 1), ("full", 3), ("full", 2), ("selective", 1), ("full", 1), ("offload", 3)]),
+            *(
+                "h100",
+                [("none", 1), ("full", 4), ("full", 3), ("full", 2), ("selective", 1), ("full", 1), ("offload", 3)],
+            ),
         ),
         ({"mode": "auto", "every_n_layers": 3}, "h100", [("full", 3), ("offload", 3)]),
-        ({"mode": "auto"}, "h100", [("none", 1), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)]),
+        (
+            {"mode": "auto"},
+            "h100",
+            [("none", 1), ("full", 4), ("full", 2), ("selective", 1), ("full", 1), ("offload", 1)],
+        ),
     ],
 )
 def test_from_no_recomputing_to_all(stated: dict[str, Any], hardware: str, expected: list[tuple[str, int]]) -> None:

@@ -14,7 +14,20 @@ from collections.abc import Iterator
 from toolkit.common import UserError
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Advice, Kind, Plan
-from toolkit.planner.search import TIE, Candidate, Changes, Estimate, cheapest, consider, explore, fastest, fitting
+from toolkit.planner.search import (
+    EVERY,
+    MODE,
+    TIE,
+    Candidate,
+    Changes,
+    Estimate,
+    cheapest,
+    consider,
+    explore,
+    fastest,
+    fitting,
+    layers_recomputed,
+)
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
@@ -161,7 +174,6 @@ def _entry(kind: Kind, each: Candidate, asked: Candidate) -> Advice:
 
 
 _GIB = 2**30
-_MODE = "activation_checkpointing.mode"
 _NOTES = {
     # Biderman et al. 2024, "LoRA Learns Less and Forgets Less".
     ("method.name", "lora"): (
@@ -172,9 +184,9 @@ _NOTES = {
     ("precision", "bf16"): "matrix products in bf16, which has 8 significant bits",
     ("precision", "fp32"): "weights and activations of twice the size",
     ("precision", "fp16"): "fp16 with loss scaling, as these devices have no fast bf16",
-    (_MODE, "full"): "layers are computed twice",
-    (_MODE, "selective"): "all but attention is computed twice",
-    (_MODE, "offload"): "layers are computed twice, and their inputs cross to the host and back",
+    (MODE, "full"): "layers are computed twice",
+    (MODE, "selective"): "all but attention is computed twice",
+    (MODE, "offload"): "layers are computed twice, and their inputs cross to the host and back",
 }
 """What a value costs that the figures do not show."""
 
@@ -228,10 +240,10 @@ def _notes(changes: Changes) -> Iterator[str]:
     """What the figures do not show."""
     if "optimizer.name" in changes:
         yield "the optimizer's moments are rounded to 8 bits"
-    every = changes.get("activation_checkpointing.every_n_layers", 1)
+    every = changes.get(EVERY, 1)
     for (path, value), text in _NOTES.items():
         if changes.get(path) == value:
-            yield "every second layer is computed twice" if path == _MODE and every == 2 else text
+            yield f"{layers_recomputed(every)} is computed twice" if path == MODE and every > 1 else text
     if "nvme" in changes.values():
         yield "wear of the drive"
     elif "cpu" in (changes.get("strategy.offload_optimizer"), changes.get("strategy.offload_param")):

@@ -15,7 +15,19 @@ from operator import attrgetter
 from toolkit.common import UserError
 from toolkit.planner.advice import remedies
 from toolkit.planner.hardware import Hardware
-from toolkit.planner.search import EVERY, MODE, TIE, Candidate, Changes, Estimate, as_arguments, explore, fastest, least
+from toolkit.planner.search import (
+    EVERY,
+    MODE,
+    TIE,
+    Candidate,
+    Changes,
+    Estimate,
+    as_arguments,
+    explore,
+    fastest,
+    layers_recomputed,
+    least,
+)
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 
@@ -28,10 +40,9 @@ _SECTIONS = {
 _RECOMPUTED = {
     "none": "recomputing nothing",
     "selective": "recomputing all but attention",
-    "full": "recomputing every layer",
-    "offload": "recomputing every layer with its input held in host memory",
+    "full": "recomputing {}",
+    "offload": "recomputing {} with its input held in host memory",
 }
-_ORDINAL = {2: "nd", 3: "rd"}
 
 
 def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Recipe, dict[str, str]]:
@@ -84,10 +95,9 @@ def _part(each: Candidate, section: str) -> Changes:
 
 
 def _in_words(part: Changes) -> str:
-    """`zero2 with offload_optimizer=cpu`, `recomputing every 2nd layer`."""
+    """`zero2 with offload_optimizer=cpu`, `recomputing every second layer`."""
     if mode := part.get(MODE):
-        what, every = _RECOMPUTED[mode], part.get(EVERY, 1)
-        return what.replace("every layer", f"every {every}{_ORDINAL.get(every, 'th')} layer") if every > 1 else what
+        return _RECOMPUTED[mode].format(layers_recomputed(part.get(EVERY, 1)))
     first, *others = part.items()
     return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])
 

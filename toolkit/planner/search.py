@@ -110,6 +110,11 @@ def as_arguments(changes: Changes) -> str:
     return " ".join(f"{path}={as_text(value)}" for path, value in changes.items())
 
 
+def layers_recomputed(every: int) -> str:
+    """`every layer`, `every second layer`, `every 4th layer`."""
+    return f"every {({1: '', 2: 'second ', 3: 'third '}).get(every, f'{every}th ')}layer"
+
+
 def explore(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collection[str]) -> list[Candidate]:
     """Plans of the settings in which some keys are free; offloading is tried where nothing else fits.
 
@@ -186,7 +191,7 @@ def _recomputations(recipe: Recipe, hardware: Hardware) -> list[Changes]:
     if recipe.activation_checkpointing.mode == "auto" and every > 1:
         pairs = [("full", every)]
     else:
-        some = [("full", number) for number in sorted({2, every} - {1}, reverse=True)]
+        some = [("full", number) for number in sorted({4, 2, every} - {1}, reverse=True)]
         pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
     pairs += [("offload", every)] if hardware.device.kind != "cpu" else []
     return [{MODE: mode, EVERY: number} for mode, number in pairs]

@@ -25,6 +25,7 @@ from filelock import FileLock
 from toolkit.common import UserError, cache_dir, in_a_line, write_atomically
 from toolkit.data import hub
 from toolkit.planner.trace.analytic import estimated
+from toolkit.planner.trace.every import every_nth
 from toolkit.planner.trace.types import Setting, Trace
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
@@ -45,6 +46,11 @@ _too_long: dict[str, str] = {}
 def find(setting: Setting) -> Trace | None:
     """The trace of a setting, if it is known."""
     key = setting.key()
+    if key not in _read_before and setting.every_n_layers > 2:
+        none, every = (find(each) for each in setting.ends())
+        if none is None or every is None:
+            return None
+        _read_before[key] = every_nth(none, every, setting.every_n_layers)
     if key not in _read_before:
         shipped = _shipped(setting.architecture()).get(key)
         trace = _read(_cached(setting)) if shipped is None else Trace.from_json(shipped)
@@ -64,6 +70,9 @@ def obtain(setting: Setting, tracing: Tracing = "worker") -> Trace:
     known = find(setting)
     if known is not None:
         return known
+    if setting.every_n_layers > 2:
+        none, every = (obtain(each, tracing) for each in setting.ends())
+        return every_nth(none, every, setting.every_n_layers)
     return _trace_here(setting) if tracing == "in_process" else _trace_in_worker(setting)
 
 

@@ -313,6 +313,11 @@ class Setting:
         changes: dict[str, Any] = dict.fromkeys(halves, "bfloat16")
         return dataclasses.replace(self, **changes)
 
+    def ends(self) -> tuple[Setting, Setting]:
+        """The same with no layer checkpointed, and with every one."""
+        every = dataclasses.replace(self, every_n_layers=1)
+        return dataclasses.replace(every, checkpointing="none"), every
+
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
         content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
