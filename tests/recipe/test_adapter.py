@@ -111,6 +111,15 @@ def test_what_agrees_with_the_adapter(adapter: Path) -> None:
     ]
 
 
+def test_numbers_of_layers_agree_in_any_order(adapter: Path) -> None:
+    configure(adapter, layers_to_transform=[10, 2, 9])
+    assert load("small").recipe.method.layers_to_transform == [2, 9, 10]
+    for layers in ("[2,9,10]", "[10,9,2]"):
+        load("small", [f"method.layers_to_transform={layers}"])
+    with pytest.raises(RecipeError, match=r"has \[2, 9, 10\]"):
+        load("small", ["method.layers_to_transform=[2,9]"])
+
+
 def test_a_folder_without_an_adapter_names_the_one_inside(adapter: Path) -> None:
     (adapter / "adapter_config.json").rename(adapter / "other.json")
     with pytest.raises(RecipeError, match=r"no readable adapter_config\.json in this folder") as caught:

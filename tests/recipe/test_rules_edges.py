@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from recipes import each, recipe_of
+from toolkit.recipe import Recipe
 from toolkit.recipe.rules import RULES
+from toolkit.recipe.schema import leaf_paths, sections
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 64, "tie_word_embeddings": True}
 LORA, FULL, FP32, SEQ2SEQ = "method.name=lora ", "method.name=full ", "precision=fp32 ", "objective=seq2seq "
@@ -295,3 +297,10 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
 def test_a_rule_ends_where_its_reason_ends(rule: str, common: str, breaks: list[str], keeps: list[str]) -> None:
     assert [text for text in breaks if not RULES[rule].broken(recipe_of(common, text), LLAMA)] == []
     assert [text for text in keeps if RULES[rule].broken(recipe_of(common, text), LLAMA)] == []
+
+
+def test_every_rule_points_at_a_key_or_a_section() -> None:
+    known = {*Recipe.model_fields, *(path for paths in leaf_paths().values() for path in paths)}
+    for name, rule in RULES.items():
+        assert rule.path in known, name
+        assert (rule.path in sections()) == (rule.keys is not None), f"{name}: a section's line says nothing"

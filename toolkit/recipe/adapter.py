@@ -71,7 +71,7 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         given = getattr(recipe.method, key.removeprefix("method."))
         if not _stated(key, origins) or given == "all-linear":
             taken[key] = value
-        elif _sorted(given) != value:
+        elif _sorted(given) != _sorted(value):
             what = f"the adapter in {recipe.model.adapter} has {as_text(value)}"
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
     return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
