@@ -355,6 +355,7 @@ def test_sources_lengths_and_problems_have_lines_of_their_own(monkeypatch: pytes
     assert lines[1].split() == ["a.jsonl", "text", "1,200", "1,000", "1.25", "50.0%"]
     assert lines[2].split() == ["a.jsonl", "[validation]", "text", "9", "9", "1.00", "held", "out"]
     bars = lines[lines.index(next(line for line in lines if line.startswith("tokens per row"))) :]
+    assert bars[0].split() == ["tokens", "per", "row", "rows"]
     assert [line.split() for line in bars[1:4]] == [
         *(["16", "to", "31", "1,000", "█" * 66], ["32", "to", "63", "0"], ["64", "to", "127", "1", "▏"]),
     ]

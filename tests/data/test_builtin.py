@@ -163,6 +163,8 @@ def f(): pass
         ("Title\n-----\nText.", ""),
         ("First.\n\n- one\n- two", "First."),
         ("First.\n\n:param x: one", "First."),
+        ("First.\n\nArguments are two numbers.", "First."),
+        ("First.\n\nArgument x is one.", "First."),
         ("First.\n\nAs follows:\n\nSecond.", "First."),
         ("First.\n\n  indented\n   more\n", "First."),
         ("First.\n\n>>> f()\n\nSecond.", "First."),

@@ -147,6 +147,9 @@ def test_turns_without_loops_are_found_by_cutting_the_conversation() -> None:
         assert {i: [made.text[a:b] for a, b in spans] for i, spans in made.turns.items()} == {
             **{0: [first], 1: ["Hello you;"], 3: ["So;"]},
         }
+        del made.turns[1], made.turns[3]  # What is known already stays.
+        made.ensure_turns([0, 1, 3])
+        assert {i: [made.text[a:b] for a, b in made.turns[i]] for i in (1, 3)} == {1: ["Hello you;"], 3: ["So;"]}
     tokenizer.chat_template = "{{ messages|length }}{% for m in messages %}{{ m.content|trim }}{% endfor %}"
     made = Conversation(tokenizer, [HI, HELLO], None)
     made.turns.clear()

@@ -705,3 +705,13 @@ def test_a_template_that_is_no_text_or_no_file_is_named(tmp_path: Path) -> None:
         load_chat_template(str(tmp_path / "a.jinja"))
     with pytest.raises(UserError, match="there is no file and no built-in template"):
         load_chat_template(str(tmp_path))
+
+
+def test_a_turn_is_trained_whole_where_the_prompt_is_written_otherwise() -> None:
+    """Nothing says then which of it is a header."""
+    turns = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}</s>{% endfor %}"
+    for prompt in ("Bot> ", "A> "):
+        encoder = encoder_for(f"{turns}{{% if add_generation_prompt %}}{prompt}{{% endif %}}")
+        row = Chat([USER, HELLO, MORE, FOUR])
+        assert trained(encoder, row) == [f"ASSISTANT: {turn['content']}</s>" for turn in (HELLO, FOUR)]
+    assert trained(encoder_for(turns), row) == [f"{turn['content']}</s>" for turn in (HELLO, FOUR)]

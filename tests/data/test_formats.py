@@ -406,6 +406,7 @@ def test_the_format_is_the_one_that_the_columns_and_their_mapping_leave() -> Non
     chat = convert(both | {"s": "S"}, columns={"system": "s"}, format="messages")
     assert isinstance(chat, Chat) and chat.messages[0] == {"role": "system", "content": "S"}
     assert convert(both | {"body": "b"}, columns={"text": "body"}, ignore=["messages"]) == Text("b")
+    assert "has the columns none, which no format fits" in refused({})
     assert "which no format fits" in (said := refused({"a": 1})) and "`a`" in said
     assert "map names with 'data.columns={prompt: NAME, completion: NAME}'" in said
     assert "(in a CSV the first line names the columns)" in said

@@ -175,6 +175,7 @@ def test_of_one_length_every_micro_batch_is_alike() -> None:
     """By hand: 100 tokens are filled up to 104 unless rows lie end to end."""
     figures = DataStatistics(50, 5000, 1, 50, 1, (100.0, 100.0))
     assert figures.mean_length == 100
+    assert (figures.eval_rows, figures.eval_tokens, figures.longest_eval, figures.sample) == (0, 0, 0, "")
     for flat, width in ((False, 104), (True, 100)):
         dealt = figures.dealt(8, 2, flat)
         assert (dealt.tokens, dealt.longest, dealt.fullest) == (4 * width, width, 4 * width)

@@ -29,7 +29,7 @@ PUBLIC_NAMES = {"_pydecimal": "decimal", "_pydatetime": "datetime", "_pyio": "io
 PUBLIC_NAMES |= {"_collections_abc": "collections.abc", "posixpath": "os.path", "genericpath": "os.path"}
 # Implemented in C, so without source; importing them has no effect.
 C_MODULES = (
-    *("array", "binascii", "builtins", "cmath", "errno", "gc", "itertools", "math", "select", "sys", "time"),
+    *("array", "binascii", "builtins", "cmath", "gc", "itertools", "math", "select", "sys", "time"),
     *("unicodedata", "zlib", "_socket", "_struct", "_operator", "_functools", "_collections", "_bisect"),
 )
 MIN_ANSWER_CHARS, MAX_ANSWER_CHARS = 40, 600
