@@ -289,6 +289,14 @@ def test_a_cpu_keeps_what_comes_and_goes_up_to_a_gib(traced: None, length: int) 
     assert answered.host.peak == pytest.approx(rank.total.value, abs=4)
 
 
+@pytest.mark.parametrize("way", ["eva", "loftq"])
+def test_what_is_done_before_step_1_is_said(traced: None, way: str) -> None:
+    method = {"name": "lora", "init_lora_weights": way, "quantization": "nf4"}
+    plan = estimate(recipe(method=method), "any", find("h200"), config=CONFIG, advice=False)
+    (note,) = (each for each in plan.notes if "before step 1" in each)
+    assert "that time is not counted" in note
+
+
 def test_why_there_is_no_trace_is_said_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     error = "ValueError: unknown model type, should be one of " + ", ".join(f"model_{each}" for each in range(300))
     monkeypatch.setattr(store, "obtain", lambda setting, tracing: estimated(setting, error))

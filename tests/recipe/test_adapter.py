@@ -10,6 +10,7 @@ from harness import write_recipe
 
 from toolkit.recipe import RecipeError, load
 from toolkit.recipe.errors import inline
+from toolkit.recipe.rules import check
 
 ADDED = [(2, "<eos>"), (9, "<tool>"), (5, "str"), (10, "</tool>")]
 RIGHT = 'model.new_tokens=["<tool>", "str", "</tool>"]'
@@ -100,6 +101,18 @@ def test_what_does_not_agree_with_the_adapter(
         load("small", overrides)
     (problem,) = caught.value.problems
     assert [word for word in words if word not in " ".join(str(problem).split())] == [], str(problem)
+
+
+def test_an_adapter_of_loftq_stays_on_its_quantized_base(adapter: Path) -> None:
+    configure(adapter)
+    with pytest.raises(RecipeError, match="init_lora_weights: the adapter in first has default"):
+        load("small", ["method.init_lora_weights=loftq"])
+    for way, taken in (("eva", "default"), ("loftq", "loftq")):
+        Path("recipe.yaml").write_text(f"method: {{init_lora_weights: {way}}}", encoding="utf-8")
+        assert load("small").recipe.method.init_lora_weights == taken
+    for stored, refused in (("none", True), ("nf4", False)):
+        problems = check(load("small", [f"method.quantization={stored}"]).recipe)
+        assert any("LoftQ makes up for what nf4 loses" in str(each) for each in problems) == refused
 
 
 def test_what_agrees_with_the_adapter(adapter: Path) -> None:

@@ -24,6 +24,7 @@ from toolkit.recipe.sections import SCHEDULES
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
 LORA = "method.name=lora"
 TOKENS = "model.new_tokens=[a]"
+PARAMETERS = "method.target_parameters=[experts.down_proj]"
 STREAM = ["data.streaming=true", "schedule.max_steps=10", "data.eval_split=validation"]
 SEQ2SEQ = ["model=blenderbot_400m", "objective=seq2seq", "batch.seq_len=128"]
 ZERO1, ZERO2, ZERO3, FSDP = (["strategy.name=" + name] for name in ("zero1", "zero2", "zero3", "fsdp"))
@@ -80,7 +81,20 @@ CASES = [
     ("target-modules", [LORA, "method.target_modules=all_linear"], ["method.target_modules=[q_proj,v_proj]"]),
     ("target-modules-empty", [LORA, "method.target_modules=[]"], ["method.target_modules=[q_proj,v_proj]"]),
     ("init-whole-base", ["method=qlora", "method.init_lora_weights=pissa"], ["method.init_lora_weights=default"]),
+    ("init-whole-base", ["method=lora_int8", "method.init_lora_weights=olora"], ["method.init_lora_weights=default"]),
     ("init-sharded", [LORA, *FSDP, "method.init_lora_weights=olora"], ["strategy.name=zero2"]),
+    ("init-sharded", ["method=qlora", *ZERO3, "method.init_lora_weights=loftq"], ["strategy.name=zero2"]),
+    ("init-sharded", [LORA, *ZERO3, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    ("init-parameters", [LORA, "model=a/b", PARAMETERS, "method.init_lora_weights=eva"], ["~method.target_parameters"]),
+    ("init-eva-seq2seq", [*SEQ2SEQ, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    ("init-loftq-nf4", [LORA, "method.init_lora_weights=loftq"], ["method.quantization=nf4"]),
+    ("init-loftq-nf4", ["method=lora_int8", "method.init_lora_weights=loftq"], ["method.init_lora_weights=default"]),
+    ("init-loftq-dora", [*NF4_DORA, "method.init_lora_weights=loftq"], ["method.use_dora=false"]),
+    (
+        "init-loftq-experts",
+        ["method=qlora", "model=qwen3_30b_a3b", "method.init_lora_weights=loftq"],
+        ["method.init_lora_weights=eva"],
+    ),
     ("init-odd", [LORA, "method.init_lora_weights=orthogonal", "method.r=5"], ["method.r=6"]),
     ("init-adapter", [LORA, "model.adapter=existing", "method.init_lora_weights=pissa"], ["~method.init_lora_weights"]),
     ("loraplus-optimizer", [LORA, "optimizer=muon", "method.loraplus_lr_ratio=4"], ["optimizer.name=adamw"]),

@@ -31,6 +31,7 @@ REFUSED = [
     ([f"{ARGUMENTS}.seed=1"], ["set seed"]),
     ([LORA, f"{OF_LORA}.r=4"], ["set method.r"]),
     ([LORA, f"{OF_LORA}.init_lora_weights=pissa"], ["set method.init_lora_weights"]),
+    ([LORA, f"{OF_LORA}.eva_config={{tau: 0.9}}"], ["not computed by PEFT"]),
     ([ZERO2, f"{ZERO}.stage=3"], ["set strategy.name"]),
     ([ZERO3, f"{ZERO}.stage3_prefetch_bucket_size=4"], ["set strategy.prefetch_bucket_size"]),
     ([ZERO2, f"{ENGINE}.optimizer.params.lr=1"], ["set optimizer.name"]),

@@ -89,6 +89,10 @@ def test_an_adapter_loads_as_the_card_says(run: Path, tmp_path: Path, monkeypatc
     assert "Once upon a time" in card, "completions were trained, so no chat template"
     assert isinstance(run_snippet(card, run / "final", monkeypatch)["model"], PeftModel)
     assert "On 64 held-out rows" in card
+    loftq = {"name": "lora", "quantization": "nf4", "init_lora_weights": "loftq"}
+    card = write_card(run / "final", run, make_recipe(str(base), method=loftq), str(base)).read_text()
+    variables = run_snippet(card, run / "final", monkeypatch)
+    assert "belongs on the base in nf4" in card and variables["model"].config.quantization_config.load_in_4bit
 
 
 def test_an_encoder_decoder_loads_as_the_card_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

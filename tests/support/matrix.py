@@ -60,6 +60,8 @@ METHODS = {
     "lora": ["method.name=lora", "method.r=8"],
     "freeze": ["method.freeze=[model.embed_tokens.*,*layernorm*]"],
     "qlora": ["method.name=lora", "method.r=8", "method.quantization=nf4"],
+    "eva": ["method.name=lora", "method.r=8", "method.init_lora_weights=eva"],
+    "loftq": ["method.name=lora", "method.r=8", "method.quantization=nf4", "method.init_lora_weights=loftq"],
     "dora": ["method.name=lora", "method.r=8", "method.use_dora=true"],
     "lora_embeddings": ["method.name=lora", "method.r=8", "method.modules_to_save=[embed_tokens,lm_head]"],
 }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small import LORA, place_with, set_up, with_callbacks
 
 from toolkit.models.load import ModelSource
 from toolkit.train import train
 from toolkit.train.export import load_trained
+from toolkit.train.main import main
 from toolkit.train.merge import merge
 from toolkit.train.optimizer import optimizer_class
 
@@ -27,6 +30,7 @@ WAYS = {
     "gaussian": [],
     "orthogonal": [],
     "pissa": ["method.rank_pattern.q_proj=4", "method.use_dora=true"],
+    "eva": ["method.rank_pattern.q_proj=4", "method.use_dora=true"],
     "olora": ["method.use_rslora=true", "method.rank_pattern.q_proj=4", "method.alpha_pattern.q_proj=3"],
 }
 
@@ -46,6 +50,48 @@ def test_adapters_begin_without_an_effect_and_end_on_the_base_as_it_was(way: str
     _, published, _ = load_trained(session.folder.path)
     torch.testing.assert_close(logits(published, session), trained, atol=2e-5, rtol=0)
     merge([session.folder.path], session.folder.path / "merged")
+
+
+def test_eva_begins_with_the_main_directions_of_what_layers_read() -> None:
+    session = set_up(*LORA, "method.r=4", "method.init_lora_weights=eva", "batch.micro_batch_size=4")
+    other = set_up(*LORA, "method.r=4", "method.init_lora_weights=eva", "batch.micro_batch_size=1")
+    weights, others = (dict(each.module.named_parameters()) for each in (session, other))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    layer = session.module.get_base_model().model.layers[1].mlp.down_proj
+    directions, read = layer.lora_A["default"].weight.detach(), []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0]))
+    for row in session.prepared.train:
+        with torch.no_grad():
+            session.module.eval()(input_ids=torch.tensor([row["input_ids"]]))
+        read[-1] = read[-1][[label != -100 for label in row["labels"]]]
+    hook.remove()
+    whole = torch.cat(read)
+    varies = whole - whole.mean(dim=0)
+    torch.testing.assert_close(directions @ directions.T, torch.eye(4), atol=1e-5, rtol=0)
+    best = torch.linalg.svdvals(varies)[:4].square().sum()
+    assert (varies @ directions.T).square().sum() > 0.99 * best
+
+
+def test_loftq_begins_nearer_to_what_was_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    nf4 = [*LORA, "method.quantization=nf4", "method.r=32"]
+    loftq = [*nf4, "method.init_lora_weights=loftq", "method.rank_pattern.q_proj=4"]
+    plain = set_up(*nf4)
+    session, callbacks = with_callbacks(*loftq, "output.name=loftq", "checkpoint.save_steps=1")
+    whole = logits(ModelSource.open(set_up().recipe).load(session.dtypes, "eager"), session)
+    lost, kept = ((logits(each.module, session) - whole).norm() for each in (plain, session))
+    assert kept < 0.6 * lost
+    session.trainer.train()
+    train.finish(session, callbacks)
+    merge([session.folder.path], session.folder.path / "merged")
+    _, published, _ = load_trained(session.folder.path)
+    torch.testing.assert_close(logits(published, session), logits(session.module, session), atol=2e-5, rtol=0)
+
+    # What goes on has its adapters from the checkpoint.
+    monkeypatch.setattr("toolkit.train.setup.begin_with_lost", None)
+    resume = f"checkpoint.resume={session.folder.path}/checkpoints/checkpoint-1"
+    assert main(["recipe=small", *loftq, "output.name=continued", resume]) == 0
+    one, other = (load_file(Path(f"runs/{name}/final/adapter_model.safetensors")) for name in ("loftq", "continued"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_second_matrices_learn_faster_with_loraplus() -> None:

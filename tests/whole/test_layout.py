@@ -23,6 +23,7 @@ ELSEWHERE = {
     "data/readers": "data/test_sources",
     "data/rows": "data/test_formats",
     "distributed/layout": "distributed/test_engines",
+    "models/adapter_init": "train/test_initial",
     "models/attention_kernels": "models/test_attention",
     "models/tiny": "models/test_output_head",
     "planner/plan": "planner/test_build",

@@ -196,6 +196,7 @@ EVERY_SECOND = ["activation_checkpointing=full", "activation_checkpointing.every
 CHANGED = [
     *((*each, ["compile=layers"]) for each in COMPILED),
     *(("qlora", engine, [], []) for engine in ("ddp", "zero2", "zero3", "fsdp")),
+    *((method, engine, [], []) for method in ("eva", "loftq") for engine in ("ddp", "zero2")),
     *(("qlora", engine, [], ["activation_checkpointing=full"]) for engine in ("zero3", "fsdp")),
     *(("full", engine, [], ["activation_checkpointing=full"]) for engine in ("ddp", "zero2", "zero3", "fsdp")),
     *(("full", engine, [], ["activation_checkpointing=selective"]) for engine in ("ddp", "fsdp")),

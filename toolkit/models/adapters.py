@@ -53,6 +53,7 @@ def add_method(
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import TrainableTokensWrapper
 
+    begun: Any = method.init_lora_weights
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
     adapter = LoraConfig(
@@ -67,7 +68,8 @@ def add_method(
         modules_to_save=saved or None,
         ensure_weight_tying=tied,
         trainable_token_indices=None if tied else _token_rows(model, new_tokens, saved, recipe),
-        init_lora_weights=True if method.init_lora_weights == "default" else method.init_lora_weights,
+        # For `eva` and `loftq`, see `adapter_init`.
+        init_lora_weights=True if begun in ("default", "eva", "loftq") else begun,
         use_rslora=method.use_rslora,
         use_dora=method.use_dora,
         task_type=TaskType.SEQ_2_SEQ_LM if recipe.objective == "seq2seq" else TaskType.CAUSAL_LM,

@@ -39,6 +39,7 @@ from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace, setting_of
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, compilation, model_configs
+from toolkit.recipe.sections import EVA_ROWS
 
 __all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 
@@ -372,6 +373,13 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list
     if adapters and experts and not any(_reached(each.shape, adapters) for each in experts):
         share = sum(each.numel * each.count for each in experts) / trace.elements()
         notes.append(f"adapters do not reach the experts, which are {share:.0%} of the parameters")
+    if recipe.method.init_lora_weights == "eva":
+        notes.append(
+            f"EVA takes up to {EVA_ROWS} rows through the model of every process before step 1, in less memory than a "
+            "step; that time is not counted"
+        )
+    if recipe.method.init_lora_weights == "loftq":
+        notes.append("LoftQ reads the model's files once more before step 1, layer by layer; that time is not counted")
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
     return notes

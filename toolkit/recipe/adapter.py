@@ -66,6 +66,9 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
             problem("model.adapter", f"was trained on {base}", recipe.model.adapter, f"set model.path={base}")
         )
     values: dict[str, Any] = {"method.name": "lora"} | {f"method.{key}": _value(config, key) for key in _KEYS}
+    if "loftq" in (begun := _begun(folder), recipe.method.init_lora_weights):
+        # Such an adapter belongs on no base but the quantized one, stage after stage.
+        values["method.init_lora_weights"] = begun
     taken: dict[str, Any] = {}
     for key, value in values.items():
         given = getattr(recipe.method, key.removeprefix("method."))
@@ -75,6 +78,13 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
             what = f"the adapter in {recipe.model.adapter} has {as_text(value)}"
             problems.append(problem(key, what, as_text(given), f"remove {key}, or set it to that"))
     return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
+
+
+def _begun(folder: Path) -> str:
+    """How an adapter began, where the recipe of its run says it."""
+    run = folder.parent / "recipe.yaml"
+    values: Any = read(run).values if run.is_file() else {}
+    return values.get("method", {}).get("init_lora_weights", "default")
 
 
 def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:

@@ -35,6 +35,8 @@ SCHEDULES = {
 
 MOVES_BASE = ("pissa", "olora")
 """Values of `method.init_lora_weights` that take a part out of the base and put it into the adapter."""
+EVA_ROWS, EVA_TOKENS = 64, 2**14
+"""EVA reads at most so many rows before step 1, and none after as many trained tokens as this."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -126,10 +128,11 @@ class Method(Section):
     """Values of modules that differ from `lora_alpha`, written like `rank_pattern`."""
     modules_to_save: list[str] = []
     """Modules trained in full beside the LoRA adapters, e.g. `[embed_tokens, lm_head]`."""
-    init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
-    """How adapters begin, always without changing what the model says: `default` and `gaussian` with one matrix at
-    zero, `orthogonal` with a product of zero, `pissa` (largest singular values) and `olora` (QR) with a part of the
-    base, which is published as an adapter of twice the rank for the base as it was."""
+    init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora", "eva", "loftq"] = "default"
+    """How adapters begin: `default` and `gaussian` with one matrix at zero, `orthogonal` with a product of zero,
+    `pissa` (largest singular values) and `olora` (QR) with a part of the base, which is published as an adapter of
+    twice the rank for the base as it was, `eva` with the main directions of what each layer reads of the first rows.
+    All these leave what the model says as it was. `loftq` makes up for a part of what `quantization: nf4` lost."""
     loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
     """How many times the learning rate the second matrix of each adapter gets (LoRA+, Hayou et al. 2024), e.g. 16."""
     use_rslora: bool = False

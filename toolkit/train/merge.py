@@ -132,6 +132,8 @@ def _check_sum(runs: Sequence[Path], recipes: Sequence[Recipe], weights: Sequenc
         method = recipe.method
         others = {"use_dora": method.use_dora, "modules_to_save": method.modules_to_save}
         others["model.new_tokens"] = recipe.model.new_tokens
+        # Each would make up for the same loss.
+        others["init_lora_weights=loftq"] = method.init_lora_weights == "loftq"
         for key in (key for key, value in others.items() if value):
             raise UserError(
                 f"{run} was trained with {key}, of which there is no weighted sum",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from toolkit.data.collate import Collator, Layout
 from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import render
 from toolkit.data.streaming import Stream
-from toolkit.distributed.engines import dtypes
+from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.models import attention, attention_kernels, compiled_layers, device
+from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
@@ -34,6 +35,7 @@ from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
+from toolkit.recipe.sections import EVA_ROWS
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
@@ -157,6 +159,8 @@ def set_up(
             world_size=layout.world_size,
             flat=trainer.data_collator.layout == "flat",
         )
+    if not folder.resume_from and not recipe.model.adapter:
+        _begin(trainer, source, types, prepared.train)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
     trainer.remove_callback(PrinterCallback)
     compiled = CompiledLayers(trainer.model) if compiles else None
@@ -204,6 +208,31 @@ def set_up(
         progress=progress,
         start_up=start_up,
     )
+
+
+def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None:
+    """Adapters that begin by the weights or rows themselves, the same on all processes. As long as no engine has copied
+    them."""
+    way, first = source.recipe.method.init_lora_weights, trainer.is_world_process_zero()
+    if way == "loftq":
+        begin_with_lost(trainer.model, source, types)
+    if way != "eva":
+        return
+    rows: Iterable[Any] = train
+    if trainer.batches:
+        order = trainer.batches.order
+        rows = (train[int(number)] for number in order.between(0, min(order.num_rows, EVA_ROWS)))
+    if trainer.model.device != trainer.args.device:  # ZeRO would move what was read from GGUF files later.
+        trainer.model.to(trainer.args.device)
+    batches = (trainer._prepare_inputs(trainer.data_collator([row])) for row in rows)
+    with trainer.accelerator.autocast():
+        without = begin_with_read(trainer.model, batches, lambda batch: trainer.score(trainer.model, batch))
+    if without and first:
+        _log.warning(
+            "method.init_lora_weights=eva: %d layers read fewer trained tokens than they have ranks, and begin as by "
+            "default",
+            without,
+        )
 
 
 def _adapter_hash(recipe: Recipe) -> dict[str, str]:

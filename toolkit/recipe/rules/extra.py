@@ -91,9 +91,8 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
         "it follows from the model": (
             *("peft_type", "auto_mapping", "peft_version", "inference_mode", "ensure_weight_tying", "fan_in_fan_out"),
         ),
-        "it belongs to a beginning that method.init_lora_weights does not offer": (
-            *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        ),
+        "method.init_lora_weights=eva and loftq are not computed by PEFT": ("loftq_config", "eva_config"),
+        "it belongs to a beginning that method.init_lora_weights does not offer": ("corda_config", "lora_ga_config"),
         "such an adapter cannot be merged into layers without a bias": ("lora_bias",),
         "it makes another kind of adapter or model, which is not what is planned, checked and merged": (
             *("layer_replication", "alora_invocation_tokens", "use_qalora", "qalora_group_size", "velora_config"),

@@ -88,11 +88,46 @@ TRAINING_RULES = {
         "is computed from whole linear layers",
         "set method.init_lora_weights=default",
     ),
+    "init-parameters": Rule(
+        "method.init_lora_weights",
+        lambda r, _: r.method.init_lora_weights in ("eva", "loftq") and r.method.target_parameters,
+        "is computed for linear layers, and method.target_parameters are none",
+        "set method.init_lora_weights=default, or remove method.target_parameters",
+    ),
     "init-sharded": Rule(
         "method.init_lora_weights",
-        lambda r, _: r.method.init_lora_weights in MOVES_BASE and r.strategy.shards_parameters,
-        "takes a part out of the base, of which no process has all under {r.strategy.name}",
+        lambda r, _: (
+            r.method.init_lora_weights in (*MOVES_BASE, "eva", "loftq")
+            and r.strategy.shards_parameters
+            and not r.model.adapter
+        ),
+        "is computed from the whole base, of which no process has all under {r.strategy.name}",
         "set strategy.name=zero2, or method.init_lora_weights=default",
+    ),
+    "init-eva-seq2seq": Rule(
+        "method.init_lora_weights",
+        lambda r, _: r.method.init_lora_weights == "eva" and r.objective == "seq2seq",
+        "EVA goes by what layers read of trained tokens, and an encoder reads none of them",
+        "set method.init_lora_weights=default",
+    ),
+    "init-loftq-nf4": Rule(
+        "method.init_lora_weights",
+        lambda r, _: r.method.init_lora_weights == "loftq" and r.method.quantization != "nf4",
+        "LoftQ makes up for what nf4 loses of the base",
+        "set method.quantization=nf4, or method.init_lora_weights=default",
+    ),
+    "init-loftq-dora": Rule(
+        "method.use_dora",
+        lambda r, _: r.method.init_lora_weights == "loftq" and r.method.use_dora,
+        "DoRA would scale what LoftQ makes up for back to the norm of the quantized weights",
+        "set method.use_dora=false, or method.init_lora_weights=default",
+    ),
+    "init-loftq-experts": Rule(
+        "method.init_lora_weights",
+        lambda r, c: r.method.init_lora_weights == "loftq" and c and model_configs.fused_experts(c),
+        "LoftQ makes up for what linear layers lost, and the {fused_experts} experts of a layer, most of this model, "
+        "are none",
+        "set method.init_lora_weights=eva or default",
     ),
     "init-odd": Rule(
         "method.r",
@@ -102,7 +137,7 @@ TRAINING_RULES = {
     ),
     "init-adapter": Rule(
         "method.init_lora_weights",
-        lambda r, _: r.model.adapter is not None and r.method.init_lora_weights != "default",
+        lambda r, _: r.model.adapter is not None and r.method.init_lora_weights not in ("default", "loftq"),
         "adapters begin as model.adapter has them",
         "remove method.init_lora_weights",
     ),
