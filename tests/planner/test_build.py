@@ -42,7 +42,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 def device_memory(low: float, value: float, high: float) -> list[Memory]:
     """One rank that needs so many GiB."""
     total = Range(value=value * GIB, low=low * GIB, high=high * GIB)
-    phases = {"backward": {"parameters": int(value * GIB)}}
+    phases = {"backward": {"parameters": int(value * GIB), "workspace": 1}}
     return [
         Memory(
             ranks="every rank", phases=phases, peak_phase="backward", allocated=int(value * GIB), reserved=total,
@@ -69,10 +69,11 @@ def test_the_place_that_may_run_out_decides(
     found = fit(
         hardware,
         device_memory(*needed),
-        Host(parts={"loading": ram}, peak=ram),
+        Host(parts={"loading": ram, "saving": 1}, peak=ram),
         Disk(checkpoint=0, kept=0, model=0, nvme=0),
     )
     assert (found.answer, found.where) == (answer, where)
+    assert found.decides == {"device memory": "parameters", "host RAM": "loading"}[where]
     assert found.margin == found.available - found.needed
 
 

@@ -20,6 +20,7 @@ from toolkit.planner.search import (
     as_arguments,
     cheapest,
     consider,
+    explore,
     fastest,
     fitting,
     least,
@@ -176,6 +177,19 @@ def test_rows_that_are_short_and_padded_have_the_micro_batch_that_is_fastest() -
         assert sizes == asked
         quick = fastest(tried)
         assert (quick and quick.recipe.batch.micro_batch_size) == best
+
+
+def test_settings_are_ranked_from_the_simplest_to_the_most_involved() -> None:
+    made = recipe(strategy={"name": "auto"}, activation_checkpointing={"mode": "auto"})
+    tried = explore(made, find("h100x8"), Arithmetic(8), made.undecided)
+    order = ["ddp", "zero1", "zero2", "fsdp", "zero3"]
+    plain = [each for each in tried if each.recipe.strategy.offload_optimizer == "none"]
+    plain = [each for each in plain if each.recipe.strategy.offload_param == "none"]
+    assert len({each.rank for each in plain}) > 3
+    for each in plain:
+        place, level = each.rank
+        assert place == order.index(each.recipe.strategy.name)
+        assert (level == 0) == (each.recipe.activation_checkpointing.mode == "none")
 
 
 def test_what_would_have_been_taken_anyway_is_no_change() -> None:
