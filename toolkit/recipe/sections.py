@@ -311,7 +311,7 @@ class ActivationCheckpointing(Section):
     mode: Literal["none", "full", "selective", "offload", "auto"] = "none"
     """What is not kept from the forward pass: `none` keeps all activations, `full` recomputes layers, `selective` keeps
     attention outputs and recomputes the rest, `offload` recomputes layers and holds their inputs in host memory.
-    `auto`: the mode that fits and is fastest by the plan."""
+    `auto`: the mode, and the `every_n_layers` unless one is set, that fit and are fastest by the plan."""
     every_n_layers: PositiveInt = 1
     """With `mode: full` and `mode: offload`, checkpoint only every n-th layer: faster, for more memory."""
 
