@@ -51,6 +51,7 @@ def problems(text: str | bytes, *overrides: str) -> str:
         (BASE + "description: a: b\n", ["mine.yaml:2", "quotes"]),
         (BASE + "1: 2\nbatch: {5: 6}\n", ["mine.yaml:2", "mine.yaml:3", "not text"]),
         (BASE + "seed: !!python/object/apply:os.system ['exit 1']\n", ["mine.yaml:2", "python/object", "not allowed"]),
+        (BASE + "seed: [1\nbatch: 2\n", ["mine.yaml:", "is not valid YAML: expected ',' or ']'", "correct that line"]),
         (BASE + "batch: {<<: 5}\n", ["mine.yaml:2", "not valid YAML", "merging"]),
         (BASE + "evaluation: &a {prompts: *a}\n", ["mine.yaml:2", "alias"]),
         ("# @package other\n" + BASE, ["mine.yaml:1", "@package"]),

@@ -7,6 +7,7 @@ import pytest
 from recipes import each, recipe_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import RULES
+from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import leaf_paths, sections
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 64, "tie_word_embeddings": True}
@@ -145,6 +146,32 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         each("activation_checkpointing.mode", "full offload"),
     ),
     ("checkpointing-interval", "activation_checkpointing.every_n_layers=1 ", [], [""]),
+    (
+        "schedule-both-lengths",
+        "",
+        ["schedule.max_steps=5 schedule.num_epochs=1.0"],
+        [*("", "schedule.max_steps=5", "schedule.num_epochs=1.0")],
+    ),
+    (
+        "checkpoint-both-intervals",
+        "",
+        ["checkpoint.save_steps=5 checkpoint.save_epochs=1.0"],
+        [*("", "checkpoint.save_steps=5", "checkpoint.save_epochs=1.0")],
+    ),
+    (
+        "batch-both-sizes",
+        "",
+        ["batch.tokens_per_step=2048 batch.global_batch_size=1"],
+        [*("", "batch.tokens_per_step=2048", "batch.global_batch_size=1")],
+    ),
+    ("target-parameters", LORA + "method.target_parameters=[w] ", ["method.use_dora=true"], [""]),
+    ("target-parameters", LORA, [], ["method.use_dora=true", "method.lora_dropout=0.5"]),
+    ("full-adapter-keys", "", [FULL + "method.r=5"], [LORA + "method.r=5", "", "method.freeze=[a]"]),
+    ("lora-freeze", "", [LORA + "method.freeze=[a]"], [LORA, FULL + "method.freeze=[a]"]),
+    ("metrics-need-seq2seq", "evaluation.generation_metrics=true ", [""], [SEQ2SEQ]),
+    ("seq2seq-packing", "", [SEQ2SEQ + "data.packing=true"], [SEQ2SEQ, "data.packing=true"]),
+    ("architecture-causal", "", [SEQ2SEQ], [""]),
+    ("fsdp-muon", "optimizer.name=muon ", [FSDP], [*WHOLE, ZERO3]),
     ("schedule-both-warmups", "schedule.warmup_ratio=0.0 ", each("schedule.warmup_steps", "0 5"), [""]),
     (
         "schedule-constant-warmup",
@@ -320,3 +347,9 @@ def test_every_rule_points_at_a_key_or_a_section() -> None:
     for name, rule in RULES.items():
         assert rule.path in known, name
         assert (rule.path in sections()) == (rule.keys is not None), f"{name}: a section's line says nothing"
+
+
+def test_only_what_can_be_trained_is_warned_of() -> None:
+    switched_off = {"micro-batch-tokens", "eval-max-samples", "evaluation-at-start", "max-new-tokens"}
+    overridden = {"data-format", "data-columns", "data-ignore"}
+    assert {name for name, rule in RULES.items() if rule.warns} == {*UNUSUAL_RULES, *switched_off, *overridden}
