@@ -53,7 +53,7 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output if output.requires_grad else output.requires_grad_())
+        embedded.append(output.requires_grad_())
         return embedded[-1]
 
     handle = embeddings.register_forward_hook(keep)
