@@ -17,25 +17,19 @@ ELSEWHERE = {
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
-    "data/messages": "data/test_published_forms",
-    "data/mixture": "data/test_prepare",
     "data/pretokenised": "data/test_published_forms",
-    "data/readers": "data/test_sources",
     "data/rows": "data/test_formats",
     "distributed/layout": "distributed/test_engines",
     "models/adapter_init": "train/test_initial",
     "models/attention_kernels": "models/test_attention",
     "models/tiny": "models/test_output_head",
     "planner/plan": "planner/test_build",
-    "planner/ranges": "planner/test_build",
     "report/page": "report/test_run_page",
     "report/run_view": "report/test_run_page",
     "train/arguments": "distributed/test_engines",
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
-    "recipe/optimizers": "train/test_optimizer",
     "recipe/other_tools": "recipe/test_every_key",
-    "recipe/schema": "recipe/test_show",
     "recipe/sections": "recipe/test_show",
 }
 """Module to the file with its tests, where that has another name."""
