@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import models_doc
 import pytest
+import torch
 from harness import write_recipe
 from ranks import ON_CPU
 from small import INT8, LORA, MODELS, NF4, SEQ2SEQ
 from tiny import text_rows, tiny_model, tiny_tokenizer
 from tracker import measured, planned
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.distributed.layout import batch_layout
+from toolkit.models.tiny import shrink
 from toolkit.planner.hardware import find
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
@@ -93,6 +97,34 @@ def test_planned_peak_is_that_of_the_training(case, folder, ranks, monkeypatch):
     )
     # Between steps and while the optimizer updates there are states alone, which are exact but for the batch.
     assert sum(plan.phases["step"].values()) == pytest.approx(real["step"], rel=0.01)
+
+
+_KINDS = ["mixtral", "granitemoe", "deepseek_v3", "qwen3_next", "gpt_neox", "bloom", "falcon", "bart"]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", _KINDS)
+def test_planned_peak_holds_for_other_kinds_of_layers(kind, folder, ranks, monkeypatch):
+    """Mixtures, latent and linear attention, biases in place of positions, parallel branches, encoder and decoder."""
+    pairs = kind in models_doc.ENCODER_DECODERS
+    tokenizer = tiny_tokenizer(encoder_decoder=pairs)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = models_doc.configuration(kind)
+    small = shrink(config.to_dict()) | ids | {"vocab_size": len(tokenizer)}
+    if pairs:
+        small["decoder_start_token_id"] = ids["bos_token_id"]
+    auto = AutoModelForSeq2SeqLM if pairs else AutoModelForCausalLM
+    auto.from_config(type(config)(**small), dtype=torch.float32).save_pretrained(folder / kind)
+    tokenizer.save_pretrained(folder / kind)
+    arguments = ["recipe=full_rows", *(_PAIRS if pairs else ["batch.seq_len=96"]), f"model.path={kind}"]
+    done = ranks.run(folder, *arguments, f"output.name={kind}", entry="tracker")
+    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.chdir(folder)
+    plan, real = planned(*arguments), measured(folder, 1)
+    phases = ("forward", "backward", "step")
+    peak = max(sum(plan.phases[phase].values()) for phase in phases)
+    assert peak == pytest.approx(max(real[phase] for phase in phases), rel=0.03)
 
 
 @pytest.mark.slow
