@@ -49,6 +49,7 @@ CORE = (
 )
 FRAMEWORKS = ("pydantic", "hydra", "rich.console", "jinja2", "torch", "datasets", "transformers.trainer", "peft")
 SAID = {"UserError", "Problem", "print", "warn", "warning", "info", "debug", "error", "exception", "cast", "TypeVar"}
+GENERIC = {"Literal", "dict", "list", "tuple", "Callable", "Mapping", "NDArray", "Sequence"}
 # Tests whose durations come to more than this are not run for one mutant; a hung one is noticed after twice as much.
 SECONDS = 60.0
 
@@ -94,8 +95,8 @@ def left_out(node: cst.CSTNode) -> bool:
             return True
         case cst.Subscript(value=cst.Name(value="Literal")):
             return True
-        case cst.Assign(value=cst.Subscript(value=cst.Name(value="Literal"))):
-            return True
+        case cst.Assign(value=cst.Subscript(value=cst.Name(value=name))):
+            return name in GENERIC
         case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value="__all__"))]):
             return True
         case cst.Call(func=cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name))):
