@@ -18,6 +18,7 @@ from toolkit.distributed.engines import (
     fsdp_mesh,
     loads_on_device,
     loads_on_first_process,
+    reshards_after_forward,
     training_arguments,
 )
 from toolkit.distributed.environment import environment
@@ -156,6 +157,13 @@ def test_who_reads_the_weights_and_where_to(strategy: str, quantization: str, on
         assert not loads_on_device(recipe(strategy={"name": strategy}, method=method, model=model))
     every = {"name": strategy, "cpu_ram_efficient_loading": False}
     assert strategy != "fsdp" or not loads_on_first_process(recipe(strategy=every, method=method))
+
+
+def test_gathered_weights_are_released_as_the_recipe_says_or_else_by_the_sharding() -> None:
+    for sharding, usual in (("full_shard", True), ("hybrid_shard", True), ("shard_grad_op", False)):
+        for stated, expected in ((None, usual), (True, True), (False, False)):
+            made = recipe(strategy={"name": "fsdp", "sharding": sharding, "reshard_after_forward": stated})
+            assert reshards_after_forward(made) is expected
 
 
 @pytest.mark.parametrize(
