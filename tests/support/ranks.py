@@ -33,7 +33,6 @@ _GRACE_SECONDS = 5
 _IMPORTED_LATE = (
     "toolkit.train.main",
     "toolkit.train.train",
-    "cpu_engines",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "numpy.ctypeslib",
@@ -188,13 +187,12 @@ def _import() -> None:
 
     from toolkit.planner.trace import fit
     from toolkit.report import page
-    from toolkit.train import process, run_folder
+    from toolkit.train import process
 
     # What is made when it is first asked for, and kept: each process would make it again.
     get_checkpoint_conversion_mapping("llama")
     for template in page.TEMPLATES.list_templates(extensions=["j2"]):
         page.TEMPLATES.get_template(template)
-    run_folder.versions()
     fit.trace = untraced
     process.TELL_SECONDS = 0
     compile_no_inference()

@@ -79,7 +79,8 @@ class PlanGuard:
             dataclasses.replace(self, loaded=least)._planned(advice=False)
         fitting = [each for each in self._planned(advice=True).advice if each.changes and each.fits != "no"]
         if not fitting:
-            return "nothing known fits: lower batch.seq_len, or take a smaller model or larger devices"
+            rows = "batch.micro_batch_size or " if self.plan.micro_batch_size > 1 else ""
+            return f"nothing known fits: lower {rows}batch.seq_len, or take a smaller model or larger devices"
         return f"set {change_text(fitting[0].changes)} ({bytes_text(fitting[0].total)} by the plan)"
 
     def _planned(self, advice: bool) -> Plan:

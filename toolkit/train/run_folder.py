@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -210,8 +209,7 @@ def stages(adapter: str | None) -> list[str]:
     return [*read_manifest(Path(adapter).parent)[0].started_from, adapter]
 
 
-@functools.cache
-def versions() -> Mapping[str, str]:
+def versions() -> dict[str, str]:
     """Installed versions of the libraries that decide a run's numbers."""
     installed = {}
     for package in _PACKAGES:
