@@ -22,6 +22,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from toolkit.data.collate import Collator
 from toolkit.data.encode import IGNORE
+from toolkit.models.cpu_head import scored_on_cpu
 from toolkit.models.tiny import VOCABULARY, tiny_model
 
 _TOLERANCE = 1e-5
@@ -149,7 +150,8 @@ class OutputHead:
                 return forward(*args, labels=labels, **kwargs)
             if label_positions is None:
                 assert self.fused, "the model's own forward scores the positions of a collator"
-                return forward(*args, fused_lm_head=True, labels=labels, **kwargs)
+                with scored_on_cpu(labels[:, 1:]):
+                    return forward(*args, fused_lm_head=True, labels=labels, **kwargs)
             # The first token of a row is never trained, so the last one of the row before has no label.
             following = _at(labels.roll(-1), label_positions)
             if not (self.fused or self.selects):
@@ -158,7 +160,8 @@ class OutputHead:
                 return _from_logits(outputs, following)
             with _only(module.base_model, label_positions):
                 if self.fused:
-                    return forward(*args, fused_lm_head=True, shift_labels=following, **kwargs)
+                    with scored_on_cpu(following):
+                        return forward(*args, fused_lm_head=True, shift_labels=following, **kwargs)
                 return _from_logits(forward(*args, **kwargs), following)
 
         model.forward = types.MethodType(scored, model)

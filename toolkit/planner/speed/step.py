@@ -16,7 +16,7 @@ from typing import Literal
 from toolkit.planner.hardware import Hardware, Rate, between
 from toolkit.planner.memory.states import states
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
-from toolkit.planner.trace.types import CHUNK, Amount, Pass, Trace
+from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
 
@@ -187,6 +187,7 @@ class Step:
         if rate is None:
             return 1.0
         half, (count, active) = getattr(rate, self._end), self._experts
+        chunk = CHUNK_ON_CPU if self._workload.on_cpu else CHUNK
         head = any(each.place == "head" and len(each.shape) == 2 for each in self._trace.tensors)
         work = seconds = 0.0
         for each in self._trace.tensors:
@@ -194,7 +195,7 @@ class Step:
             if len(each.shape) < 2 or each.kind == "adapter" or lookup:
                 continue
             share = active / count if each.shape[0] == count > 1 else 1.0
-            part = min(rows, CHUNK) if each.place in ("embeddings", "head") else rows * share
+            part = min(rows, chunk) if each.place in ("embeddings", "head") else rows * share
             amount = each.numel * each.count * share
             work += amount
             seconds += amount / product_speed(part, *each.shape[-2:], half=half)

@@ -62,8 +62,8 @@ def trace(setting: Setting) -> Trace:
     return Trace(
         layers=layers,
         tensors=tensors,
-        moments=tuple(_moments(runs, fit, layers)),
-        passes=_passes(runs, fit, choice.fused and not encoder_decoder),
+        moments=tuple(_moments(runs, fit, layers, setting.chunk)),
+        passes=_passes(runs, fit, choice.fused and not encoder_decoder and setting.device != "cpu"),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         caches=_caches(setting, config),
@@ -92,12 +92,12 @@ class _Fit:
 
     def __init__(self, shapes: list[tuple[int, int]], small: int, large: int) -> None:
         self._inverse = np.linalg.inv(np.array([_terms(*shape)[: len(shapes)] for shape in shapes]))
-        self._small, self._large = small, large
+        self._small, self.large = small, large
 
     def coefficients(self, values: Any) -> tuple[np.ndarray, np.ndarray]:
         """Fixed and per-layer coefficients, each (shapes, …), of values (2 depths, shapes, …)."""
         low, high = (np.tensordot(self._inverse, np.asarray(each, dtype=float), 1) for each in values)
-        per_layer = (high - low) / (self._large - self._small)
+        per_layer = (high - low) / (self.large - self._small)
         return low - self._small * per_layer, per_layer
 
     def amount(self, values: Any) -> list[Amount]:
@@ -122,17 +122,20 @@ def _as_amount(fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
     return Amount(clean(fixed), clean(per_layer))
 
 
-def _moments(runs: list[list[Micro]], fit: _Fit, layers: int) -> Iterable[Moment]:
+def _moments(runs: list[list[Micro]], fit: _Fit, layers: int, chunk: int) -> Iterable[Moment]:
     """For every pass and place the operations at which some shape has its peak."""
     moments: dict[Any, Moment] = {}
     for name in runs[0][0].timelines:
         phase = name.removesuffix("+")
         timelines = [[micro.timelines[name] for micro in row] for row in runs]
         for place in ("embeddings", "first_layer", "last_layer", "head"):
-            parts = _same_depth([[_at(timeline, place) for timeline in row] for row in timelines])
-            if any(len(part) == 0 for row in parts for part in row):
+            turns = [_same_turns([_at(timeline, place) for timeline in row]) for row in timelines]
+            seen = [row for row in turns if all(names for names, _ in row)]
+            # Of one layer none is the last: of a model of two the deeper one says all.
+            if len(seen) < 2 and not (seen and layers == fit.large):
                 continue
-            for amounts in _peaks(parts, fit, layers):
+            parts = _same_depth([seen[0], seen[-1]])
+            for amounts in _peaks(parts, fit, layers, chunk):
                 moment = Moment(phase, place, name.endswith("+"), **amounts)  # type: ignore[arg-type]
                 moments[moment] = moment
     return _undominated(list(moments))
@@ -143,6 +146,21 @@ def _at(timeline: Timeline, place: str) -> tuple[list[str], np.ndarray]:
     indices = [index for index, where in enumerate(timeline.places) if where == place]
     live = np.array([timeline.live[index] for index in indices], dtype=float)
     return [timeline.names[index] for index in indices], live.reshape(len(indices), len(CATEGORIES))
+
+
+def _same_turns(parts: list[tuple[list[str], np.ndarray]]) -> list[tuple[list[str], np.ndarray]]:
+    """The operations of a place, the same ones for each shape.
+
+    The loss takes a turn for each chunk of tokens, so longer batches take more of them. Its turns are alike: those that
+    the shortest takes are the first of the others', whose rest is left out up to what comes after the last.
+    """
+    shortest = min((names for names, _ in parts), key=len)
+    cut = []
+    for names, live in parts:
+        start = next((i for i, (a, b) in enumerate(zip(shortest, names, strict=False)) if a != b), len(shortest))
+        rest = len(shortest) - start
+        cut.append((names[:start] + names[len(names) - rest :], _ends(live, start, rest)))
+    return cut
 
 
 def _same_depth(parts: list[list[tuple[list[str], np.ndarray]]]) -> list[list[np.ndarray]]:
@@ -166,36 +184,24 @@ def _ends(rows: np.ndarray, first: int, last: int) -> np.ndarray:
     return np.concatenate([rows[:first], rows[len(rows) - last :]])
 
 
-def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int) -> list[dict[str, Amount]]:
+def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int, chunk: int) -> list[dict[str, Amount]]:
     """Amounts by category at the peaks of one place."""
-    fixed, per_layer = fit.coefficients(_aligned(parts))
+    fixed, per_layer = fit.coefficients(parts)
     whole = fixed + layers * per_layer
     peaks = set()
     for batch, length in _SHAPES:
         live = np.tensordot(_terms(batch, length)[: len(whole)], whole, 1)
-        live[:, _CHUNKS] *= min(1.0, batch * length / CHUNK)
+        live[:, _CHUNKS] *= min(1.0, batch * length / chunk)
         peaks |= {int(np.argmax(live.sum(1))), int(np.argmax(live.sum(1) - live[:, _GRADIENTS]))}
-    return [_amounts(fixed[:, peak], per_layer[:, peak]) for peak in sorted(peaks)]
+    return [_amounts(fixed[:, peak], per_layer[:, peak], chunk) for peak in sorted(peaks)]
 
 
-def _amounts(fixed: np.ndarray, per_layer: np.ndarray) -> dict[str, Amount]:
+def _amounts(fixed: np.ndarray, per_layer: np.ndarray, chunk: int) -> dict[str, Amount]:
     """The amounts of a moment, from coefficients (terms, categories)."""
     amounts = {name: _as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
     chunks = amounts.pop("chunks")
-    return amounts | {"logits": dataclasses.replace(amounts["logits"], chunk=chunks.at(Shape(0, 1, CHUNK)))}
-
-
-def _aligned(parts: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """The operations of a place, the same ones for each shape.
-
-    The loss takes a turn for each chunk of tokens, so longer batches take more of them. Its turns are alike: the first
-    half of the shortest and what comes before it, and the second half and what comes after it, are in all of them.
-    """
-    fewest = min(len(part) for row in parts for part in row)
-    if all(len(part) == fewest for row in parts for part in row):
-        return parts
-    half = fewest // 2
-    return [[_ends(part, half, half) for part in row] for row in parts]
+    each = chunks.at(Shape(0, 1, chunk))
+    return amounts | {"logits": dataclasses.replace(amounts["logits"], chunk=each, tokens=chunk)}
 
 
 def _undominated(moments: list[Moment]) -> Iterable[Moment]:
@@ -216,15 +222,14 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
             yield moment
 
 
-def _passes(runs: list[list[Micro]], fit: _Fit, fused_head: bool) -> dict[str, Pass]:
+def _passes(runs: list[list[Micro]], fit: _Fit, forms_logits_again: bool) -> dict[str, Pass]:
     def fitted(name: str, kind: str = "work") -> Pass:
         return Pass(*fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs]))
 
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
     again = fitted("backward", "recomputed")
-    if fused_head:
-        # The fused loss keeps no logits: its backward pass forms them once more, which is all that is outside the
-        # layers. No layer is entered for it, so it is not seen as recomputation.
+    if forms_logits_again:
+        # That is all that is recomputed outside the layers. No layer is entered for it, so it is not seen.
         matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)
         again = dataclasses.replace(again, matmul=matmul)
     return passes | {"recompute": again}

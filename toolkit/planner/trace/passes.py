@@ -18,7 +18,7 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.output_head import HeadChoice, OutputHead, asks_routers
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
-from toolkit.planner.trace.types import CHUNK, Setting
+from toolkit.planner.trace.types import Setting
 from toolkit.recipe.sections import ActivationCheckpointing
 
 
@@ -58,11 +58,11 @@ def run(
     _prepare(shallow, setting, choice)
     with fake:
         inputs = _inputs(setting, batch, length)
-        if not choice.fused and setting.objective != "seq2seq":
+        if (setting.device == "cpu" or not choice.fused) and setting.objective != "seq2seq":
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
-        chunked = batch * length > CHUNK
-        tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunked, deadline)
+        chunk = setting.chunk if batch * length > setting.chunk else 0
+        tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
         timelines: dict[str, Timeline] = {}
         with _watched(shallow, tracker, period), tracker:
             for suffix in ("", "+"):

@@ -18,8 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from toolkit.planner.trace.types import CHUNK
-
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
 """As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""
 _CUDA_GRANULARITY = 512
@@ -81,7 +79,7 @@ class Tracker(TorchDispatchMode):
         known: Tensors that live all the time (parameters, buffers, the batch), which are not counted.
         weights: Parameters, whose copies in another dtype count as `casts`.
         on_gpu: Whether to count what a GPU would hold, whose allocator rounds every tensor up.
-        chunked: Whether the batch has more tokens than the loss works on at a time.
+        chunk: Tokens that the loss works on at a time, if the batch has more of them.
         deadline: Of `time.process_time`. A model may go through its tokens one by one.
 
     Raises:
@@ -93,11 +91,11 @@ class Tracker(TorchDispatchMode):
         known: Iterable[torch.Tensor],
         weights: Iterable[torch.Tensor],
         on_gpu: bool = False,
-        chunked: bool = False,
+        chunk: int = 0,
         deadline: float = math.inf,
     ) -> None:
         super().__init__()
-        self._chunked = chunked
+        self._chunk = chunk
         self._deadline = deadline
         self._on_gpu = on_gpu
         self._granularity = _CUDA_GRANULARITY if on_gpu else 1
@@ -172,8 +170,8 @@ class Tracker(TorchDispatchMode):
         if self.place != "head":
             return CATEGORIES.index("activations")
         # The loss's buffer for logits, and its copy of the hidden states that belong to them; the last may be shorter.
-        new = outputs if self._chunked and name.startswith(("aten::empty", "aten::_to_copy")) else []
-        chunk = any(each.ndim == 2 and len(each) <= CHUNK for each in new)
+        new = outputs if name.startswith(("aten::empty", "aten::_to_copy")) else []
+        chunk = any(each.ndim == 2 and len(each) <= self._chunk for each in new)
         return CATEGORIES.index("chunks" if chunk else "logits")
 
     def _add(self, tensor: torch.Tensor, category: int) -> int:

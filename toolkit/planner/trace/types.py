@@ -30,6 +30,9 @@ FORMAT = 2
 CHUNK = 4096
 """Tokens that the fused output head and loss work on at a time (TRL's `TOKEN_CHUNK_SIZE`)."""
 
+CHUNK_ON_CPU = 256
+"""The same on a CPU (`models.cpu_head.CHUNK`)."""
+
 Phase = Literal["forward", "backward", "evaluation"]
 Place = Literal["embeddings", "first_layer", "last_layer", "head"]
 
@@ -61,12 +64,14 @@ class Amount:
     Args:
         fixed: Coefficients of these four, in this order, outside the layers; zeros at the end are left out.
         per_layer: The same for each layer.
-        chunk: What there is beside, once, for each chunk of tokens; less for fewer tokens than `CHUNK`.
+        chunk: What there is beside, once, for each chunk of tokens; less for fewer of them.
+        tokens: Of a chunk.
     """
 
     fixed: tuple[float, ...] = ()
     per_layer: tuple[float, ...] = ()
     chunk: float = 0.0
+    tokens: int = CHUNK
 
     def at(self, shape: Shape) -> float:
         """The quantity for one shape; never negative.
@@ -92,7 +97,7 @@ class Amount:
         parts = [each * term for each, term in zip(self.fixed, terms, strict=False)]
         outside = sum(parts[:1]) + share * sum(parts[1:])
         inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
-        return max(0.0, outside + layers * inside + self.chunk * min(1.0, share * tokens / CHUNK))
+        return max(0.0, outside + layers * inside + self.chunk * min(1.0, share * tokens / self.tokens))
 
 
 @dataclass(frozen=True)
@@ -307,6 +312,11 @@ class Setting:
     trust_remote_code: bool = False
     path: str | None = None
 
+    @property
+    def chunk(self) -> int:
+        """Tokens that the fused output head and loss work on at a time."""
+        return CHUNK_ON_CPU if self.device == "cpu" else CHUNK
+
     def in_bf16(self) -> Setting:
         """The same in bf16 where this is in fp16: as many bytes and, but for a model's own clamps, the same kernels."""
         halves = [key for key in ("load", "local", "autocast") if getattr(self, key) == "float16"]
@@ -321,6 +331,8 @@ class Setting:
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
         content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
+        if self.device == "cpu" and self.objective != "seq2seq":
+            content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
         return _hash(content)

@@ -1,0 +1,145 @@
+"""TRL's fused output head on CPUs, with the gradients formed in the forward pass, as Liger's kernel does on GPUs.
+
+While the logits of some tokens are there, their gradient is formed, and with it those of the hidden states and of the
+weight, at one product each. TRL forms the logits anew in the backward pass instead, which takes twice as long on a CPU.
+Keeping all logits, the alternative, is as fast, but holds as many as a batch has tokens. The arithmetic is the same
+whatever the engine, and however many tokens a batch trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from trl.trainer import utils as trl_utils
+
+from toolkit.data.encode import IGNORE
+
+CHUNK = 256
+"""Tokens whose logits are there at a time: more make the products no faster."""
+
+
+@contextlib.contextmanager
+def scored_on_cpu(labels: torch.Tensor) -> Iterator[None]:
+    """While this context lasts, TRL's fused head scores these labels in this way, if they are on a CPU."""
+    if labels.device.type != "cpu":
+        yield
+        return
+    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten())):
+        yield
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Takes the place of TRL's autograd function.
+
+    Args:
+        trained: Which of the tokens have a label.
+    """
+
+    trained: torch.Tensor
+
+    def apply(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Log-probabilities (N) of the targets (N), and None for what else TRL's function can compute.
+
+        Args:
+            hidden: (N, H).
+            weight: (V, H).
+            bias: (V).
+        """
+        wanted = [
+            torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)
+        ]
+        log_probs = _LogProbs.apply(hidden, weight, bias, targets, self.trained, softcap, scale, wanted)
+        return log_probs, None, None, None, None
+
+
+class _LogProbs(torch.autograd.Function):
+    """The gradients of a sum of log-probabilities are formed with them, and multiplied by its own later on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        trained: torch.Tensor,
+        softcap: float | None,
+        scale: float,
+        wanted: list[bool],
+    ) -> torch.Tensor:
+        compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        (tokens, _), vocabulary = hidden.shape, len(weight)
+        matrix, exact = weight.to(compute), compute == torch.float32
+        log_probs = torch.empty(tokens, dtype=torch.float32)
+        # Of minus the log-probabilities; sums over tokens in fp32.
+        to_hidden = torch.empty_like(hidden, dtype=compute) if wanted[0] else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        tile, scores = (torch.empty((min(tokens, CHUNK), vocabulary), dtype=each) for each in (compute, torch.float32))
+
+        def score(rows: slice) -> None:
+            """Of some tokens; what is made for them is gone before the next ones."""
+            states, labels, counted = hidden[rows].to(compute), targets[rows, None], trained[rows, None]
+            products = torch.mm(states, matrix.t(), out=tile[: len(states)])
+            if bias is not None:
+                products.add_(bias.to(compute))
+            logits = products.float()
+            if scale != 1:
+                logits = logits * scale
+            if softcap is not None:
+                capped = torch.tanh(logits / softcap)
+                logits = capped * softcap
+            gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
+            log_probs[rows] = gradient.gather(1, labels)[:, 0]
+            if not any(wanted):
+                return
+            gradient.exp_().scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32))
+            if softcap is not None:
+                gradient.mul_(1 - capped.square())
+            if scale != 1:
+                gradient.mul_(scale)
+            if to_bias is not None:
+                to_bias.add_((gradient * counted).sum(0))
+            if not exact:
+                gradient = products.copy_(gradient)
+            if to_hidden is not None:
+                torch.mm(gradient, matrix, out=to_hidden[rows])
+            if to_weight is not None and exact:
+                to_weight.addmm_(gradient.t(), states * counted)
+            elif to_weight is not None:
+                to_weight.add_(gradient.t() @ (states * counted))
+
+        for start in range(0, tokens, CHUNK):
+            score(slice(start, start + CHUNK))
+        ctx.trained, ctx.dtypes = trained, [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        ctx.gradients = to_hidden, to_weight, to_bias
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,), (to_hidden, *sums) = grads, ctx.gradients
+        del ctx.gradients  # A second backward pass would multiply them again.
+        found = [None if to_hidden is None else to_hidden * -grad[:, None]]
+        # All tokens of a sum have the same, or the gradient is not a number.
+        factor = grad.index_select(0, ctx.trained.int().argmax(0, keepdim=True))
+        factor = factor.where(((grad == factor) | ~ctx.trained).all(), torch.nan)
+        found += [None if total is None else total.mul_(-factor) for total in sums]
+        made = [None if total is None else total.to(dtype) for total, dtype in zip(found, ctx.dtypes, strict=True)]
+        return *made, None, None, None, None, None
