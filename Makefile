@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 # Any Python 3.11 or newer; `make PYTHON=/path/to/python` chooses.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# Three on two processors: some tests wait for processes or timeouts.
+PYTEST_ARGS ?= -n 3 --dist worksteal
 
 venv: $(VENV)/installed
 

@@ -41,11 +41,9 @@ _BF16 = ["precision=bf16"]
 _SENTENCE = "Return a copy of the string with its first character capitalized and the rest lowercased."
 _PAIRS = [*SEQ2SEQ, f"batch.seq_len={len(tiny_tokenizer(encoder_decoder=True)(_SENTENCE)['input_ids'])}"]
 _CASES = {
-    "llama_pure_bf16": ["precision=pure_bf16"],
     # Nothing is padded, so there is no mask.
     "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
     "llama_qlora": NF4,
-    "llama_muon": ["optimizer.name=muon"],
     "qwen_selective": ["model.path=qwen", "activation_checkpointing=selective", *_BF16],
     "gemma_lora_checkpointing": ["model.path=gemma", "activation_checkpointing=full", *LORA],
     "gpt2": ["model.path=gpt2"],
@@ -54,6 +52,8 @@ _CASES = {
 }
 _MORE_CASES = {
     "llama": [],
+    "llama_pure_bf16": ["precision=pure_bf16"],
+    "llama_muon": ["optimizer.name=muon"],
     "llama_bf16": _BF16,
     "llama_checkpointing": ["activation_checkpointing=full"],
     "llama_selective": ["activation_checkpointing=selective", *_BF16],

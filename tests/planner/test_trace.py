@@ -272,6 +272,7 @@ def test_flops_are_those_of_the_paper() -> None:
     assert found.passes["recompute"].matmul.at(shape) == pytest.approx(head, rel=1e-3)
 
 
+@pytest.mark.matrix
 def test_checkpointing_trades_memory_for_work() -> None:
     shape = Shape(16, 2, 4096)
     kept, dropped = traced(setting()), traced(setting(checkpointing="full"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -23,8 +24,14 @@ def test_adapter_names_its_base_by_the_recipe() -> None:
     assert config["base_model_name_or_path"] == "llama"
 
 
-@pytest.mark.parametrize("model", ["llama", "moe", "gemma", "gpt2", "blenderbot"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    [
+        *itertools.product(("fp32", "pure_bf16"), ("llama", "moe", "gemma", "gpt2", "blenderbot")),
+        *(("bf16", model) for model in ("llama", "gpt2", "blenderbot")),
+        *(pytest.param("bf16", model, marks=pytest.mark.matrix) for model in ("moe", "gemma")),
+    ],
+)
 def test_final_model_is_what_was_trained(model: str, precision: str) -> None:
     kind = SEQ2SEQ if model == "blenderbot" else [f"model.path={model}"]
     training, callbacks = with_callbacks(

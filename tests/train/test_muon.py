@@ -108,6 +108,7 @@ def test_settings_reach_both_halves() -> None:
     assert (adamw["betas"], adamw["fused"], adamw["lr"]) == ((0.9, 0.95), True, muon["lr"])
 
 
+@pytest.mark.matrix
 def test_a_continued_run_equals_one_that_was_never_stopped() -> None:
     whole = [*MUON, "schedule.max_steps=6", "checkpoint.save_steps=3"]
     assert main(["recipe=small", *whole, "output.name=whole"]) == 0

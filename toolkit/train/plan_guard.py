@@ -72,11 +72,12 @@ class PlanGuard:
 
     def _change(self) -> str:
         """The smallest change with which the run fits, as text."""
-        # Advice knows the settings that have been traced. These two take the least memory.
+        # Advice knows the settings that have been traced. These two take the least memory; the second more time.
         for mode in ("none", "full"):
             values = {"batch.micro_batch_size": 1, "activation_checkpointing.mode": mode}
             least = dataclasses.replace(self.loaded, recipe=self.loaded.recipe.with_values(values))
-            dataclasses.replace(self, loaded=least)._planned(advice=False)
+            if dataclasses.replace(self, loaded=least)._planned(advice=False).fit.answer == "yes":
+                break
         fitting = [each for each in self._planned(advice=True).advice if each.changes and each.fits != "no"]
         if not fitting:
             rows = "batch.micro_batch_size or " if self.plan.micro_batch_size > 1 else ""
