@@ -45,12 +45,13 @@ _CASES = {
     "llama_one_long_row": ["batch.micro_batch_size=1", "batch.global_batch_size=1", "batch.seq_len=192"],
     "llama_qlora": NF4,
     "qwen_selective": ["model.path=qwen", "activation_checkpointing=selective", *_BF16],
-    "gemma_lora_checkpointing": ["model.path=gemma", "activation_checkpointing=full", *LORA],
+    "gemma_lora": ["model.path=gemma", *LORA],
     "gpt2": ["model.path=gpt2"],
     "moe": ["model.path=moe"],
     "blenderbot": _PAIRS,
 }
 _MORE_CASES = {
+    "gemma_lora_checkpointing": ["model.path=gemma", "activation_checkpointing=full", *LORA],
     "llama": [],
     "llama_pure_bf16": ["precision=pure_bf16"],
     "llama_muon": ["optimizer.name=muon"],
@@ -59,7 +60,6 @@ _MORE_CASES = {
     "llama_selective": ["activation_checkpointing=selective", *_BF16],
     "llama_lora": [*LORA, *_BF16],
     "qwen": ["model.path=qwen", *_BF16],
-    "gemma_lora": ["model.path=gemma", *LORA],
     "llama_accumulating": ["batch.global_batch_size=4"],
     "llama_every_second_layer": ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"],
     "llama_8bit_optimizer": ["optimizer.name=adamw_8bit"],

@@ -74,10 +74,12 @@ class Cell:
 DISTRIBUTED = [name for name in ENGINES if name not in ("single", "fsdp_hybrid")]
 ALIKE = ("zero1", "zero2_offload", "zero3", "zero3_offload", "fsdp_grad_op")
 """Engines that treat adapters as their neighbours ZeRO-2 and FSDP do. ZeRO-3 has DoRA below."""
+CONTINUED = ("zero2_offload", "zero3_offload")
+"""Engines that `train/test_checkpoint.py` holds to the run of another one, from its checkpoint on."""
 CORE = [
-    *(Cell("full", "fp32", False, 4, engine) for engine in DISTRIBUTED),
+    *(Cell("full", "fp32", False, 4, engine) for engine in DISTRIBUTED if engine not in CONTINUED),
     *(Cell("lora", "fp32", True, 1, engine) for engine in DISTRIBUTED if engine not in ALIKE),
-    *(Cell("full", "bf16", False, 2, engine) for engine in ("zero3", "fsdp")),
+    *(Cell("full", "bf16", False, 2, engine) for engine in ("zero2", "fsdp")),
     Cell("full", "fp32", False, 2, "fsdp_hybrid"),
 ]
 FULL = [
