@@ -348,6 +348,12 @@ def test_what_the_recipe_passes_on_reaches_deepspeed_and_stands_against_a_file(l
     launch = launched(made, {"zero_optimization": {"stage": 2, "round_robin_gradients": False}, "dump_state": True})
     assert launch.ignored == ("zero_optimization.round_robin_gradients=false",)
     assert deepspeed_config(made, launch.taken_over) == wanted | {"dump_state": True}
+    # Each of several is told.
+    made = recipe(
+        "zero2", extra={"deepspeed": {"flops_profiler": {"enabled": True, "profile_step": 5, "top_modules": 2}}}
+    )
+    launch = launched(made, {"flops_profiler": {"enabled": True, "profile_step": 6, "top_modules": 3}})
+    assert launch.ignored == ("flops_profiler.profile_step=6", "flops_profiler.top_modules=3")
 
 
 def test_the_example_of_the_field_starts_a_recipe_of_the_same_strategy(launched: Any) -> None:
