@@ -142,3 +142,10 @@ def test_a_folder_without_an_adapter_names_the_one_inside(adapter: Path) -> None
     (adapter / "other.json").rename(adapter / "final" / "adapter_config.json")
     with pytest.raises(RecipeError, match=r"set model\.adapter=first/final"):
         load("small")
+
+
+@pytest.mark.parametrize("beside", ["method: qlora\n", "method: [\n", "- a list\n", ""])
+def test_a_recipe_of_somebody_elses_beside_an_adapter_says_nothing_of_it(adapter: Path, beside: str) -> None:
+    configure(adapter)
+    (adapter.parent / "recipe.yaml").write_text(beside, encoding="utf-8")
+    assert load("small").recipe.method.init_lora_weights == "default"

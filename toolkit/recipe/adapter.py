@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.common import UserError
 from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
 from toolkit.recipe.files import read
 from toolkit.recipe.libraries import PASSED
@@ -81,10 +83,12 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
 
 
 def _begun(folder: Path) -> str:
-    """How an adapter began, where the recipe of its run says it."""
+    """How an adapter began, where the recipe of its run says it; what lies there may be somebody's own recipe."""
     run = folder.parent / "recipe.yaml"
-    values: Any = read(run).values if run.is_file() else {}
-    return values.get("method", {}).get("init_lora_weights", "default")
+    method: Any = None
+    with suppress(UserError):
+        method = read(run).values.get("method") if run.is_file() else None
+    return method.get("init_lora_weights", "default") if isinstance(method, dict) else "default"
 
 
 def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:

@@ -211,8 +211,7 @@ def set_up(
 
 
 def _begin(trainer: Any, source: ModelSource, types: Dtypes, train: Any) -> None:
-    """Adapters that begin by the weights or rows themselves, the same on all processes. As long as no engine has copied
-    them."""
+    """Begins adapters by the weights or rows themselves, alike on all processes, before an engine copies them."""
     way, first = source.recipe.method.init_lora_weights, trainer.is_world_process_zero()
     if way == "loftq":
         begin_with_lost(trainer.model, source, types)
