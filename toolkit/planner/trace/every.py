@@ -73,4 +73,4 @@ def _sum(one: Amount, other: Amount, first: float, second: float) -> Amount:
         return tuple(first * a + second * b for a, b in itertools.zip_longest(one, other, fillvalue=0.0))
 
     chunk = first * one.chunk + second * other.chunk
-    return Amount(added(one.fixed, other.fixed), added(one.per_layer, other.per_layer), chunk)
+    return Amount(added(one.fixed, other.fixed), added(one.per_layer, other.per_layer), chunk, one.tokens)
