@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from figures import pytest_terminal_summary  # noqa: F401
 from harness import leave_unmeasured, untraced
 from ranks import Ranks
 
+from toolkit.models.imports import quick_imports
 from toolkit.planner.trace import store
 from toolkit.planner.trace.__main__ import answer
 
 # Kept between sessions and shared by parallel workers: the built-in model is converted once.
 CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "toolkit"
 RANKS = pytest.StashKey[Ranks]()
+IMPORTS = ExitStack()
+IMPORTS.enter_context(quick_imports())
 
 os.environ.setdefault("TOOLKIT_CACHE", str(CACHE))
 os.environ.update(
@@ -63,7 +67,7 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_finish() -> None:
     """Trainers collect garbage several times, each time over the objects of all modules imported so far."""
     gc.collect()
-    gc.freeze()
+    IMPORTS.close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
