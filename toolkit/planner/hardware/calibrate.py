@@ -15,8 +15,7 @@ import statistics
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import yaml
 import toolkit
 from toolkit.common import UserError, first_line, write_atomically
 from toolkit.models import device
+from toolkit.planner.hardware import layer
 from toolkit.planner.hardware.calibration import Calibration, busy, describe, load, path_of
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Figure
@@ -88,7 +88,7 @@ def calibrate(seconds: float = 60.0) -> Path:
     else:
         kept = {key: before[key] for key in ("link", "network", "processes") if key in before}
         # A launcher may have left one thread to this process; a CPU is measured as a whole.
-        with threads(hardware.node.cores):
+        with layer.threads(hardware.node.cores):
             loaded = not on_gpu and busy()
             measured = {"processes": 1, "busy": loaded} | kept | _Bench(on_gpu, seconds).measure()
         if loaded:
@@ -102,17 +102,6 @@ def calibrate(seconds: float = 60.0) -> Path:
         checked = Calibration.model_validate(measured).model_dump(exclude_none=True)
         write_atomically(path, yaml.safe_dump(checked, sort_keys=False, default_flow_style=None))
     return path
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Has torch use so many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Bench:
@@ -140,9 +129,7 @@ class _Bench:
     def measure(self) -> dict[str, Any]:
         """All figures of `Calibration` that one process can know, and why others are missing."""
         if not self.on_gpu:
-            from toolkit.planner.hardware.layer import measure
-
-            layers, self.skipped = measure(("fp32", "bf16"), self.seconds / 2)
+            layers, self.skipped = layer.measure(("fp32", "bf16"), self.seconds / 2)
             return {"layers": layers, "skipped": self.skipped, **self._tried({"optimizer": self._optimizer})}
         products = {dtype: functools.partial(self._products, dtype) for dtype in self.dtypes}
         attention = {dtype: functools.partial(self._attention, dtype) for dtype in self.dtypes[:1]}
@@ -314,7 +301,7 @@ class _Bench:
             value.sum().backward()
 
         # Nothing here is worth sharing, and to wait for another thread takes longer than all of it.
-        with threads(1):
+        with layer.threads(1):
             least, _, real = (statistics.median(self._times(work)) / count for work in (plain, graph, modules))
         return _figure(_MODEL_LAUNCH * real, (least, 2 * _MODEL_LAUNCH * real))
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from toolkit.planner.hardware.calibrate import threads
 from toolkit.planner.hardware.calibration import busy
 from toolkit.planner.hardware.specs import between
 from toolkit.planner.speed.step import REFERENCE, product_speed
@@ -65,6 +65,17 @@ def measure(dtypes: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, 
             else:
                 figures[dtype] = each.measure()
     return figures, skipped
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Has torch use so many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Layers:
