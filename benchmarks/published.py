@@ -37,11 +37,14 @@ class Row:
         source: Key of the file.
         name: Where it stands in the source.
         memory: Planned and published bytes, if memory was published.
-        rate: The same for tokens per second, with the ends of the planned range.
+        rate: The same for tokens per second.
+        ends: Of the planned range of the rate.
+        devices: How many worked.
     """
 
     source: str
     name: str
+    devices: int
     memory: tuple[float, float] | None
     rate: tuple[float, float] | None
     ends: tuple[float, float]
@@ -50,6 +53,11 @@ class Row:
     def within(self) -> bool | None:
         """Whether the published rate lies in the planned range."""
         return None if self.rate is None else self.ends[0] <= self.rate[1] <= self.ends[1]
+
+    @property
+    def width(self) -> float:
+        """Of the planned range, as a share of the planned rate."""
+        return (self.ends[1] - self.ends[0]) / self.rate[0] if self.rate else 0.0
 
 
 def rows(only: str = "") -> Iterator[Row]:
@@ -64,6 +72,7 @@ def rows(only: str = "") -> Iterator[Row]:
             yield Row(
                 name,
                 title,
+                plan.devices,
                 (held(source, plan, shape), memory * _UNITS[source["unit"]]) if memory else None,
                 (speed, float(rate)) if rate else None,
                 (speed * step.value / step.high, speed * step.value / step.low),
@@ -82,7 +91,7 @@ def planned(
     for text in [*source["set"], *named]:
         key, _, value = text.partition("=")
         settings[key] = yaml.safe_load(value)
-    hardware = find(settings.pop("hardware"))
+    hardware = find(settings.pop("hardware"), FILE.parent)
     (batch,) = (word for word in words if not isinstance(word, str))
     micro_batch, passes = batch if isinstance(batch, list) else (batch, 1)
     settings["batch.micro_batch_size"] = micro_batch
@@ -140,13 +149,20 @@ def main() -> None:
             rate = f"{each.rate[0]:8.0f} {each.rate[1]:8.0f} tokens/s" if each.rate else ""
             print(f"{each.source:<27} {each.name:<26} {memory}  {rate}")
         print()
-    print(f"{'':<27} rows  memory: median, worst   tokens/s: median, worst   in the range")
-    for name in [*dict.fromkeys(each.source for each in found), ""]:
-        group = [each for each in found if name in ("", each.source)]
-        inside = [each.within for each in group if each.within is not None]
-        memory = _off([each.memory for each in group if each.memory])
-        rate = _off([each.rate for each in group if each.rate])
-        print(f"{name or 'all':<27} {len(group):>4} {memory:>24} {rate:>25} {sum(inside):>7} of {len(inside)}")
+    print(f"{'':<27} rows  memory: median, worst   tokens/s: median, worst   in the range    width")
+    for name in dict.fromkeys(each.source for each in found):
+        _print(name, [each for each in found if each.source == name])
+    for name, low, high in (("one device", 1, 1), ("2 to 4", 2, 4), ("8", 8, 8), ("more", 9, 10**6), ("all", 1, 10**6)):
+        _print(name, [each for each in found if low <= each.devices <= high])
+
+
+def _print(name: str, group: Sequence[Row]) -> None:
+    timed = [each for each in group if each.rate]
+    memory = _off([each.memory for each in group if each.memory])
+    rate = _off([each.rate for each in timed if each.rate])
+    inside = f"{sum(bool(each.within) for each in timed)} of {len(timed)}"
+    width = f"{statistics.median(each.width for each in timed):.0%}" if timed else ""
+    print(f"{name:<27} {len(group):>4} {memory:>24} {rate:>25} {inside:>14} {width:>8}")
 
 
 if __name__ == "__main__":

@@ -280,6 +280,13 @@ def test_communication_hides_behind_layers_and_not_without_a_link() -> None:
     assert waiting.communication_seconds > 2 * plan(recipe("zero2"), "h200x8").communication_seconds
 
 
+def test_ranges_are_wider_on_more_devices() -> None:
+    large = recipe("fsdp", batch={"global_batch_size": 128})
+    steps = [plan(large, name).step_seconds for name in ("h200", "h200x2", "h200x8", "h200x8x16")]
+    widths = [(each.high - each.low) / each.value for each in steps]
+    assert widths == sorted(set(widths))
+
+
 def test_small_kernels_take_as_long_as_their_launches() -> None:
     wanted, hardware = recipe(), find("h200")
     layout = batch_layout(wanted, 1)

@@ -157,6 +157,35 @@ def test_transfers_hide_behind_the_passes_they_belong_to() -> None:
     assert (slow.communication, slow.offload) == (0, pytest.approx(3))
 
 
+def test_kernels_are_slower_beside_collectives() -> None:
+    on, second = device(devices=2), {"NVLink": 5e9}
+
+    def slower(*sent: Transfer, on: Hardware = on, end: Any = "value") -> float:
+        return step(on, list(sent), end).contention - step(on, end=end).contention
+
+    assert slower(Transfer("backward", 1, second)) == pytest.approx(0.16)
+    assert slower(Transfer("backward", 4, second), Transfer("backward", 1, second)) == pytest.approx(5 * 0.16)
+    # At the high end the link is half as fast, too; at the low end nothing is lost.
+    assert slower(Transfer("forward", 1, second), end="high") == pytest.approx(2 * 0.29)
+    assert slower(Transfer("forward", 1, second), end="low") == 0
+    # What computing does not hide is waited for, by the device and not by its kernels.
+    long = {"NVLink": (FORWARD + 2) * 5e9}
+    assert slower(Transfer("forward", 1, long)) == pytest.approx(0.16 * (FORWARD + 2) - 2)
+    assert slower(Transfer("forward", 1, {"NVLink": 2 * FORWARD * 5e9})) == 0
+    # Copies to the host have engines of their own, and nothing runs beside what is waited for.
+    assert slower(Transfer("forward", 1, {HOST: 5e9}), Transfer("step", 1, second, hidden=False)) == 0
+    assert slower(Transfer("forward", 1, {"memory": 5e9}), on=device("cpu", devices=2)) == 0
+
+
+@pytest.mark.parametrize(("devices", "nodes", "largest"), [(2, 1, 0.5642), (8, 1, 1.4236), (8, 16, 2.5946)])
+def test_a_step_waits_for_the_slowest_device(devices: int, nodes: int, largest: float) -> None:
+    """The expected largest of so many normally distributed numbers is from tables of order statistics."""
+    found = step(device(devices=devices, nodes=nodes))
+    assert found.contention == pytest.approx(0.025 * largest * 4 * (FORWARD + BACKWARD), rel=0.05)
+    assert found.seconds == found.compute + found.contention
+    assert step().contention == step(device("cpu", devices=devices)).contention == 0
+
+
 def test_rates_of_links() -> None:
     on = device(devices=2)
     # Half of each, but of drives, whose figure is what is reached; a node's devices share network and drives.

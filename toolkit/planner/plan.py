@@ -164,6 +164,9 @@ class Work(Figures):
     """Seconds of an optimizer step in kernels and their launches."""
     communication_seconds: float
     """Seconds of an optimizer step in which devices wait for each other's data."""
+    contention_seconds: float = 0.0
+    """Seconds of an optimizer step by which GPUs slow each other down: kernels beside collectives take longer, and the
+    slowest GPU sets the pace."""
     offload_seconds: float
     """Seconds of an optimizer step in which a device waits for its host or drive."""
     step_seconds: Range

@@ -254,6 +254,7 @@ def shares_text(plan: Plan) -> str:
     shares = {
         "compute": work.compute_seconds.value,
         "communication": work.communication_seconds,
+        "contention": work.contention_seconds,
         "offload": work.offload_seconds,
     }
     return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in shares.items() if seconds / whole >= 0.005)

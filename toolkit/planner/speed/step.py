@@ -2,8 +2,9 @@
 
 Time follows the roofline model (Williams et al. 2009): matrix products and attention at a share of the device's dense
 peak, everything else at a share of its memory bandwidth, and never faster than Python launches kernels. What engines
-send overlaps with the pass it belongs to. A simulation of streams and kernels would know more of single kernels, and as
-little of what decides: the shares of peaks that a device reaches, which `toolkit calibrate` measures.
+send overlaps with the pass it belongs to, whose kernels it slows down; of several GPUs the slowest sets the pace. A
+simulation of streams and kernels would know more of single kernels, and as little of what decides: the shares of peaks
+that a device reaches, which `toolkit calibrate` measures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 from toolkit.planner.hardware import Hardware, Rate, between
@@ -38,6 +40,15 @@ that fits eight trainings of 160M to 1.2B parameters on an H100 best, within 9%.
 short where both were about as long: then kernels wait for some launches, and launches for some kernels."""
 _GUESSED = {"value": 1.0, "low": 0.5, "high": 2.0}
 """Range of what is not measured, as factors of a rate."""
+
+_CONTENTION = {"value": 0.16, "low": 0.0, "high": 0.29}
+"""What kernels take longer beside collectives, as a share of the time that these run: both need multiprocessors, memory
+bandwidth and power. On four A100 or H100 kernels beside collectives took 18.9% longer in the mean and 40% at most (Lee
+et al. 2025, arXiv:2507.03114), which loses 0.189 / 1.189 and 0.4 / 1.4 of that time."""
+_SPREAD = {"value": 0.025, "low": 0.0, "high": 0.05}
+"""Standard deviation of the speed of GPUs of one kind, of which a step waits for the slowest. Power limits, chips and
+cooling make those of a cluster differ by 8%, in some by 22% (Sinha et al. 2022, arXiv:2208.11035). Published runs on
+two and four GPUs ask for 0.02 (fms-acceleration, fsdp_qlora) and for more than 0.04 (vectorlm); see docs/plan.md."""
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FUSED = {"value": 0.43, "low": 0.3, "high": 0.55}
@@ -110,8 +121,9 @@ class Step:
         experts: See `model_configs.experts`.
 
     Attributes:
-        compute: Seconds of kernels and their launches.
+        compute: Seconds of kernels and their launches on a GPU by itself.
         communication: Seconds of it that they do not hide.
+        contention: Seconds that kernels take longer beside it, and until the slowest GPU has finished.
         offload: The same, with the optimizer where it runs on the host.
         seconds: All together.
     """
@@ -137,7 +149,8 @@ class Step:
         self.compute = every * sum(passes.values()) + self._accumulation_seconds() + (0.0 if on_host else update)
         self.communication = self._exposed([each for each in sent if not each.to_host], passes)
         self.offload = self._exposed([each for each in sent if each.to_host], passes) + (update if on_host else 0.0)
-        self.seconds = self.compute + self.communication + self.offload
+        self.contention = self._contended(passes)
+        self.seconds = self.compute + self.communication + self.contention + self.offload
 
     def evaluation_seconds(self, load: Load) -> float:
         """One batch of held-out rows on each rank."""
@@ -252,6 +265,25 @@ class Step:
         """
         layers = max(1, self._trace.layers)
         return sending / layers + (layers - 1) / layers * max(0.0, sending - computing)
+
+    def _contended(self, passes: Mapping[str, float]) -> float:
+        """Seconds that passes take longer than on one GPU: beside collectives, and until the slowest has finished.
+
+        Of n normally distributed speeds the slowest is expected at the quantile of (n - 3/8) / (n + 1/4) (Blom 1958).
+        What computing does not hide is communication, and not counted again.
+        """
+        devices, every = self._hardware.devices, self._layout.gradient_accumulation_steps
+        if devices == 1 or self._hardware.device.kind == "cpu":
+            return 0.0
+        slowest = _SPREAD[self._end] * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        seconds = slowest * every * sum(passes.values())
+        for name, computing in passes.items():
+            beside = [each for each in self._sent if each.hidden and each.during == name and not each.to_host]
+            in_each = sum(self._transfer_seconds(each) for each in beside if each.times > 1)
+            in_last = sum(self._transfer_seconds(each) for each in beside)
+            for times, sending in ((every - 1, in_each), (1, in_last)):
+                seconds += times * max(0.0, _CONTENTION[self._end] * sending - max(0.0, sending - computing))
+        return seconds
 
     def _transfer_seconds(self, each: Transfer) -> float:
         """One transfer; its links work at the same time."""

@@ -95,6 +95,7 @@ def work(
         links=_links(sent, hardware),
         compute_seconds=_range(ends, "compute"),
         communication_seconds=ends["value"].communication,
+        contention_seconds=ends["value"].contention,
         offload_seconds=ends["value"].offload,
         step_seconds=step,
         compile_seconds=compiling["value"],
