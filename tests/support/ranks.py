@@ -10,6 +10,7 @@ real one, see `train/test_main.py` and `cli/test_launch.py`.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -33,6 +34,7 @@ _GRACE_SECONDS = 5
 _IMPORTED_LATE = (
     "toolkit.train.main",
     "toolkit.train.train",
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "numpy.ctypeslib",
@@ -183,14 +185,18 @@ def _import() -> None:
     sys.argv = [__file__]
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
+    from accelerate.utils import imports as accelerates
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from toolkit.models.imports import import_deepspeed
     from toolkit.planner.trace import fit
     from toolkit.report import page
     from toolkit.train import process
 
     # What is made when it is first asked for, and kept: each process would make it again.
     get_checkpoint_conversion_mapping("llama")
+    accelerates._is_package_available = functools.cache(accelerates._is_package_available)
+    import_deepspeed()
     for template in page.TEMPLATES.list_templates(extensions=["j2"]):
         page.TEMPLATES.get_template(template)
     fit.trace = untraced

@@ -19,7 +19,7 @@ from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
-from toolkit.models.imports import quick_imports
+from toolkit.models.imports import import_deepspeed, quick_imports
 from toolkit.recipe import split_arguments
 from toolkit.recipe.errors import as_text, warn
 from toolkit.recipe.hydra_habits import refuse_flags
@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only now: these imports take seconds and read the environment.
         with quick_imports():
             from toolkit.train.train import train
+
+            if loaded.recipe.strategy.zero_stage:
+                import_deepspeed()
 
         with ahead_of_launcher():
             train(loaded, options.force)
