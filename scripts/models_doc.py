@@ -100,13 +100,19 @@ def survey(kind: str, objective: str = "sft") -> Architecture:
     return dataclasses.replace(seen, plans=plans(kind, objective)) if seen.trains in ("fused", "own") else seen
 
 
+def compiles(kind: str, objective: str = "sft") -> str:
+    """The word of `toolkit.recipe.compilation`, which its tests hold to what comes of it."""
+    word = compilation.outcome({"model_type": kind}, objective)
+    return word if word in ("yes", "untried") else f"no: {word}"
+
+
 def plans(kind: str, objective: str = "sft") -> str:
     """How it is planned: by taking one micro-batch through its code on tensors without numbers, if that can be done.
 
     Raises:
         AssertionError: If the plan counts other parameters than the model has.
     """
-    model = tiny_model(_stated(kind, objective), objective)
+    model = tiny_model(stated(kind, objective), objective)
     config = model.config.to_dict()
     backend = attention.planned("auto", config, "float32", "cpu", None)
     layout: Layout = "seq2seq" if objective == "seq2seq" else "padded"
@@ -136,7 +142,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            config = _stated(kind, objective)
+            config = stated(kind, objective)
             if objective == "seq2seq" and not config.is_encoder_decoder:
                 return Architecture(kind, "refused", "it has no encoder")
             if model_configs.causal_key(config.to_dict()) is not None:
@@ -160,7 +166,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         return Architecture(kind, head, "", packs, reached, quantised)
 
 
-def _stated(kind: str, objective: str) -> Any:
+def stated(kind: str, objective: str) -> Any:
     """The config of an architecture for an objective."""
     config = configuration(kind)
     if objective == "sft":
@@ -337,8 +343,11 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
   them is stored in 4 bits (`method.quantization: nf4`), experts of one tensor too; such experts stay in 16 bits under
   `int8`. A run refuses what is less than nine tenths. *refused*: the model reads the weight of a layer itself.
-- **compiles**: `compile: auto` may compile the layers, because those that are alike are one graph for every length of
-  rows, with equal losses and gradients. `compile: layers` tries it with any other model too.
+- **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
+  break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
+  layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own
+  (*recompiles*), or Transformers does not mark the layers as such (*unmarked*). *untried*: not yet; most of these scan
+  the row in chunks, which takes minutes to trace.
 - **plans**: *traced*: memory and work are read from a micro-batch through its own code, and the parameters that are
   counted are those it has. *formulas*: its code needs numbers to run, or more than two layers, so plans may
   follow from its config, and say so.
@@ -349,7 +358,8 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -> str:
     """The text of `docs/models.md`."""
     text = _INTRODUCTION
-    for title, found in (("Causal language models", list(architectures)), ("Encoder-decoders", list(pairs))):
+    tables = (("Causal language models", "sft", list(architectures)), ("Encoder-decoders", "seq2seq", list(pairs)))
+    for title, objective, found in tables:
         counts = Counter(each.trains for each in found)
         text += f"## {title}\n\n{', '.join(f'{count} {name}' for name, count in counts.most_common())}.\n\n"
         text += (
@@ -359,8 +369,8 @@ def page(architectures: Iterable[Architecture], pairs: Iterable[Architecture]) -
         for each in found:
             if each.trains in ("fused", "own"):
                 packs = "yes" if each.packs else "no"
-                compiles = "yes" if title.startswith("Causal") and each.kind in compilation.COMPILED else ""
-                text += f"| {each.kind} | {each.trains} | {packs} | {compiles} | "
+                compiled = compiles(each.kind, objective)
+                text += f"| {each.kind} | {each.trains} | {packs} | {compiled} | "
                 text += f"{each.plans} | {each.lora} | {each.quantises} |\n"
         text += "\n"
         for name in ("refused", "not built"):

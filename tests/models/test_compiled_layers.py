@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import small
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.models.compiled_layers import CompiledLayers, compiled
 from toolkit.models.tiny import tiny_model
@@ -39,7 +42,10 @@ def trained(model: Any, rows: int, length: int) -> tuple[float, float]:
     ids = torch.randint(5, 120, (rows, length), generator=torch.Generator().manual_seed(length))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
-    loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+    # Of the logits: not every model's own loss is of text alone.
+    pairs = {"labels": ids} if model.config.is_encoder_decoder else {}
+    logits = model(input_ids=ids, attention_mask=mask, **pairs, use_cache=False).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
     model.zero_grad()
     loss.backward()
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
@@ -71,27 +77,71 @@ def test_one_graph_serves_all_layers_and_lengths(checkpointing: bool, backend: s
     assert layers.graphs == 1
 
 
+ROWS = [
+    ("seq2seq" if title == "Encoder-decoders" else "sft", kind, compiles)
+    for title, table in re.findall(r"^## (.*)\n\n.*\n\n((?:\|.*\n)+)", models_doc.PAGE.read_text("utf-8"), re.MULTILINE)
+    for kind, compiles in re.findall(r"^\| (\S+) \| (?:fused|own) \| \S+ \| (.*?) \|", table, re.MULTILINE)
+]
+"""Objective, architecture and what the page says of compiling it."""
+
+
+def test_the_page_says_of_every_architecture_whether_it_compiles() -> None:
+    assert len(ROWS) > 190
+    assert [(objective, kind, models_doc.compiles(kind, objective)) for objective, kind, _ in ROWS] == ROWS
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", sorted(compilation.COMPILED))
-def test_auto_compiles_what_stays_one_graph_without_a_break(kind: str) -> None:
+@pytest.mark.parametrize(("objective", "kind", "expected"), [row for row in ROWS if row[2] != "untried"])
+def test_layers_alike_are_one_graph_without_a_break_as_the_page_says(objective: str, kind: str, expected: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = without_dropout(tiny_model(models_doc.configuration(kind), "sft")).train()
+    model = without_dropout(tiny_model(models_doc.stated(kind, objective), objective)).train()
+    assert tried(model) == expected.removeprefix("no: ")
+
+
+def tried(model: Any) -> str:
+    """What comes of compiling the layers of a model: `yes`, or why not in a word."""
     expected = [trained(model, *size) for size in SIZES]
-    layers = CompiledLayers(model, backend="aot_eager")
+    # Of the backends that need no compiler, the one that rewrites operations as Inductor does.
+    layers = CompiledLayers(model, backend="aot_eager_decomp_partition")
+    if not layers.layers:
+        return "unmarked"
     measured = [trained(model, *SIZES[0])]
-    kinds = layers.graphs
+    graphs = layers.graphs
     measured += [trained(model, *size) for size in SIZES[1:]]
-    torch.testing.assert_close(torch.tensor(measured), torch.tensor(expected), rtol=1e-5, atol=0)
-    assert kinds <= 2 and layers.graphs == kinds
-    assert not torch._dynamo.utils.counters["graph_break"]
+    counters = torch._dynamo.utils.counters
+    if counters["graph_break"] or counters["frames"]["ok"] < counters["frames"]["total"]:
+        return "breaks"
+    if layers.graphs > graphs or graphs > len(kinds(model)):
+        return "recompiles"
+    return "yes" if torch.allclose(torch.tensor(measured), torch.tensor(expected), rtol=1e-5, atol=0) else "differs"
+
+
+def kinds(model: Any) -> set[Any]:
+    """What tells layers apart: the list they are in, shapes of parameters, and attributes of modules but numbers."""
+    return {
+        (
+            name.rpartition(".")[0],
+            tuple(parameter.shape for parameter in layer.parameters()),
+            repr([sorted((key, plain(key, value)) for key, value in vars(each).items()) for each in layer.modules()]),
+        )
+        for name, layer in model.named_modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+    }
+
+
+def plain(name: str, value: object) -> object:
+    """What is compared of an attribute. SmolLM3 says by 0 or 1 whether a layer rotates (`use_rope`)."""
+    return bool(value) if name.startswith("use_") else value if isinstance(value, str | bool | None) else type(value)
 
 
 def without_dropout(model: Any) -> Any:
-    for module in model.modules():
-        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "dropout_rate"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    """The model with no dropout or jitter, whoever keeps its rate: modules, or configs that they read."""
+    configs = [value for module in model.modules() for value in vars(module).values() if hasattr(value, "to_dict")]
+    for owner in [*model.modules(), *configs]:
+        for name, value in vars(owner).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name or name == "p"):
+                setattr(owner, name, 0.0)
     return model
 
 

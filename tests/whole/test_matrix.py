@@ -193,6 +193,7 @@ COMPILED = [
     *itertools.product(("full", "lora"), ("single", "ddp", "zero2", "fsdp"), ([],)),
     *(("lora", "single", [f"activation_checkpointing={mode}"]) for mode in ("full", "selective")),
     ("lora", "single", ["data.packing=true"]),
+    ("full", "zero2", ["model.path=blenderbot", *SEQ2SEQ]),
 ]
 EVERY_SECOND = ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]
 CHANGED = [

@@ -1,4 +1,8 @@
-"""Which recipes have their layers compiled by `auto`, and what stands against it where one asks for it."""
+"""Which models' layers are known to compile, and what stands against it where one asks for it.
+
+`tests/models/test_compiled_layers.py` finds out on tiny copies: it compiles if layers that are alike are one graph
+without a break, for rows of every length, with equal losses and gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,52 @@ from typing import Any
 from toolkit.recipe import model_configs
 from toolkit.recipe.schema import Recipe
 
-COMPILED = {
-    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bamba", "bert-generation", "bigbird_pegasus"),
-    *("bitnet", "blenderbot-small", "bloom", "camembert", "codegen", "cohere", "cohere2", "cohere2_moe"),
-    *("data2vec-text", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gemma3n_text"),
-    *("gemma4_text", "glm4", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium", "lfm2", "llama"),
-    *("mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+_DECODERS = {
+    "yes": """
+        afmoe apertus arcee aria_text axk1 axk2 bamba bart beam bert bert-generation big_bird bigbird_pegasus
+        biogpt bitnet blenderbot blenderbot-small bloom blt camembert codegen cohere cohere2 cohere2_moe cwm
+        data2vec-text deepseek_v2 deepseek_v3 deepseek_v32 doge dots1 dots3_note_text electra emu3 ernie
+        ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text
+        gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite
+        glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granite_swa
+        granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
+        hyperclovax inkling_text internlm3 iquestcoder jais2 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4
+        llama4_text marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral
+        ministral3 mistral mixtral mllama modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat
+        nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart prophetnet
+        qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3
+        solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl youtu zaya
+    """,
+    "breaks": "xmod",
+    "recompiles": "diffllama olmo_hybrid qwen3_5 qwen3_5_text qwen3_next rembert",
+    "unmarked": "ctrl gpt_neox_japanese openai-gpt xlm",
 }
-"""Kinds of decoders that `auto` compiles: on a tiny copy, layers that are alike are one graph without a break for every
-length, with equal losses and gradients. Of others, Qwen 3.5 and Qwen3-Next fail, Mamba is compiled twice, Phi-MoE and
-GPT-BigCode compute other numbers, and about a hundred have not been tried."""
+_ENCODER_DECODERS = {
+    "yes": """
+        bart bigbird_pegasus blenderbot blenderbot-small m2m_100 mbart mt5 mvp nllb-moe pegasus plbart
+        seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5
+    """,
+    "breaks": "led switch_transformers",
+}
+"""Names of architectures by what came of it, as the page docs/models.md shows."""
+_AGAINST = {
+    "yes": "",
+    "breaks": "the code of {kind}'s layers cannot be one graph",
+    "recompiles": "{kind}'s layers are compiled again for each layer or length of rows",
+    "unmarked": "Transformers does not mark the layers of {kind} as such",
+    "untried": "layers of {kind} have not been tried",
+}
+
+
+def outcome(config: Mapping[str, Any], objective: str) -> str:
+    """What came of compiling the layers of a model: `yes`, why not in a word, or `untried`.
+
+    Args:
+        config: The model's config as a dictionary.
+    """
+    kinds = {each.get("model_type") for each in (config, model_configs.text_config(config))}
+    outcomes = _ENCODER_DECODERS if objective == "seq2seq" else _DECODERS
+    return next((word for word, names in outcomes.items() if kinds & set(names.split())), "untried")
 
 
 def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
@@ -28,10 +67,8 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         config: The model's config as a dictionary; empty where it is not known.
     """
     kind = model_configs.text_config(config).get("model_type")
-    if kind and kind not in COMPILED:
-        return f"layers of {kind} are not known to compile as a whole"
-    if recipe.objective == "seq2seq":
-        return "encoder-decoders have not been measured"
+    if kind and (against := _AGAINST[outcome(config, recipe.objective)]):
+        return against.format(kind=kind)
     if recipe.strategy.shards_parameters:
         return f"{recipe.strategy.name} gathers weights around modules, which has not been measured"
     if recipe.activation_checkpointing.mode == "selective":
