@@ -22,20 +22,21 @@ _DECODERS = {
         glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granite_swa
         granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
         hyperclovax inkling_text internlm3 iquestcoder jais2 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4
-        llama4_text marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral
-        ministral3 mistral mixtral mllama modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat
-        nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart prophetnet
-        qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3
-        solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl youtu zaya
+        llama4_text marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2
+        minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moshi
+        moss_transcribe_diarize mpt mvp nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3
+        phi4_multimodal phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm
+        roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm
+        xlm-roberta xlm-roberta-xl youtu zaya
     """,
-    "breaks": "xmod",
+    "breaks": "jetmoe xmod",
     "recompiles": "diffllama olmo_hybrid qwen3_5 qwen3_5_text qwen3_next rembert",
     "unmarked": "ctrl gpt_neox_japanese openai-gpt xlm",
 }
 _ENCODER_DECODERS = {
     "yes": """
-        bart bigbird_pegasus blenderbot blenderbot-small m2m_100 mbart mt5 mvp nllb-moe pegasus plbart
-        seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5
+        bart bigbird_pegasus blenderbot blenderbot-small m2m_100 mbart mt5 mvp nllb-moe pegasus pegasus_x plbart
+        prophetnet seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5
     """,
     "breaks": "led switch_transformers",
 }
