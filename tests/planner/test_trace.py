@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import models_doc
 import pytest
 import torch
 from harness import ROOT
@@ -24,6 +25,7 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, choose
+from toolkit.models.tiny import shrink as shrunk
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
 from toolkit.planner.trace.analytic import estimated
@@ -160,6 +162,33 @@ def test_a_shallow_trace_says_what_a_deep_one_would() -> None:
     for phase in ("forward", "backward", "evaluation"):
         seen = max(sum(live) for live in deep.timelines[phase].live)
         assert peak(from_two_and_three, shape, phase) == pytest.approx(seen, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        ("t5", "cpu"),
+        *(pytest.param(*each, marks=pytest.mark.matrix) for each in [("umt5", "cpu"), ("mt5", "cuda"), ("t5", "cuda")]),
+        *(pytest.param(kind, "cpu", marks=pytest.mark.matrix) for kind in ("mamba2", "zamba2", "bamba")),
+    ],
+)
+def test_one_trace_serves_rows_of_any_length(kind: str, device: Any) -> None:
+    """Biases of positions, which all rows of a batch share, and layers that pad each row to whole blocks."""
+    pairs = kind in models_doc.ENCODER_DECODERS
+    config = shrunk(AutoConfig.for_model(kind).to_dict()) | ({"decoder_start_token_id": 1} if pairs else {})
+    each = setting(
+        config=config, device=device, attention="sdpa" if pairs else "eager", layout="seq2seq" if pairs else "padded",
+        objective="seq2seq" if pairs else "sft", autocast=None, masked=True, long=device == "cuda",
+    )  # fmt: skip
+    found, fake = traced(each), FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_kernels.installed(each):
+        choice = HeadChoice() if pairs else choose(load_config(each))
+        whole = build(each, found.layers, fake)
+        for batch, length in ((3, 48), (4, 96), (2, 200), (2, 300)):
+            seen = passes.run(whole, each, choice, fake, batch, length).timelines
+            for phase in ("forward", "backward"):
+                live = max(sum(live) for live in seen[phase].live)
+                assert peak(found, Shape(found.layers, batch, length), phase) == pytest.approx(live, rel=0.03)
 
 
 @pytest.mark.matrix

@@ -74,7 +74,7 @@ class Engine:
         # At the end of the forward pass all layers do, and what grows with their number is what each keeps.
         ends = [each.activations for each in self.trace.moments if each.place == "head" and each.phase != "evaluation"]
         fullest = max(ends, key=lambda each: each.at(self.shape), default=Amount())
-        activations = Amount(tuple(layers * value for value in fullest.per_layer))
+        activations = Amount(tuple(layers * value for value in fullest.per_layer), block=fullest.block)
         return dataclasses.replace(moment, activations=activations, casts=Amount(), logits=Amount())
 
 
@@ -83,6 +83,7 @@ def fewer(moment: Moment, layers: float) -> Moment:
 
     def less(amount: Amount) -> Amount:
         pairs = itertools.zip_longest(amount.fixed, amount.per_layer, fillvalue=0.0)
-        return Amount(tuple(fixed - layers * each for fixed, each in pairs), amount.per_layer)
+        fixed = tuple(outside - layers * each for outside, each in pairs)
+        return Amount(fixed, amount.per_layer, block=amount.block)
 
     return dataclasses.replace(moment, activations=less(moment.activations), casts=less(moment.casts))

@@ -73,4 +73,5 @@ def _sum(one: Amount, other: Amount, first: float, second: float) -> Amount:
         return tuple(first * a + second * b for a, b in itertools.zip_longest(one, other, fillvalue=0.0))
 
     chunk = first * one.chunk + second * other.chunk
-    return Amount(added(one.fixed, other.fixed), added(one.per_layer, other.per_layer), chunk, one.tokens)
+    fixed, per_layer = added(one.fixed, other.fixed), added(one.per_layer, other.per_layer)
+    return Amount(fixed, per_layer, chunk, one.tokens, max(one.block, other.block))

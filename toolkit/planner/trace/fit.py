@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import bitsandbytes as bnb
@@ -25,7 +27,9 @@ from toolkit.planner.trace.types import CHUNK, Amount, Cache, Moment, Pass, Sett
 
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
-_CHUNKS, _GRADIENTS = CATEGORIES.index("chunks"), CATEGORIES.index("gradients")
+_SHORT = 24
+"""Tokens of a row that is shorter than the blocks of any model."""
+_ACTIVATIONS, _CHUNKS, _GRADIENTS = map(CATEGORIES.index, ("activations", "chunks", "gradients"))
 _caches_before: dict[tuple[str, str], tuple[Cache, ...] | None] = {}
 # Of micro-batches for which the peak is looked for; each is some operation's, and that operation's amounts are kept.
 _SHAPES = [(batch, length) for batch in (1, 8, 64, 512) for length in (16, 128, 1024, 8192, 65536)]
@@ -49,15 +53,19 @@ def trace(setting: Setting) -> Trace:
         layers = depth_of(config)
         once, period = pattern(inventory.layers, setting.every_n_layers)
         small, large = depths(layers, once, period)
-        runs = []
+        runs: list[list[Micro]] = []
+        block = 1
         for depth in (small, large):
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 shallow = build(setting, depth, fake)
             except UserError as error:  # The whole model has what is named, in a layer that this one lacks.
                 raise RuntimeError(error.what) from error
-            runs.append([run(shallow, setting, choice, fake, *shape, period, deadline) for shape in shapes])
-    fit = _Fit(shapes, small, large)
+            measure = functools.partial(run, shallow, setting, choice, fake, period=period, deadline=deadline)
+            runs.append([measure(*shape) for shape in shapes])
+            if depth == small and setting.layout != "flat":
+                block = _lengthen(shapes, runs[0], measure)
+    fit = _Fit(shapes, small, large, block)
     tensors, buffers = _inventory(inventory, setting)
     return Trace(
         layers=layers,
@@ -87,12 +95,47 @@ def _shapes(setting: Setting) -> list[tuple[int, int]]:
     return shapes[:3] if setting.layout == "flat" else shapes
 
 
+def _lengthen(shapes: list[tuple[int, int]], row: list[Micro], measure: Callable[..., Micro]) -> int:
+    """Adds shapes of short rows, and what is seen in them, where a model needs them: one for what grows with the square
+    of the length alone, three for layers that pad rows to whole blocks. Returns the tokens of a block."""
+    # Where layers take a turn for each block, the turns of short rows are none of those of long ones.
+    turns = [each.timelines["forward"].places.count("first_layer") for each in row]
+    pads = any(each.paddings for each in row) and max(turns) < 1.05 * min(turns)
+    if not pads and not _shared_pairs(row, shapes):
+        return 1
+    rows = shapes[0][1] // 8
+    more = [(rows, _SHORT), (rows // 2, _SHORT), (rows // 4, 5 * _SHORT)]
+    seen = [measure(*shape) for shape in (more if pads else more[:1])]
+    # A convolution pads by its width, which is less than a row.
+    block = max((after for before, after in seen[0].paddings if before == _SHORT and after >= 2 * _SHORT), default=1)
+    needed = 3 if block > 1 else 1
+    shapes += more[:needed]
+    row += seen[:needed]
+    return block
+
+
+def _shared_pairs(row: list[Micro], shapes: list[tuple[int, int]]) -> bool:
+    """Whether something grows with the square of the length alone, such as biases of positions, while most is live.
+
+    A line through two lengths says that it is less than nothing for a row of no tokens.
+    """
+    fit = _Fit(shapes, 0, 1)
+    for place in ("last_layer", "head"):
+        parts = [_at(micro.timelines["forward+"], place) for micro in row]
+        if parts[0][0] and all(names == parts[0][0] for names, _ in parts):
+            fullest = np.argmax(parts[0][1][:, _ACTIVATIONS])
+            live = [part[fullest, _ACTIVATIONS] for _, part in parts]
+            if fit.coefficients([live, live])[0][0] < -(shapes[0][1] ** 2):
+                return True
+    return False
+
+
 class _Fit:
     """Solves for the coefficients of `Amount` from a few shapes at two depths."""
 
-    def __init__(self, shapes: list[tuple[int, int]], small: int, large: int) -> None:
-        self._inverse = np.linalg.inv(np.array([_terms(*shape)[: len(shapes)] for shape in shapes]))
-        self._small, self.large = small, large
+    def __init__(self, shapes: list[tuple[int, int]], small: int, large: int, block: int = 1) -> None:
+        self._inverse = np.linalg.inv(np.array([_terms(*shape, block)[: len(shapes)] for shape in shapes]))
+        self._small, self.large, self.block = small, large, block
 
     def coefficients(self, values: Any) -> tuple[np.ndarray, np.ndarray]:
         """Fixed and per-layer coefficients, each (shapes, …), of values (2 depths, shapes, …)."""
@@ -103,23 +146,25 @@ class _Fit:
     def amount(self, values: Any) -> list[Amount]:
         """One amount for each of the last dimension of values (2 depths, shapes, amounts)."""
         fixed, per_layer = self.coefficients(values)
-        return [_as_amount(fixed[:, index], per_layer[:, index]) for index in range(fixed.shape[1])]
+        return [self.as_amount(fixed[:, index], per_layer[:, index]) for index in range(fixed.shape[1])]
+
+    def as_amount(self, fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
+        """Of the coefficients of one quantity."""
+
+        def clean(values: np.ndarray) -> tuple[float, ...]:
+            # Rounding left over from solving; a byte for every 100,000 pairs of positions is none.
+            kept = [float(f"{value:.9g}") if abs(value) > 1e-5 else 0.0 for value in values]
+            while kept and kept[-1] == 0.0:
+                kept.pop()
+            return tuple(kept)
+
+        return Amount(clean(fixed), clean(per_layer), block=self.block)
 
 
-def _terms(batch: int, length: int) -> list[float]:
+def _terms(batch: int, length: int, block: int = 1) -> list[float]:
     """What the coefficients of `Amount` stand for, in their order."""
-    return [1.0, batch * length, batch * length * length, length]
-
-
-def _as_amount(fixed: np.ndarray, per_layer: np.ndarray) -> Amount:
-    def clean(values: np.ndarray) -> tuple[float, ...]:
-        # Rounding left over from solving; a byte for every 100,000 pairs of positions is none.
-        kept = [float(f"{value:.9g}") if abs(value) > 1e-5 else 0.0 for value in values]
-        while kept and kept[-1] == 0.0:
-            kept.pop()
-        return tuple(kept)
-
-    return Amount(clean(fixed), clean(per_layer))
+    padded = math.ceil(length / block) * block
+    return [1.0, batch * length, batch * length**2, length, length**2, batch * padded, batch]
 
 
 def _moments(runs: list[list[Micro]], fit: _Fit, layers: int, chunk: int) -> Iterable[Moment]:
@@ -190,15 +235,15 @@ def _peaks(parts: list[list[np.ndarray]], fit: _Fit, layers: int, chunk: int) ->
     whole = fixed + layers * per_layer
     peaks = set()
     for batch, length in _SHAPES:
-        live = np.tensordot(_terms(batch, length)[: len(whole)], whole, 1)
+        live = np.tensordot(_terms(batch, length, fit.block)[: len(whole)], whole, 1)
         live[:, _CHUNKS] *= min(1.0, batch * length / chunk)
         peaks |= {int(np.argmax(live.sum(1))), int(np.argmax(live.sum(1) - live[:, _GRADIENTS]))}
-    return [_amounts(fixed[:, peak], per_layer[:, peak], chunk) for peak in sorted(peaks)]
+    return [_amounts(fixed[:, peak], per_layer[:, peak], fit, chunk) for peak in sorted(peaks)]
 
 
-def _amounts(fixed: np.ndarray, per_layer: np.ndarray, chunk: int) -> dict[str, Amount]:
+def _amounts(fixed: np.ndarray, per_layer: np.ndarray, fit: _Fit, chunk: int) -> dict[str, Amount]:
     """The amounts of a moment, from coefficients (terms, categories)."""
-    amounts = {name: _as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
+    amounts = {name: fit.as_amount(fixed[:, index], per_layer[:, index]) for index, name in enumerate(CATEGORIES)}
     chunks = amounts.pop("chunks")
     each = chunks.at(Shape(0, 1, chunk))
     return amounts | {"logits": dataclasses.replace(amounts["logits"], chunk=each, tokens=chunk)}
@@ -210,7 +255,7 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
     def vector(moment: Moment) -> np.ndarray:
         amounts = (moment.activations, moment.casts, moment.logits, moment.gradients)
         parts = [values for amount in amounts for values in (amount.fixed, amount.per_layer, (amount.chunk,))]
-        return np.array([(*values, *[0.0] * (4 - len(values))) for values in parts])
+        return np.array([(*values, *[0.0] * (7 - len(values))) for values in parts])
 
     def kind(moment: Moment) -> tuple[Any, ...]:
         return moment.phase, moment.accumulating, moment.place

@@ -30,10 +30,12 @@ class Micro:
         timelines: `forward`, `backward`, the same with `+` where gradients of an earlier micro-batch exist, and
             `evaluation`.
         boundary: Bytes of the hidden states between two layers.
+        paddings: Sizes of the dimensions of all tensors that were padded, before and after.
     """
 
     timelines: dict[str, Timeline]
     boundary: int
+    paddings: set[tuple[int, int]]
 
 
 def run(
@@ -83,7 +85,7 @@ def run(
             model.train()
         for parameter in model.parameters():
             parameter.grad = None
-    return Micro(timelines, tracker.boundary)
+    return Micro(timelines, tracker.boundary, tracker.paddings)
 
 
 def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:

@@ -106,6 +106,7 @@ class Tracker(TorchDispatchMode):
         self._live = [0] * len(CATEGORIES)
         self.place = "embeddings"
         self.boundary = 0
+        self.paddings: set[tuple[int, int]] = set()
         self.timeline = Timeline()
 
     @classmethod
@@ -146,6 +147,8 @@ class Tracker(TorchDispatchMode):
         outputs = list(_tensors(out))
         category = self._category(func, inputs, outputs)
         made = sum(self._add(tensor, category) for tensor in outputs)
+        if func is torch.ops.aten.constant_pad_nd.default:
+            self.paddings.update(zip(inputs[0].shape, outputs[0].shape, strict=True))
         self._count(func, args, kwargs, out, [*inputs, *outputs], made)
         self.timeline.places.append(self.place)
         self.timeline.names.append(func.name())

@@ -1,8 +1,8 @@
 """What one micro-batch does to memory and to the compute units, as functions of its shape.
 
-A trace is measured by `fit` on the real model code, and read here without torch. It is linear in the layers and in 1,
-tokens and tokens x length, so one trace serves every shape of micro-batch; what changes the operations themselves is a
-`Setting` of its own, whose hash is the trace's name. A second of fake tensors thus replaces a run on the device.
+A trace is measured by `fit` on the real model code, and read here without torch. It is linear in the layers and in a
+few terms of batch and length, so one trace serves every shape; what changes the operations themselves is a `Setting` of
+its own, whose hash is the trace's name. A second of fake tensors thus replaces a run on the device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ Place = Literal["embeddings", "first_layer", "last_layer", "head"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a micro-batch: `batch` sequences of `seq_len` tokens, perhaps not a whole number of them, through
-    `layers` layers.
+    """A micro-batch of `batch` sequences, perhaps not a whole number, of `seq_len` tokens through `layers` layers.
 
     Args:
         target_len: Of pairs the tokens of a target, where that is less: what the decoder's layers see.
@@ -59,19 +58,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Amount:
-    """A quantity that is linear in the layers, and in 1, tokens, tokens x sequence length and sequence length.
+    """A quantity that is linear in the layers and in 1, tokens, tokens x sequence length, sequence length, its square
+    (biases of positions, which rows share), tokens with those that complete the last block of each row, and rows.
 
     Args:
-        fixed: Coefficients of these four, in this order, outside the layers; zeros at the end are left out.
+        fixed: Coefficients of these seven, in this order, outside the layers; zeros at the end are left out.
         per_layer: The same for each layer.
         chunk: What there is beside, once, for each chunk of tokens; less for fewer of them.
         tokens: Of a chunk.
+        block: Tokens to a multiple of which layers pad each sequence.
     """
 
     fixed: tuple[float, ...] = ()
     per_layer: tuple[float, ...] = ()
     chunk: float = 0.0
     tokens: int = CHUNK
+    block: int = 1
 
     def at(self, shape: Shape) -> float:
         """The quantity for one shape; never negative.
@@ -84,7 +86,7 @@ class Amount:
             return whole
         outside = self.of(0, shape.tokens, shape.tokens * shape.seq_len, shape.seq_len)
         targets = shape.batch * shape.target_len
-        layers = Amount(per_layer=self.per_layer)
+        layers = Amount(per_layer=self.per_layer, block=self.block)
         return min(whole, outside + layers.of(shape.layers, targets, targets * shape.target_len, shape.target_len))
 
     def of(self, layers: int, tokens: float, pairs: float, longest: float = 0, share: float = 1.0) -> float:
@@ -93,7 +95,8 @@ class Amount:
         Args:
             share: Of the tokens those that reach the output head, which most of what is outside the layers is for.
         """
-        terms = (1, tokens, pairs, longest)
+        rows = tokens / longest if longest else 0.0
+        terms = (1, tokens, pairs, longest, longest**2, rows * math.ceil(longest / self.block) * self.block, rows)
         parts = [each * term for each, term in zip(self.fixed, terms, strict=False)]
         outside = sum(parts[:1]) + share * sum(parts[1:])
         inside = sum(each * term for each, term in zip(self.per_layer, terms, strict=False))
@@ -103,7 +106,6 @@ class Amount:
 @dataclass(frozen=True)
 class Moment:
     """A moment at which much is live, beside what lives all the time: parameters, optimizer, gradients from before.
-
     All amounts are bytes on one device.
 
     Args:
@@ -264,10 +266,7 @@ _NO_ARCHITECTURE = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params"),
 )
 """Keys of a config that change neither memory nor work."""
-_ADAPTER_KEYS = (
-    *("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "quantization"),
-    "double_quantization",
-)
+_ADAPTER_KEYS = ("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "quantization")
 _RARE_ADAPTER_KEYS = ("target_parameters", "layers_to_transform", "rank_pattern")
 """Part of a setting only where they are used."""
 _FULL_KEYS = ("name", "freeze")
@@ -335,6 +334,7 @@ class Setting:
             content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
+        content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
         return _hash(content)
 
     def architecture(self) -> str:
@@ -358,7 +358,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     checkpointing = recipe.activation_checkpointing
     on_cpu = device == "cpu"
     rows = _layout(recipe, backend)
-    stated = method.model_dump(include={*_ADAPTER_KEYS, *rare} if adapters else set(_FULL_KEYS))
+    stated = method.model_dump(include={*_ADAPTER_KEYS, "double_quantization", *rare} if adapters else set(_FULL_KEYS))
     if adapters and recipe.model.new_tokens:
         stated["new_tokens"] = len(recipe.model.new_tokens)
     return Setting(
