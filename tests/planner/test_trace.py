@@ -106,6 +106,23 @@ def traced(setting: Setting) -> Trace:
     return _TRACES[setting.key()]
 
 
+def test_what_layers_do_once_is_no_part_of_later_micro_batches() -> None:
+    """Layers in 4 bits convert their bias when they are first called, which must not shift what else is traced."""
+    values = shrink(dict(model_configs.bundled()["openai-community/gpt2"].config))
+    made = traced(setting(config=values, method=QLORA, load="bfloat16", attention="sdpa", layout="padded"))
+
+    for place in ("first_layer", "last_layer"):
+        first, later = (
+            {(each.activations, each.casts) for each in made.moments if key(each) == ("forward", place, accumulating)}
+            for accumulating in (False, True)
+        )
+        assert first == later
+
+
+def key(moment: Moment) -> tuple[str, str, bool]:
+    return moment.phase, moment.place, moment.accumulating
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("model", "method", "precision", "mode", "packing"),
