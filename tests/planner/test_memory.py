@@ -77,7 +77,13 @@ def folder(tmp_path_factory):
     texts = [{"text": " ".join(rows[start : start + 8])} for start in range(0, len(rows), 8)]
     # All of one length, because the ends of targets cannot be cut off.
     pairs = [{"source": _SENTENCE, "target": _SENTENCE}] * 40
-    for name, each in (("text", texts), ("pairs", pairs)):
+    # Every other row is a little shorter, so that most batches have a mask.
+    tokenizer, limit = tiny_tokenizer(), 96
+    mixed = [
+        {"text": tokenizer.decode(tokenizer(row["text"])["input_ids"][: limit - 4 * (index % 2)])}
+        for index, row in enumerate(texts)
+    ]
+    for name, each in (("text", texts), ("pairs", pairs), ("mixed", mixed)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
     write_recipe(folder, "full_rows", _RECIPE)
     return folder
@@ -118,7 +124,8 @@ def test_planned_peak_holds_for_other_kinds_of_layers(kind, folder, ranks, monke
     auto = AutoModelForSeq2SeqLM if pairs else AutoModelForCausalLM
     auto.from_config(type(config)(**small), dtype=torch.float32).save_pretrained(folder / kind)
     tokenizer.save_pretrained(folder / kind)
-    arguments = ["recipe=full_rows", *(_PAIRS if pairs else ["batch.seq_len=96"]), f"model.path={kind}"]
+    rows = _PAIRS if pairs else ["batch.seq_len=96", "data.sources=[mixed.jsonl]"]
+    arguments = ["recipe=full_rows", *rows, f"model.path={kind}"]
     done = ranks.run(folder, *arguments, f"output.name={kind}", entry="tracker")
     assert done.returncode == 0, done.stderr[-2000:]
     monkeypatch.chdir(folder)

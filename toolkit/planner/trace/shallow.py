@@ -67,14 +67,16 @@ def depth_of(config: Any) -> int:
 
 
 def depths(total: int, once: int, period: int) -> tuple[int, int]:
-    """Two depths from which any other follows: whole periods of layers that differ, after those that come once.
+    """Two depths from which that of the model follows: a period of layers apart, and the shallow one ends like the model.
 
     Args:
         total: Layers of the whole model.
         once: See `pattern`.
         period: The same.
     """
-    small = min(once + 2 * period, max(1, total - period))
+    small = once + 2 * period + (total - once) % period
+    if small > total - period:
+        small = total - period if total > period else total
     return small, small + period
 
 
