@@ -67,7 +67,7 @@ def depth_of(config: Any) -> int:
 
 
 def depths(total: int, once: int, period: int) -> tuple[int, int]:
-    """Two depths from which that of the model follows: a period of layers apart, and the shallow one ends like the model.
+    """Two depths from which that of the model follows: a period apart, and the shallow one ends as the model does.
 
     Args:
         total: Layers of the whole model.
