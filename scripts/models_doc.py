@@ -160,7 +160,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         quantised, reached = _quantised(model, batch), _reached(model)
         assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
         try:
-            packs = objective == "sft" and isolates(model, "packed")
+            packs = objective == "sft" and isolates(model, Collator(0, "packed"))
         except Exception:
             packs = False
         return Architecture(kind, head, "", packs, reached, quantised)

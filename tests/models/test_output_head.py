@@ -39,6 +39,13 @@ def test_every_architecture_trains_like_a_plain_loop_or_is_refused_as_the_page_s
     assert models_doc.page(found, pairs) == models_doc.PAGE.read_text(encoding="utf-8")
 
 
+def test_what_the_page_says_of_llama_is_found() -> None:
+    found = models_doc.survey("llama")
+    packs = "yes" if found.packs else "no"
+    row = f"| llama | {found.trains} | {packs} | yes | {found.plans} | {found.lora} | {found.quantises} |"
+    assert row in models_doc.PAGE.read_text(encoding="utf-8")
+
+
 def config(kind: str) -> object:
     built = CONFIG_MAPPING[kind]()
     if getattr(built, "is_decoder", None) is False:
