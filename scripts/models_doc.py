@@ -346,8 +346,8 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
   layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own
-  (*recompiles*), or Transformers does not mark the layers as such (*unmarked*). *untried*: not yet; most of these scan
-  the row in chunks, which takes minutes to trace.
+  (*recompiles*), compiling ends in an error (*fails*), or Transformers does not mark the layers as such (*unmarked*).
+  *untried*: not yet; these scan the row in steps or chunks, which takes minutes to trace.
 - **plans**: *traced*: memory and work are read from a micro-batch through its own code, and the parameters that are
   counted are those it has. *formulas*: its code needs numbers to run, or more than two layers, so plans may
   follow from its config, and say so.

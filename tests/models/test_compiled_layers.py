@@ -106,9 +106,12 @@ def tried(model: Any) -> str:
     layers = CompiledLayers(model, backend="aot_eager_decomp_partition")
     if not layers.layers:
         return "unmarked"
-    measured = [trained(model, *SIZES[0])]
-    graphs = layers.graphs
-    measured += [trained(model, *size) for size in SIZES[1:]]
+    try:
+        measured = [trained(model, *SIZES[0])]
+        graphs = layers.graphs
+        measured += [trained(model, *size) for size in SIZES[1:]]
+    except RuntimeError:
+        return "fails"
     counters = torch._dynamo.utils.counters
     if counters["graph_break"] or counters["frames"]["ok"] < counters["frames"]["total"]:
         return "breaks"

@@ -20,17 +20,21 @@ _DECODERS = {
         ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text
         gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite
         glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granite_swa
-        granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
-        hyperclovax inkling_text internlm3 iquestcoder jais2 kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4
-        llama4_text marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2
-        minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moshi
-        moss_transcribe_diarize mpt mvp nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3
-        phi4_multimodal phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm
-        roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm
-        xlm-roberta xlm-roberta-xl youtu zaya
+        granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
+        hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 kolibri1
+        laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text marian mbart megatron-bert mellum mimo_v2_flash
+        minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama
+        modernbert-decoder moshi moss_transcribe_diarize mpt mvp nanochat nemotron nemotron_h olmo olmo2 olmo3
+        olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart prophetnet qwen2 qwen2_moe qwen3
+        qwen3_moe roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm starcoder2
+        trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl youtu zamba2 zaya
     """,
-    "breaks": "jetmoe xmod",
-    "recompiles": "diffllama olmo_hybrid qwen3_5 qwen3_5_text qwen3_next rembert",
+    "breaks": "jetmoe longcat_flash xmod",
+    "recompiles": """
+        deepseek_v4 diffllama jamba kimi_linear olmo_hybrid qwen3_5 qwen3_5_text qwen3_next recurrent_gemma
+        rembert
+    """,
+    "fails": "mamba2",
     "unmarked": "ctrl gpt_neox_japanese openai-gpt xlm",
 }
 _ENCODER_DECODERS = {
@@ -39,12 +43,14 @@ _ENCODER_DECODERS = {
         prophetnet seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5
     """,
     "breaks": "led switch_transformers",
+    "fails": "longt5",
 }
 """Names of architectures by what came of it, as the page docs/models.md shows."""
 _AGAINST = {
     "yes": "",
     "breaks": "the code of {kind}'s layers cannot be one graph",
     "recompiles": "{kind}'s layers are compiled again for each layer or length of rows",
+    "fails": "compiling the layers of {kind} ends in an error",
     "unmarked": "Transformers does not mark the layers of {kind} as such",
     "untried": "layers of {kind} have not been tried",
 }
