@@ -266,10 +266,10 @@ _NO_ARCHITECTURE = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params"),
 )
 """Keys of a config that change neither memory nor work."""
-_ADAPTER_KEYS = ("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "quantization")
+_ADAPTER_KEYS = ("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora")
+_QUANTIZED_KEYS = ("quantization", "double_quantization")
 _RARE_ADAPTER_KEYS = ("target_parameters", "layers_to_transform", "rank_pattern")
 """Part of a setting only where they are used."""
-_FULL_KEYS = ("name", "freeze")
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     checkpointing = recipe.activation_checkpointing
     on_cpu = device == "cpu"
     rows = _layout(recipe, backend)
-    stated = method.model_dump(include={*_ADAPTER_KEYS, "double_quantization", *rare} if adapters else set(_FULL_KEYS))
+    stated = method.model_dump(include={*_ADAPTER_KEYS, *_QUANTIZED_KEYS, *rare} if adapters else {"name", "freeze"})
     if adapters and recipe.model.new_tokens:
         stated["new_tokens"] = len(recipe.model.new_tokens)
     return Setting(
