@@ -30,7 +30,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
-from toolkit.planner.trace.shallow import Shallow, _layers, build, load_config
+from toolkit.planner.trace.shallow import Shallow, _layers, build, depths, load_config
 from toolkit.planner.trace.tracker import Tracker
 from toolkit.planner.trace.types import Moment, Setting, Shape, Trace, setting_of
 from toolkit.recipe import Recipe, model_configs
@@ -104,6 +104,15 @@ def traced(setting: Setting) -> Trace:
         normed = torch.nn.functional.layer_norm(torch.ones(1, 2, dtype=torch.bfloat16), (2,))
         assert normed.dtype == torch.bfloat16
     return _TRACES[setting.key()]
+
+
+@pytest.mark.parametrize(("once", "period"), [(0, 1), (1, 1), (0, 2), (1, 2), (0, 6)])
+def test_traced_depths_end_as_the_model_does(once: int, period: int) -> None:
+    for total in range(once + 1, 40):
+        small, large = depths(total, once, period)
+        assert small >= 1 and large == small + period
+        assert (total - small) % period == 0
+        assert large <= max(total, once + 4 * period)
 
 
 def test_what_layers_do_once_is_no_part_of_later_micro_batches() -> None:
