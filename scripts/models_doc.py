@@ -38,8 +38,8 @@ from toolkit.models.output_head import HeadChoice, asks_routers, choose
 from toolkit.models.tiny import tiny_model
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import run
+from toolkit.planner.trace.setting import Layout, Setting
 from toolkit.planner.trace.shallow import build, load_config
-from toolkit.planner.trace.types import Layout, Setting
 from toolkit.recipe import compilation, model_configs
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 
@@ -103,7 +103,7 @@ def survey(kind: str, objective: str = "sft") -> Architecture:
 def compiles(kind: str, objective: str = "sft") -> str:
     """The word of `toolkit.recipe.compilation`, which its tests hold to what comes of it."""
     word = compilation.outcome({"model_type": kind}, objective)
-    return word if word in ("yes", "untried") else f"no: {word}"
+    return word if word == "yes" else f"no: {word}"
 
 
 def plans(kind: str, objective: str = "sft") -> str:
@@ -347,7 +347,6 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
   layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own
   (*recompiles*), compiling ends in an error (*fails*), or Transformers does not mark the layers as such (*unmarked*).
-  *untried*: not yet; these scan the row in steps or chunks, which takes minutes to trace.
 - **plans**: *traced*: memory and work are read from a micro-batch through its own code, and the parameters that are
   counted are those it has. *formulas*: its code needs numbers to run, or more than two layers, so plans may
   follow from its config, and say so.

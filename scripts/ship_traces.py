@@ -14,8 +14,8 @@ from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
 from toolkit.models import attention
 from toolkit.planner.trace.fit import trace
+from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import SHIPPED
-from toolkit.planner.trace.types import Setting, setting_of
 from toolkit.recipe import Recipe, list_recipes, load, model_configs, shipped_recipes
 from toolkit.recipe.rules import check
 

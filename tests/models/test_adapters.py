@@ -15,8 +15,8 @@ from toolkit.models.adapters import add_method
 from toolkit.models.coverage import parameter_counts
 from toolkit.models.load import ModelSource
 from toolkit.planner.trace.fit import _inventory
+from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.shallow import build
-from toolkit.planner.trace.types import setting_of
 from toolkit.recipe.rules import load_checked
 
 place = place_with("llama", "moe", "gpt2", "blenderbot")

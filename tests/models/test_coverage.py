@@ -18,7 +18,8 @@ from toolkit.models.load import ModelSource
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.trace import store
-from toolkit.planner.trace.types import Setting, Trace, setting_of
+from toolkit.planner.trace.setting import Setting, setting_of
+from toolkit.planner.trace.types import Trace
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.report.load import Parameters

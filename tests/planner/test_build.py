@@ -16,7 +16,8 @@ from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Range
 from toolkit.planner.trace import store
 from toolkit.planner.trace.analytic import estimated
-from toolkit.planner.trace.types import Setting, Trace
+from toolkit.planner.trace.setting import Setting
+from toolkit.planner.trace.types import Trace
 from toolkit.recipe import load
 from toolkit.recipe.rules import load_checked
 

@@ -10,7 +10,8 @@ import pytest
 from toolkit.distributed.layout import batch_layout
 from toolkit.planner.trace import store
 from toolkit.planner.trace.every import every_nth
-from toolkit.planner.trace.types import Moment, Setting, Shape, Trace, setting_of
+from toolkit.planner.trace.setting import Setting, setting_of
+from toolkit.planner.trace.types import Moment, Shape, Trace
 from toolkit.recipe import load, model_configs
 
 SHAPES = ((1, 512), (4, 4096), (1, 16384), (16, 128))

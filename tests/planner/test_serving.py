@@ -14,7 +14,7 @@ from toolkit.planner.hardware import find
 from toolkit.planner.memory.serving import serving
 from toolkit.planner.trace import generation
 from toolkit.planner.trace.analytic import estimated
-from toolkit.planner.trace.types import Setting
+from toolkit.planner.trace.setting import Setting
 from toolkit.recipe.rules import load_checked
 
 GIB = 2**30

@@ -18,7 +18,8 @@ from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, tr
 from toolkit.planner.speed.step import Load, Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
 from toolkit.planner.trace import store
-from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace, setting_of
+from toolkit.planner.trace.setting import setting_of
+from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe, load, model_configs, shipped_recipes
 

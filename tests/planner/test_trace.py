@@ -30,9 +30,10 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.fit import trace
+from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.shallow import Shallow, _layers, build, depths, load_config
 from toolkit.planner.trace.tracker import Tracker
-from toolkit.planner.trace.types import Moment, Setting, Shape, Trace, setting_of
+from toolkit.planner.trace.types import Moment, Shape, Trace
 from toolkit.recipe import Recipe, model_configs
 
 LLAMA_1B, LLAMA_8B = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"

@@ -35,8 +35,9 @@ from toolkit.planner.ranges import less_sure, slower_or_faster, up_to
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
 from toolkit.planner.trace import store
+from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.store import Tracing
-from toolkit.planner.trace.types import Trace, setting_of
+from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, compilation, model_configs
 from toolkit.recipe.sections import EVA_ROWS

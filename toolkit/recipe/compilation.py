@@ -30,8 +30,11 @@ _DECODERS = {
         trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl youtu zamba2 zaya
     """,
     "breaks": "jetmoe longcat_flash xmod",
-    "recompiles": "deepseek_v4 diffllama jamba kimi_linear olmo_hybrid recurrent_gemma rembert",
-    "fails": "mamba2 qwen3_5 qwen3_5_text qwen3_next",
+    "recompiles": """
+        bailing_hybrid deepseek_v4 diffllama falcon_mamba jamba kimi_linear mamba olmo_hybrid recurrent_gemma rembert
+        rwkv xlstm
+    """,
+    "fails": "mamba2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
     "unmarked": "ctrl gpt_neox_japanese openai-gpt xlm",
 }
 _ENCODER_DECODERS = {

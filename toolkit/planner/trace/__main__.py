@@ -36,7 +36,7 @@ def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
         return {"config": ModelSource.open(Recipe.model_validate(question["config"])).config.to_dict()}
     from toolkit.planner.trace.fit import trace
-    from toolkit.planner.trace.types import Setting
+    from toolkit.planner.trace.setting import Setting
 
     return {"trace": trace(Setting(**question["trace"])).to_json()}
 

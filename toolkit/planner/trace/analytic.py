@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.planner.plan import UnknownSize
-from toolkit.planner.trace.types import Amount, Moment, Pass, Setting, Tensors, Trace
+from toolkit.planner.trace.setting import Setting
+from toolkit.planner.trace.types import Amount, Moment, Pass, Tensors, Trace
 from toolkit.recipe import model_configs
 
 _NOTHING = Amount()

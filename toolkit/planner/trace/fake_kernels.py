@@ -23,8 +23,8 @@ from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, experts, output_head
+from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import backward_flops, forward_flops
-from toolkit.planner.trace.types import Setting
 
 _ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
 

@@ -21,9 +21,10 @@ from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import Micro, run
+from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
-from toolkit.planner.trace.types import CHUNK, Amount, Cache, Moment, Pass, Setting, Shape, Tensors, Trace
+from toolkit.planner.trace.types import CHUNK, Amount, Cache, Moment, Pass, Shape, Tensors, Trace
 
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""

@@ -16,9 +16,9 @@ from trl.trainer.utils import add_fused_lm_head
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.output_head import HeadChoice, OutputHead, asks_routers
+from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
-from toolkit.planner.trace.types import Setting
 from toolkit.recipe.sections import ActivationCheckpointing
 
 

@@ -18,7 +18,7 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
 from toolkit.planner.trace import fake_kernels
-from toolkit.planner.trace.types import Setting
+from toolkit.planner.trace.setting import Setting
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Data, Model, Source
 from toolkit.recipe.sections import Extra, Method

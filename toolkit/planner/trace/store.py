@@ -26,7 +26,8 @@ from toolkit.common import UserError, cache_dir, in_a_line, write_atomically
 from toolkit.data import hub
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.every import every_nth
-from toolkit.planner.trace.types import Setting, Trace
+from toolkit.planner.trace.setting import Setting
+from toolkit.planner.trace.types import Trace
 
 SHIPPED = Path(__file__).resolve().parent / "shipped"
 """Traces of the shipped recipes' models: one file for each architecture, made by `python scripts/ship_traces.py`."""

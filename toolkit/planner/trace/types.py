@@ -1,28 +1,20 @@
 """What one micro-batch does to memory and to the compute units, as functions of its shape.
 
 A trace is measured by `fit` on the real model code, and read here without torch. It is linear in the layers and in a
-few terms of batch and length, so one trace serves every shape; what changes the operations themselves is a `Setting` of
-its own, whose hash is the trace's name. A second of fake tensors thus replaces a run on the device.
+few terms of batch and length, so one trace serves every shape; what changes the operations themselves is another
+`setting.Setting`. A second of fake tensors thus replaces a run on the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
-
-from toolkit.distributed.engines import dtypes
-from toolkit.distributed.layout import BatchLayout
-from toolkit.models import attention
-from toolkit.recipe import Recipe, model_configs
 
 FORMAT = 2
 """Raise when a trace of the same setting would differ."""
@@ -106,6 +98,7 @@ class Amount:
 @dataclass(frozen=True)
 class Moment:
     """A moment at which much is live, beside what lives all the time: parameters, optimizer, gradients from before.
+
     All amounts are bytes on one device.
 
     Args:
@@ -191,7 +184,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Trace:
-    """A model in one setting (see `Setting`), for every shape of micro-batch.
+    """A model in one `setting.Setting`, for every shape of micro-batch.
 
     Args:
         layers: Repeated layers of the whole model (of the decoder, where there is an encoder).
@@ -257,144 +250,3 @@ class Trace:
 @functools.cache
 def _traces() -> TypeAdapter[Trace]:
     return TypeAdapter(Trace)
-
-
-Layout = Literal["padded", "packed", "flat", "seq2seq"]
-_LIBRARIES = ("torch", "transformers", "trl", "peft")
-_NO_ARCHITECTURE = (
-    *("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params"),
-)
-"""Keys of a config that change neither memory nor work."""
-_ADAPTER_KEYS = ("name", "r", "lora_dropout", "target_modules", "modules_to_save", "use_dora")
-_QUANTIZED_KEYS = ("quantization", "double_quantization")
-_RARE_ADAPTER_KEYS = ("target_parameters", "layers_to_transform", "rank_pattern")
-"""Part of a setting only where they are used."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One model in one way of computing. Plain values only, so that it can be hashed and handed to another process.
-
-    Args:
-        config: The model's `config.json`.
-        device: What it will run on; kernels and rounding differ.
-        objective: As in the recipe.
-        method: The recipe's section `method`, without what leaves memory and work as they are; `extra` holds
-            `extra.lora`, `new_tokens` the number of tokens whose rows are trained beside adapters, where there are any.
-        load: Dtype of frozen weights, see `engines.Dtypes`.
-        local: Dtype of trained weights as the forward pass sees them.
-        autocast: Dtype of autocast, or None.
-        attention: Backend, resolved.
-        layout: How the collator lays out a batch.
-        masked: Whether rows of different lengths are padded, so that attention reads a mask.
-        checkpointing: Mode of activation checkpointing.
-        every_n_layers: Of activation checkpointing.
-        long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
-        trust_remote_code: Whether the model's own code may run.
-        path: `model.path`, where its code comes with the weights.
-    """
-
-    config: Mapping[str, Any]
-    device: Literal["cuda", "cpu"]
-    objective: str
-    method: Mapping[str, Any]
-    load: str
-    local: str
-    autocast: str | None
-    attention: str
-    layout: Layout
-    masked: bool = False
-    checkpointing: str = "none"
-    every_n_layers: int = 1
-    long: bool = True
-    trust_remote_code: bool = False
-    path: str | None = None
-
-    @property
-    def chunk(self) -> int:
-        """Tokens that the fused output head and loss work on at a time."""
-        return CHUNK_ON_CPU if self.device == "cpu" else CHUNK
-
-    def in_bf16(self) -> Setting:
-        """The same in bf16 where this is in fp16: as many bytes and, but for a model's own clamps, the same kernels."""
-        halves = [key for key in ("load", "local", "autocast") if getattr(self, key) == "float16"]
-        changes: dict[str, Any] = dict.fromkeys(halves, "bfloat16")
-        return dataclasses.replace(self, **changes)
-
-    def ends(self) -> tuple[Setting, Setting]:
-        """The same with no layer checkpointed, and with every one."""
-        every = dataclasses.replace(self, every_n_layers=1)
-        return dataclasses.replace(every, checkpointing="none"), every
-
-    def key(self) -> str:
-        """A name for the trace of this setting; changes with the libraries that are traced."""
-        content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
-        if self.device == "cpu" and self.objective != "seq2seq":
-            content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
-        if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
-            content["experts"] = "nf4"  # In 16 bits they would make another trace.
-        content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
-        return _hash(content)
-
-    def architecture(self) -> str:
-        """A name for the model's architecture alone."""
-        return _hash(dict(self.config))
-
-
-def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: str, layout: BatchLayout) -> Setting:
-    """The setting in which a recipe trains.
-
-    Args:
-        config: The model's `config.json`.
-        device: `cpu`, or any other for what torch calls CUDA.
-        backend: Attention backend, see `attention.planned`.
-        layout: How the batch is divided; its `seq_len` is the length of the longest row, where that is known.
-    """
-    types, method = dtypes(recipe), recipe.method
-    # FSDP gathers parameters in the compute dtype, whatever their masters are.
-    seen = types.compute if recipe.strategy.name == "fsdp" else types.local
-    adapters, rare = method.name == "lora", set(_RARE_ADAPTER_KEYS) & set(method.changed())
-    checkpointing = recipe.activation_checkpointing
-    on_cpu = device == "cpu"
-    rows = _layout(recipe, backend)
-    stated = method.model_dump(include={*_ADAPTER_KEYS, *_QUANTIZED_KEYS, *rare} if adapters else {"name", "freeze"})
-    if adapters and recipe.model.new_tokens:
-        stated["new_tokens"] = len(recipe.model.new_tokens)
-    return Setting(
-        config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
-        device="cpu" if on_cpu else "cuda",
-        objective=recipe.objective,
-        method=stated | ({"extra": dict(recipe.extra.lora)} if recipe.extra.lora else {}),
-        load=types.load if adapters else seen,
-        local=seen,
-        autocast=types.autocast,
-        attention=backend,
-        layout=rows,
-        # A row by itself is not padded, and Transformers drops a mask that hides nothing.
-        masked=rows in ("padded", "seq2seq") and layout.micro_batch_size > 1,
-        checkpointing=checkpointing.mode,
-        every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
-        # Loops over chunks look different from one chunk; on a GPU, where they work in place, one trace serves both.
-        long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK,
-        trust_remote_code=recipe.model.trust_remote_code,
-        path=recipe.model.path if recipe.model.trust_remote_code else None,
-    )
-
-
-def _layout(recipe: Recipe, backend: str) -> Layout:
-    if recipe.objective == "seq2seq":
-        return "seq2seq"
-    if backend in attention.VARLEN:
-        return "flat"
-    return "packed" if recipe.data.packing else "padded"
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    """Of what is traced, without the last number: a repair changes no memory worth a new trace."""
-    return {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in _LIBRARIES}
-
-
-def _hash(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
