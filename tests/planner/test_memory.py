@@ -59,6 +59,10 @@ _MORE_CASES = {
     "llama_checkpointing": ["activation_checkpointing=full"],
     "llama_selective": ["activation_checkpointing=selective", *_BF16],
     "llama_lora": [*LORA, *_BF16],
+    "llama_lora_cast_once": [
+        *(*LORA, *_BF16, "method.r=64"),
+        *("activation_checkpointing=full", "batch.global_batch_size=4"),
+    ],
     "qwen": ["model.path=qwen", *_BF16],
     "llama_accumulating": ["batch.global_batch_size=4"],
     "llama_every_second_layer": ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"],

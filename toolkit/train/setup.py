@@ -31,6 +31,7 @@ from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice, choose
+from toolkit.models.step_casts import StepCasts
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
@@ -147,6 +148,8 @@ def set_up(
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
+        # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
+        trainer.casts = StepCasts() if types.autocast and not compiles else None
     if not isinstance(prepared.train, Stream):
         lengths = sequence_lengths(prepared.train, recipe.objective == "seq2seq")
         trainer.batches = MicroBatches(

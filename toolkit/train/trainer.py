@@ -26,6 +26,7 @@ from trl import SFTTrainer
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.output_head import HeadChoice, add_output_head
+from toolkit.models.step_casts import StepCasts
 
 
 def spare_walks(model: Any) -> None:
@@ -98,9 +99,10 @@ class Waiting:
 
 
 class _ExactMixin:
-    """What both trainers share. Set `batches` after construction."""
+    """What both trainers share. Set `batches` and `casts` after construction."""
 
     batches: MicroBatches | None = None
+    casts: StepCasts | None = None
     _flops_per_token: int | None = None
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
@@ -130,6 +132,8 @@ class _ExactMixin:
         if balance is not None:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        if self.casts and loss.requires_grad:
+            self.casts.keep_in_backward(loss)
         return loss
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +141,10 @@ class _ExactMixin:
         engine = self.is_deepspeed_enabled or self.is_fsdp_enabled  # type: ignore[attr-defined]
         if not engine and "zero_grad" not in vars(model):
             spare_walks(model)
-        return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        if self.casts is None:
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        with self.casts.micro_batch(last=self.accelerator.sync_gradients):  # type: ignore[attr-defined]
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Theirs counts the model's parameters in every micro-batch."""

@@ -152,7 +152,18 @@ class _RankMemory:
             for left, held in moments(moment)
         ]
         fullest = max(candidates, key=lambda parts: math.fsum(parts.values()), default={})
-        return _add(fullest, {"activations": self._compiled()}) if phase == "backward" and fullest else fullest
+        if not fullest or phase == "evaluation":
+            return fullest
+        return _add(fullest, {"casts": self._cast(), "activations": self._compiled() if phase == "backward" else 0.0})
+
+    def _cast(self) -> float:
+        """The adapters' 16-bit copies, which stay for a whole step (`models.step_casts`). Without checkpointing a trace
+        holds all of them at its fullest moments; with it, those of one layer."""
+        recipe, dtype = self.recipe, self.types.autocast
+        if recipe.method.name != "lora" or dtype is None or recipe.activation_checkpointing.mode == "none":
+            return 0.0
+        others = self.trace.elements(trained=True) - self.engine.layer(trained=True)
+        return 0.0 if recipe.compile == "layers" else WIDTH[dtype] * others
 
     def _compiled(self) -> float:
         """What a compiled layer holds more than it does uncompiled when it is recomputed: its widest tensor, and two
