@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from arithmetic import Arithmetic, recipe
 
+from toolkit.data.statistics import DataStatistics
 from toolkit.planner.advice import MOST, _notes, _other_trainings, _with_devices, advise
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
@@ -143,7 +145,7 @@ def test_no_allowed_setting_that_fits_is_faster() -> None:
 def test_what_does_not_fit_begins_with_the_smallest_change() -> None:
     """The weights of these adapters' base nearly fill the card."""
     first, *_ = advice(10, "rtx3090", **LORA)
-    assert first.kind == "as asked" and first.buys.startswith("fits: needs ")
+    assert first.kind == "nearest" and first.buys.startswith("fits: needs ")
     assert first.changes == {"batch.micro_batch_size": "1"}
     # Nothing that trains the same fits.
     first, *_ = advice(70, "h200")
@@ -226,13 +228,33 @@ def test_a_card_without_bf16_is_offered_fp16() -> None:
     assert half.fits == "yes" and half.step_seconds < plan.work.step_seconds.value / 3
 
 
-def test_fsdp_that_sums_whole_gradients_is_told_to_reduce_each_time() -> None:
-    """Where nothing else on these devices fits without the host."""
-    made = load("llama_3_1_8b_full_8bit", ["strategy=fsdp", "optimizer.name=adamw_torch_8bit"]).recipe
+def test_options_leave_the_micro_batch_to_auto() -> None:
+    """Of sampled rows the largest might not fit, which must not hide an option that does with fewer."""
+    lengths = tuple(np.linspace(60, 600, 1001).tolist())
+    rows = DataStatistics(3000, 990_000, 900_000, 3000, 400_000_000, lengths, sample="a sample")
+    loaded = load("llama_3_1_8b_qlora", ["micro_batch_size=auto"])
+    plan = estimate(loaded.recipe, loaded.name, find("t4"), statistics=rows)
+    assert plan.micro_batch_size < 4
+    assert {"precision": "fp16"} in [each.changes for each in plan.advice]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "optimizer"), [("l40sx4", "adamw_torch_8bit"), ("a100_40gbx8", "adamw")], ids=["alone", "beside zero3"]
+)
+def test_fsdp_that_sums_whole_gradients_is_told_to_reduce_each_time(hardware: str, optimizer: str) -> None:
+    """Where nothing else on these devices fits without the host, and where another strategy does."""
+    made = load("llama_3_1_8b_full_8bit", ["strategy=fsdp", f"optimizer.name={optimizer}"]).recipe
     made = made.with_values({"batch.micro_batch_size": 1, "batch.global_batch_size": 128})
-    plan = estimate(made, "", find("l40sx4"))
+    plan = estimate(made, "", find(hardware))
     assert plan.fit.answer == "no"
-    assert any(each.changes.get("strategy.sync_each_batch") == "true" for each in plan.advice)
+    nearest, *_ = plan.advice
+    assert nearest.kind == "nearest" and nearest.changes["strategy.sync_each_batch"] == "true"
+
+
+def test_who_reduces_each_time_without_need_is_told_so() -> None:
+    made = recipe(strategy={"name": "fsdp", "sync_each_batch": True})
+    tried = explore(made, find("h200x8"), Arithmetic(1), ("strategy.name",))
+    assert {"strategy.sync_each_batch": False} in [each.changes for each in tried]
 
 
 def test_unknown_plans_are_not_guessed() -> None:

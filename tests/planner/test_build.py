@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkey
     plan = estimate(asked, "long", find("t4"), config=CONFIG)
     assert plan.fit.answer == "no"
     first = plan.advice[0]
-    assert first.kind == "as asked" and first.fits == "yes" and "activation_checkpointing.mode" in first.changes
+    assert first.kind == "nearest" and first.fits == "yes" and "activation_checkpointing.mode" in first.changes
 
 
 @pytest.mark.parametrize(("name", "kept"), [("t4", 2 * 8.125 * 2**20), ("a100", 2 * 8.125 * 2**20), ("h200", 2**26)])

@@ -106,15 +106,16 @@ def test_from_no_recomputing_to_all(stated: dict[str, Any], hardware: str, expec
     assert [(each[MODE], each[EVERY]) for each in _recomputations(made, on)] == expected
 
 
-OFFLOADING = ["fsdp each", "fsdp each", "zero2", "fsdp", "zero3", "zero3"]
+PLAIN = ["ddp", "zero1", "zero2", "fsdp", "zero3", "fsdp each"]
+OFFLOADING = ["fsdp each", "zero2", "fsdp", "zero3", "zero3"]
 
 
 @pytest.mark.parametrize(
     ("hardware", "plain", "offloading"),
     [
-        ("h100", ["ddp"], OFFLOADING[2:]),
-        ("h100x8", ["ddp", "zero1", "zero2", "fsdp", "zero3"], OFFLOADING),
-        ("h100x8x2", ["ddp", "zero1", "zero2", "fsdp", "zero3", "fsdp hybrid"], OFFLOADING),
+        ("h100", ["ddp"], OFFLOADING[1:]),
+        ("h100x8", PLAIN, OFFLOADING),
+        ("h100x8x2", [*PLAIN, "fsdp hybrid"], OFFLOADING),
         ("cpux2", ["ddp"], []),
     ],
 )
@@ -182,13 +183,13 @@ def test_rows_that_are_short_and_padded_have_the_micro_batch_that_is_fastest() -
 def test_settings_are_ranked_from_the_simplest_to_the_most_involved() -> None:
     made = recipe(strategy={"name": "auto"}, activation_checkpointing={"mode": "auto"})
     tried = explore(made, find("h100x8"), Arithmetic(8), made.undecided)
-    order = ["ddp", "zero1", "zero2", "fsdp", "zero3"]
+    order = [(name, False) for name in ("ddp", "zero1", "zero2", "fsdp", "zero3")] + [("fsdp", True)]
     plain = [each for each in tried if each.recipe.strategy.offload_optimizer == "none"]
     plain = [each for each in plain if each.recipe.strategy.offload_param == "none"]
     assert len({each.rank for each in plain}) > 3
     for each in plain:
         place, level = each.rank
-        assert place == order.index(each.recipe.strategy.name)
+        assert order[place] == (each.recipe.strategy.name, each.recipe.strategy.sync_each_batch)
         assert (level == 0) == (each.recipe.activation_checkpointing.mode == "none")
 
 

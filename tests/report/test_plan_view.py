@@ -22,11 +22,5 @@ def test_labels_tell_recipes_and_hardware_apart() -> None:
     assert plan_view.labels([FITS, TIGHT]) == ["llama_3_1_8b_lora", "batch.micro_batch_size=8"]
 
 
-def test_the_smallest_change_that_fits_is_not_called_as_asked() -> None:
-    asked = FITS.advice[0]
-    changed = asked.model_copy(update={"changes": {"batch.micro_batch_size": "1"}})
-    assert [plan_view.kind_text(each) for each in (asked, changed)] == ["as asked", "nearest"]
-
-
 def test_what_is_not_free_does_not_look_free() -> None:
     assert [plan_view.money_text(cost) for cost in (0.0, 0.004, 0.005, 12_345.6)] == ["0.00", "<0.01", "0.01", "12,346"]

@@ -22,7 +22,6 @@ from toolkit.planner.search import (
     Changes,
     Estimate,
     cheapest,
-    consider,
     explore,
     fastest,
     fitting,
@@ -31,7 +30,6 @@ from toolkit.planner.search import (
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
-from toolkit.recipe.rules import check
 
 MOST = 6
 """Entries of a list of advice."""
@@ -56,8 +54,8 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
     first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, explored, options)
     # A setting that cannot run is no measure of others.
     base = first or asked
-    trains_the_same = not any(first is each for each in options)
-    picked: list[tuple[Kind, Candidate]] = [("as asked" if trains_the_same else "option", first)] if first else []
+    kind: Kind = "as asked" if first is asked else "option" if any(first is each for each in options) else "nearest"
+    picked = [(kind, first)] if first else []
     quick, cheap = fastest(explored), cheapest([*explored, *fewer])
     if quick and (quick.seconds < base.seconds * (1 - TIE) or (base.fits, quick.fits) == ("tight", "yes")):
         picked.append(("fastest", quick))
@@ -96,15 +94,16 @@ def _nearest(
 
 
 def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
-    """The recipe with each option; where one does not fit by itself, with what makes it fit."""
+    """The recipe with each option, undecided keys as `auto` takes them; where none fits so, with what makes it fit."""
     options = []
     for changes in _other_trainings(recipe, hardware):
         changed = recipe.with_values(changes)
-        candidate = None if check(changed) else consider(changed, hardware, estimate, {})
-        if candidate and candidate.fits == "no":
-            candidate = fastest(explore(changed, hardware, estimate, _FREE)) or candidate
-        if candidate:
-            options.append(dataclasses.replace(candidate, changes={**changes, **candidate.changes}))
+        best = fastest(explore(changed, hardware, estimate, changed.undecided))
+        further = {path: value for path, value in best.changes.items() if path not in changed.undecided} if best else {}
+        if best is None and (best := fastest(explore(changed, hardware, estimate, _FREE))):
+            further = best.changes
+        if best:
+            options.append(dataclasses.replace(best, changes={**changes, **further}))
     # The smallest number of further devices that fits speaks for all.
     more = (_with_devices(recipe, hardware, estimate, count) for count in _COUNTS if count > hardware.devices)
     there = [best for candidates in more if (best := fastest(candidates))]

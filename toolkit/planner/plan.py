@@ -14,7 +14,7 @@ from toolkit.common import UserError
 
 Answer = Literal["yes", "tight", "no"]
 """Whether something fits."""
-Kind = Literal["as asked", "fastest", "cheapest", "option"]
+Kind = Literal["as asked", "nearest", "fastest", "cheapest", "option"]
 """What a piece of advice is best at."""
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 PARTS = {
@@ -224,8 +224,8 @@ class Advice(Figures):
     """A setting that fits at the same global batch."""
 
     kind: Kind
-    """What it is best at: `as asked` is the recipe as it stands or, where that does not fit, with the smallest change
-    that does; `option` shows what one change does."""
+    """What it is best at: `as asked` is the recipe as it stands, `nearest` where that does not fit the smallest change
+    that trains the same and does; `option` shows what one change does."""
     changes: dict[str, str]
     """What the setting changes: key to value, as on the command line."""
     buys: str

@@ -33,7 +33,8 @@ _RECOMPUTING = 0.2
 fine-tuning, half where the base is frozen, less the output head and the optimizer."""
 MODE, EVERY = "activation_checkpointing.mode", "activation_checkpointing.every_n_layers"
 _SHARDED = ("zero1", "zero2", "fsdp", "zero3")
-_NOT_OFFLOADED: Changes = {
+_PLAIN: Changes = {
+    "strategy.sync_each_batch": False,
     "strategy.offload_optimizer": "none",
     "strategy.offload_param": "none",
     "strategy.nvme_path": None,
@@ -165,18 +166,18 @@ def _plain_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
     names = ["single" if recipe.strategy.name == "single" and hardware.devices == 1 else "ddp"]
     # Accelerate offers its engines on GPUs only.
     sharded = hardware.devices > 1 and hardware.device.kind != "cpu"
-    settings = [{"strategy.name": name, **_NOT_OFFLOADED} for name in (*names, *(_SHARDED if sharded else ()))]
+    settings = [{"strategy.name": name, **_PLAIN} for name in (*names, *(_SHARDED if sharded else ()))]
+    if sharded:
+        settings.append(_PLAIN | _REDUCED_EACH_TIME)
     if hardware.nodes > 1 and sharded:
-        settings.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_NOT_OFFLOADED})
+        settings.append({"strategy.name": "fsdp", "strategy.sharding": "hybrid_shard", **_PLAIN})
     return settings
 
 
 def _offloading_strategies(recipe: Recipe, hardware: Hardware) -> list[Changes]:
     if hardware.device.kind == "cpu":
         return []
-    each_time: list[Changes] = []
-    if hardware.devices > 1:
-        each_time = [_REDUCED_EACH_TIME | _NOT_OFFLOADED, _REDUCED_EACH_TIME | {"strategy.offload_param": "cpu"}]
+    each_time = [_REDUCED_EACH_TIME | {"strategy.offload_param": "cpu"}] if hardware.devices > 1 else []
     path = recipe.strategy.nvme_path
     drives = [(path, "zero3", "nvme", place) for place in ("none", "cpu", "nvme")] if path else []
     return [*each_time, *(dict(zip(_OFFLOADING, values, strict=True)) for values in (*_OFFLOADED, *drives))]

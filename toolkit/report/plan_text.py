@@ -170,7 +170,7 @@ def _advice(plan: Plan, columns: int) -> Text:
     unit = view.Unit.of(plan.device_memory)
     rows = []
     for advice in plan.advice:
-        kind = Text(view.kind_text(advice), "bold" if advice.kind in ("fastest", "cheapest") else "")
+        kind = Text(advice.kind, "bold" if advice.kind in ("fastest", "cheapest") else "")
         changes = view.change_text(advice.changes) or "no change"
         figures = f"{view.ANSWERS[advice.fits]}, {view.advice_figures(advice, unit)}"
         apart = "  " if len(changes) + len(figures) + _NAME + 2 <= columns else "\n"

@@ -231,11 +231,6 @@ def change_text(changes: Mapping[str, str]) -> str:
     return " ".join(f"{key}={value}" for key, value in changes.items())
 
 
-def kind_text(advice: Advice) -> str:
-    """What an entry of the advice is; a first one with changes is the nearest to what was asked that fits."""
-    return "nearest" if advice.kind == "as asked" and advice.changes else advice.kind
-
-
 def trade_texts(advice: Advice) -> list[str]:
     """What a change buys and costs; nothing of what it does not."""
     costs = f"costs: {advice.costs}" if advice.costs not in ("", "nothing") else ""
