@@ -240,6 +240,24 @@ def test_architectures_that_are_named_are_those_of_transformers() -> None:
     assert set(named) <= set(CONFIG_MAPPING_NAMES)
 
 
+def test_experts_that_peft_adapts_as_layers_are_those_of_its_tables() -> None:
+    from peft.utils import transformers_weight_conversion as conversion
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = conversion._MOE_TARGET_MODULE_MAPPING
+    as_layers = {
+        kind: set(names[like])
+        for kind, like in conversion._MODEL_TO_CONVERSION_PATTERN.items()
+        if like in names and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    assert {kind: set(layers) for kind, layers in model_configs._EXPERTS_AS_LAYERS.items()} == as_layers
+    mixture = {"model_type": "mixtral", "num_local_experts": 8}
+    for targets, adapts in (("all-linear", True), (["q_proj", "w2"], True), (["q_proj"], False)):
+        assert model_configs.adapts_experts(targets, mixture) == adapts
+        assert not model_configs.adapts_experts(targets, mixture | {"num_local_experts": 1})
+        assert not model_configs.adapts_experts(targets, mixture | {"model_type": "gpt_oss"})
+
+
 def test_an_encoder_is_causal_by_its_own_key() -> None:
     for kind, key in (
         ("bert", "is_decoder"),

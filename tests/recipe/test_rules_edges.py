@@ -63,7 +63,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         *("init-whole-base", NF4),
         *(each("method.init_lora_weights", x) for x in ("orthogonal pissa olora", "default gaussian")),
     ),
-    ("init-whole-base", LORA + "method.init_lora_weights=olora ", ["method.target_parameters=[w]"], [""]),
+    ("init-parameters", LORA + "method.init_lora_weights=olora ", ["method.target_parameters=[w]"], [""]),
     *(
         (
             "init-sharded",
@@ -79,7 +79,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("init-whole-base", "method.init_lora_weights=eva ", [], [NF4, INT8]),
     (
         *("init-parameters", LORA + "method.target_parameters=[w] "),
-        *(each("method.init_lora_weights", x) for x in ("eva loftq", "default gaussian")),
+        *(each("method.init_lora_weights", x) for x in ("eva loftq orthogonal pissa", "default gaussian")),
     ),
     ("init-parameters", LORA + "method.init_lora_weights=eva ", [], [""]),
     ("init-eva-seq2seq", LORA + "method.init_lora_weights=eva ", [SEQ2SEQ], ["", "objective=language_modelling"]),

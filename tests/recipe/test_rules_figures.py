@@ -11,7 +11,8 @@ import pytest
 from recipes import recipe_of
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import check
-from toolkit.recipe.rules.training import adapter_keys, evaluation_keys, not_for_parameters
+from toolkit.recipe.rules.method import adapter_keys, not_for_parameters
+from toolkit.recipe.rules.training import evaluation_keys
 from toolkit.recipe.sections import Method
 
 LORA, NF4, INT8 = (
@@ -81,8 +82,8 @@ FIGURES: list[tuple[str, str, list[str]]] = [
     ),
     (
         LORA + "method.target_parameters=[w] method.use_dora=true method.lora_dropout=0.1",
-        "method.target_parameters",
-        ["remove method.lora_dropout and method.use_dora"],
+        "method",
+        ["remove method.lora_dropout and method.use_dora", "or remove method.target_parameters"],
     ),
     (
         "strategy.reduce_bucket_size=5 strategy.overlap_comm=false",

@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,18 @@ _ENCODERS = {
 """Architectures whose tokens see those after them, and the key of their config that makes them causal."""
 _SEPARATE_EXPERTS = ("doge", "nllb-moe", "switch_transformers")
 """Architectures of Transformers 5.23 whose experts are modules of their own."""
+_EXPERTS_AS_LAYERS = {
+    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), ("gate", "w1", "w2", "w3")),
+    **dict.fromkeys(
+        (
+            *("afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+            *("exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe"),
+            *("longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+        ),
+        ("gate", "gate_proj", "up_proj", "down_proj"),
+    ),
+}
+"""Architectures whose fused experts and routers PEFT adapts by the names that they had as linear layers."""
 _READING = ("longcat_flash", "mamba")
 """Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
 _SIZE_KEYS = (
@@ -180,6 +192,12 @@ def fused_experts(config: Mapping[str, Any]) -> int:
     numbers = [place[key] for place in places for key in (*_EXPERT_KEYS, "moe_num_experts") if place.get(key)]
     # Of models with several kinds of layers some state a number for each.
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
+
+
+def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) -> bool:
+    """Whether PEFT takes some of these target modules for fused experts; `all-linear` means them too."""
+    names = _EXPERTS_AS_LAYERS.get(text_config(config).get("model_type") or "", ())
+    return bool(fused_experts(config) and names) and (targets == "all-linear" or not set(names).isdisjoint(targets))
 
 
 def reads_weights(config: Mapping[str, Any]) -> bool:

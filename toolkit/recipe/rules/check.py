@@ -17,13 +17,12 @@ from toolkit.recipe.module_names import name_problems
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
+from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
-    adapter_keys,
     evaluation_keys,
     micro_batch,
-    not_for_parameters,
     own_keys,
     unknown_arguments,
 )
@@ -31,7 +30,7 @@ from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import SCHEDULES, STRATEGIES, Section
 
-RULES: dict[str, Rule] = INPUT_RULES | TRAINING_RULES | STRATEGY_RULES | IGNORED_RULES | UNUSUAL_RULES
+RULES: dict[str, Rule] = INPUT_RULES | METHOD_RULES | TRAINING_RULES | STRATEGY_RULES | IGNORED_RULES | UNUSUAL_RULES
 """Every rule by its stable name, in the order in which problems are reported."""
 
 
@@ -122,6 +121,8 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "adapter_keys": ", ".join(adapter_keys(recipe)),
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
+        "not_linear": not_linear(recipe, config),
+        "linear_only": linear_only(recipe, config),
         "num_layers": model_configs.num_layers(config) if config else None,
         "foreign_keys": ", ".join(f"strategy.{key}" for key in foreign),
         "owners": f", or set strategy.name={' or '.join(owners)}" if owners else "",
