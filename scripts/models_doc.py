@@ -33,7 +33,7 @@ from trl import SFTConfig
 from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, experts
-from toolkit.models.adapters import keep_unpacked
+from toolkit.models.adapters import keep_unpacked, not_linear
 from toolkit.models.output_head import HeadChoice, asks_routers, choose
 from toolkit.models.tiny import tiny_model
 from toolkit.planner.trace import fake_kernels
@@ -157,7 +157,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
             return Architecture(kind, "not built", in_a_line(error))
         assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
         head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, batch)
-        quantised, reached = _quantised(model, batch), _reached(model)
+        quantised, reached = _quantised(model, batch), _reached(model, batch)
         assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
         try:
             packs = objective == "sft" and isolates(model, Collator(0, "packed"))
@@ -282,13 +282,17 @@ def _quantised(model: Any, batch: dict[str, torch.Tensor]) -> str:
     return _share(quantised, sum(_matrices(model).values()))
 
 
-def _reached(model: Any) -> str:
-    """How much of the layers' matrices adapters reach."""
+def _reached(model: Any, batch: dict[str, torch.Tensor]) -> str:
+    """How much of the layers' matrices adapters reach that train."""
     matrices = _matrices(model)
     try:
-        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        adapted: Any = get_peft_model(
+            model, LoraConfig(target_modules="all-linear", exclude_modules=not_linear(model) or None)
+        )
     except Exception:
         return "none"
+    inputs = batch if model.config.is_encoder_decoder else {key: batch[key] for key in batch if key != "labels"}
+    adapted(**inputs, use_cache=False).logits.sum().backward()
     layers = [each.get_base_layer() for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
     reached = {id(parameter) for layer in layers for parameter in layer.parameters()}
     return _share(sum(size for key, size in matrices.items() if key in reached), sum(matrices.values()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import models_doc
 import pytest
+import torch
 from small import LORA, place_with
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,6 +16,7 @@ from toolkit.distributed.layout import batch_layout
 from toolkit.models.adapters import add_method
 from toolkit.models.coverage import parameter_counts
 from toolkit.models.load import ModelSource
+from toolkit.models.tiny import tiny_model
 from toolkit.planner.trace.fit import _inventory
 from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.shallow import build
@@ -112,3 +115,26 @@ def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[An
     with pytest.raises(UserError) as caught:
         adapted(*overrides)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), [("phimoe", "router"), ("llama4_text", "router"), ("deepseek_v4", "o_a_proj")]
+)
+def test_linear_layers_that_return_something_else_get_no_adapter(kind: str, layer: str) -> None:
+    """Routers that return what they chose as well, and products by groups."""
+    asked, ids = recipe(), torch.arange(18).view(2, 9)
+    model = add_method(tiny_model(models_doc.stated(kind, "sft"), "sft"), asked, dtypes(asked))
+    model(input_ids=ids).logits.sum().backward()
+    layers = ranks(model)
+    assert layers and not any(layer in name for name in layers)
+    stated = model.peft_config["default"]
+    assert not any(layer in name for name in stated.target_modules) and stated.exclude_modules is None
+    first = next(iter(layers)).rpartition(".")[2]
+    for pattern in ([first], rf".*\.{first}"):
+        other = recipe({"extra.lora": {"exclude_modules": pattern}})
+        fewer = add_method(tiny_model(models_doc.stated(kind, "sft"), "sft"), other, dtypes(other))
+        assert {*ranks(fewer)} == {name for name in layers if not name.endswith(f".{first}")}
+        assert [*fewer.peft_config["default"].exclude_modules] == [*pattern]
+    with pytest.raises(UserError, match=f"remove {layer} from method.target_modules"):
+        asked = recipe({"method.target_modules": [layer]})
+        add_method(tiny_model(models_doc.stated(kind, "sft"), "sft"), asked, dtypes(asked))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import re
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -49,13 +51,21 @@ def add_method(
     if method.name == "full":
         _freeze(model, method.freeze)
         return model
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, TaskType
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import TrainableTokensWrapper
 
     begun: Any = method.init_lora_weights
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
+    others = not_linear(model)
+    for name in others if isinstance(method.target_modules, list) else []:
+        if matches(name, method.target_modules):
+            raise UserError(
+                f"method.target_modules: {name} returns something else than a matrix product, to which no adapter can "
+                "be added",
+                f"remove {name.rpartition('.')[2]} from method.target_modules",
+            )
     adapter = LoraConfig(
         r=method.r,
         lora_alpha=method.lora_alpha,  # type: ignore[arg-type]
@@ -76,11 +86,7 @@ def add_method(
         **recipe.extra.lora,
     )
     try:
-        with warnings.catch_warnings():
-            # Patterns that match nothing are refused below, in words of the recipe.
-            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-            warnings.filterwarnings("error", message="You have passed exclude_modules")
-            adapted = get_peft_model(model, adapter)
+        adapted = _wrapped(model, adapter, others)
     except (ValueError, RuntimeError, UserWarning, re.error) as error:
         raise UserError(
             f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
@@ -97,9 +103,30 @@ def add_method(
         # PEFT casts a layer's input up to the adapter's fp32 masters; autocast computes in 16 bits without that copy.
         for module in adapted.modules():
             if isinstance(module, BaseTunerLayer):
-                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+                module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]
     if recipe.model.adapter:
         _load_adapter(adapted, recipe.model.adapter)
+    return adapted
+
+
+def _wrapped(model: PreTrainedModel, adapter: Any, others: list[str]) -> Any:
+    """PEFT's model, in which `all-linear` is without those that are not; its settings as if these were none."""
+    from peft import get_peft_model
+
+    asked, excluded = adapter.target_modules, adapter.exclude_modules
+    if asked == "all-linear" and others:
+        given = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(each)}" for each in excluded or []]
+        adapter.exclude_modules = "|".join(f"({each})" for each in [*given, *map(re.escape, others)])
+    with warnings.catch_warnings():
+        # Patterns that match nothing are refused later, in words of the recipe.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        warnings.filterwarnings("error", message="You have passed exclude_modules")
+        adapted = get_peft_model(model, adapter)
+    if asked == "all-linear" and others:
+        adapter.target_modules = {
+            each for each in adapter.target_modules if not any(matches(other, [each]) for other in others)
+        }
+        adapter.exclude_modules = excluded
     return adapted
 
 
@@ -189,8 +216,37 @@ def _freeze(model: torch.nn.Module, patterns: list[str]) -> None:
 def _linear_modules(model: PreTrainedModel) -> list[str]:
     """Last names of the linear layers but the output head: PEFT picks layers among named modules only."""
     head = model.get_output_embeddings()
-    linear = (name for name, each in model.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D)))
+    linear = {name for name, each in model.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D))}
+    linear -= {*not_linear(model)}
     return sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not head})
+
+
+def not_linear(model: PreTrainedModel) -> list[str]:
+    """Names of layers that are of a class of linear ones but compute something else: routers that return what they
+    chose as well, or products by groups. The output of an adapter cannot be added to theirs."""
+    theirs = ("torch.", "bitsandbytes.")
+    return [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, torch.nn.Linear)
+        and type(each).forward is not torch.nn.Linear.forward
+        and not type(each).__module__.startswith(theirs)
+        and not _maps_rows(each)
+    ]
+
+
+def _maps_rows(layer: torch.nn.Linear) -> bool:
+    twin = copy.copy(layer)
+    twin._parameters = {
+        name: each if each is None else torch.nn.Parameter(torch.empty(each.shape, device="meta"), requires_grad=False)
+        for name, each in layer._parameters.items()
+    }
+    try:
+        with _disable_current_modes():
+            outputs = twin(torch.empty(2, 3, layer.in_features, device="meta"))
+    except Exception:  # Its own code may raise anything.
+        return False
+    return isinstance(outputs, torch.Tensor) and outputs.shape == (2, 3, layer.out_features)
 
 
 def _check_adapted(adapted: Any, method: Method) -> None:
