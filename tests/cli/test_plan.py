@@ -40,6 +40,16 @@ def planned(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("override", ["optimizer.learning_rate=1e-4,1e-3", "sed=1", "seq_len=x"])
+def test_nothing_is_measured_for_a_recipe_that_is_wrong(
+    place: Path, override: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(place / "cache"))
+    assert main(["plan", "recipe=smollm2_135m_lora_demo", override]) == 2
+    assert "1 problem" in capsys.readouterr().err
+    assert not list(place.rglob("*.*")), "no figures of this machine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "compare", "sweeps", "asked"),
     [

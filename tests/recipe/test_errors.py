@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,26 @@ def test_a_default_is_named_where_there_is_one() -> None:
     default = "write what is allowed, or remove it for the default 16"
     for text, hint in (("method: {r: [1, 2]}\n", default), ("model: {path: [a, b]}\n", "write what is allowed")):
         assert problems(BASE + text).endswith(f"    change   {hint}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "given"),
+    [
+        ("optimizer: {eps: 1}\n", ["optimizer=[{learning_rate: 1e-4}]"], "[{learning_rate: 1e-4}]"),
+        ("", ["optimizer={learning_rate: -1e-4}"], "-1e-4"),
+        ("", ["logging.trackers=[{a: 1e3}, 'b, c']"], "{a: 1e3}"),
+        ("method: {r: [1e-4, off]}\n", [], "[1e-4, off]"),
+        ("method: {r: 1e+1}\noptimizer: {name: [3e1]}\n", [], "[3e1]"),
+        ("data: {sources: [3e0], eval_sources: [4e0]}\n", [], "3e0"),
+        ("optimizer: {momentum: 9.0e-1}\n", [], "9.0e-1"),
+        ("optimizer: {momentum: '${optimizer.beta1}'}\n", [], "${optimizer.beta1}"),
+        ("", ["optimizer.momentum=9.0e-1"], "9.0e-1"),
+    ],
+)
+def test_a_value_is_shown_as_it_was_written(text: str, overrides: list[str], given: str) -> None:
+    """What the schema refuses, whole lists and mappings, and what a rule refuses."""
+    message = problems(BASE + text, *overrides)
+    assert re.search(rf"given    {re.escape(given)}( \(|\n)", message), message
 
 
 def test_a_key_given_twice_is_named_whole() -> None:

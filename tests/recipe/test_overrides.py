@@ -9,8 +9,11 @@ import pytest
 
 from recipes import values, write
 from toolkit.recipe import RecipeError, load, shipped_recipes
+from toolkit.recipe.files import list_recipes
 from toolkit.recipe.load import load_resolved
 from toolkit.recipe.overrides import parse, split_arguments
+from toolkit.recipe.rules import load_checked
+from toolkit.recipe.show import write_diff
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -102,6 +105,59 @@ def test_command_line_replaces_what_says_the_same_in_the_file(mine: Path) -> Non
     assert (kept.data.format, kept.schedule.num_epochs) == ("messages", 3)
 
 
+@pytest.mark.parametrize(
+    ("split", "data", "held_out"),
+    [
+        ("eval_split: test_sft", "data=b.jsonl", (0.05, [])),
+        ("eval_split: 0.1", "data=b.jsonl", (0.1, [])),
+        ("eval_sources: [d]", "data=b.jsonl", (0.05, [])),
+        ("shuffle: true", "data=b.jsonl", (None, [])),
+        ("eval_split: test_sft", "data=b.jsonl data.eval_split=0.2", (0.2, [])),
+        ("eval_split: test_sft", "data=b.jsonl data.eval_split=null", (None, [])),
+        ("eval_split: test_sft", "data=b.jsonl data.eval_sources=[c]", (None, ["c"])),
+        ("eval_split: test_sft", "data.sources=[b.jsonl]", ("test_sft", [])),
+        ("eval_split: 0.1", "data=b.jsonl data=wikitext", ("validation", [])),
+    ],
+)
+def test_a_split_of_other_sources_is_left_behind_and_a_fraction_is_not(
+    mine: Path, split: str, data: str, held_out: tuple[object, object]
+) -> None:
+    """On the command line, in a file that extends the recipe, and in a copy."""
+    write("long", f"model: {{path: m}}\ndata: {{sources: [a], {split}}}\n")
+    recipe = load("long", data.split()).recipe
+    assert (recipe.data.eval_split, [source.path for source in recipe.data.eval_sources]) == held_out
+    if data == "data=b.jsonl":
+        write("mine", "defaults: long\ndata: b.jsonl\n")
+        assert load("mine").recipe == recipe
+    write_diff("long", data.split(), "copy")
+    assert load("copy").recipe.data == recipe.data
+
+
+@pytest.mark.parametrize("name", list_recipes([shipped_recipes()]))
+def test_every_shipped_recipe_takes_own_rows(mine: Path, name: str) -> None:
+    loaded = load_checked(name, ["data=mine.jsonl"])
+    assert [source.path for source in loaded.recipe.data.sources] == ["mine.jsonl"]
+    assert not [warning for warning in loaded.warnings if "held out" in warning.what]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["description.a=b"], "description"),
+        (["batch.seq_len.max=3"], "batch.seq_len"),
+        (["description.a.b=c"], "description"),
+    ],
+)
+def test_a_mapping_typed_in_the_place_of_a_plain_value_is_said_to_be_typed(
+    mine: Path, overrides: list[str], path: str
+) -> None:
+    write("long", "description: x\nmodel: {path: m}\ndata: [a]\nbatch: {seq_len: 5}\n")
+    with pytest.raises(RecipeError) as refused:
+        load("long", overrides)
+    (problem,) = refused.value.problems
+    assert (problem.path, problem.where) == (path, "command line")
+
+
 PAIRS = [
     ("schedule.max_steps", "schedule.num_epochs"),
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
@@ -132,13 +188,7 @@ def test_each_key_replaces_the_one_that_says_the_same(stated: str, other: str) -
         (["~batch", "~method", "method.option=lora"], {"method": "lora"}, {}, ["batch"]),
         (["model=./folder", "model=gpt2"], {"model": "gpt2"}, {}, []),
         (["model=gpt2", "model.path=x"], {"model": "gpt2"}, {"model.path": "x"}, []),
-        (["data=b.jsonl"], {}, {"data.sources": ["b.jsonl"]}, ["data.format", "data.columns", "data.eval_sources"]),
-        (
-            ["data.format=chat", "data=[b]"],
-            {},
-            {"data.format": "chat", "data.sources": ["b"]},
-            ["data.columns", "data.eval_sources"],
-        ),
+        (["data.format=chat", "data=[b]"], {}, {"data.format": "chat", "data.sources": ["b"]}, []),
         (["data.sources=[b]"], {}, {"data.sources": ["b"]}, []),
     ],
 )

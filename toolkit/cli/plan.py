@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.cli.local_data import data_problems, row_lengths
@@ -13,7 +13,7 @@ from toolkit.distributed.layout import World
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.planner.plan import Plan, Refused
-from toolkit.recipe import Recipe, load, split_arguments
+from toolkit.recipe import Loaded, Recipe, load, split_arguments
 from toolkit.recipe.errors import warn
 from toolkit.recipe.rules import check, load_checked
 
@@ -61,8 +61,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None, se
     Raises:
         UserError: With every problem of the recipe, or for unknown hardware.
     """
-    name, overrides, hardware = _parts(arguments, folder)
-    loaded = load_checked(name, overrides, folder)
+    loaded, overrides, hardware = _parts(arguments, folder, load_checked)
     warn([*loaded.warnings, *data_problems(loaded)])
     _check_launch(loaded.recipe, hardware)
     figures = row_lengths(loaded.recipe)
@@ -79,8 +78,7 @@ def answer_or_reason(
     Raises:
         UserError: For unknown keys, recipes and hardware, and values of a wrong type.
     """
-    name, overrides, hardware = _parts(arguments, folder)
-    loaded = load(name, overrides, folder)
+    loaded, overrides, hardware = _parts(arguments, folder, load)
     reason = "\n".join(
         f"{problem.path}: {problem.what}" + (f"; {problem.hint}" if problem.hint else "")
         for problem in check(loaded.recipe, loaded.origins)
@@ -103,12 +101,17 @@ def answer_or_reason(
     return Refused(recipe=loaded.name, overrides=overrides, hardware=hardware.name, reason=reason)
 
 
-def _parts(arguments: Sequence[str], folder: str | None) -> tuple[str, list[str], Hardware]:
+def _parts(
+    arguments: Sequence[str], folder: str | None, read: Callable[[str, Sequence[str], str | None], Loaded]
+) -> tuple[Loaded, list[str], Hardware]:
+    """The recipe, what was changed in it, and the hardware, which is measured only for a recipe that can be read."""
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("hardware=")]
     rest = [argument for argument in arguments if not argument.startswith("hardware=")]
     name, overrides = split_arguments(rest)
     own = Path(folder) if folder else None
-    return name, overrides, once_measured(find(named[-1], own) if named else this_machine(own))
+    hardware = find(named[-1], own) if named else None
+    loaded = read(name, overrides, folder)
+    return loaded, overrides, once_measured(hardware or this_machine(own))
 
 
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:

@@ -8,7 +8,8 @@ of the result, which origins need, is internal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -39,7 +40,7 @@ from toolkit.recipe.files import (
     search_order,
     short,
 )
-from toolkit.recipe.overrides import left_behind, parse, replaced, section_word
+from toolkit.recipe.overrides import inherited, parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
 
 _ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
@@ -83,14 +84,20 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
     warnings = walk.overruled(file, result)
     for key in changes.removed:
         result.drop(key)
+    if changes.other_data:
+        result.leave_data({key.partition(".")[2] for key in changes.values if key.startswith("data.")})
     config, problems = OmegaConf.create(result.values), list(changes.problems)
     for key, value in changes.values.items():
-        forget(key, result.origins)
-        result.origins[key] = COMMAND_LINE
         try:
             OmegaConf.update(config, key, value, force_add=True)
         except (OmegaConfBaseException, ValueError) as error:
             problems.append(Problem(key, first_lines(error), COMMAND_LINE))
+            continue
+        forget(key, result.origins)
+        # A plain value of a file around the key gives way to a mapping.
+        around = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
+        plain = [one for one in around if one in result.origins and not _is_mapping(result.values, one)]
+        result.origins |= dict.fromkeys([*plain, key], COMMAND_LINE)
     warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
     return Composed(name, file, _plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
 
@@ -103,11 +110,15 @@ class Layer:
     origins: Origins = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     """Dotted keys of the layers below that it does away with."""
+    other_data: bool = False
+    """Whether it gives sources as a word, see `inherited`."""
 
     def under(self, upper: Layer) -> Layer:
         """Both as one, the upper one's values where both have one. Lists are replaced as a whole."""
         for key in upper.removed:
             self.drop(key)
+        if upper.other_data:
+            self.leave_data(upper.values["data"])
         for key in upper.origins:
             if isinstance(value_at(upper.values, key.split(".")), list):
                 forget(key, self.origins)
@@ -122,9 +133,21 @@ class Layer:
         """Puts the main key in the place of a section that was given as a word."""
         (main_key,) = word
         self.values[section] = word
-        self.removed += left_behind(word)
+        self.other_data |= section == "data"
         for key in [key for key in self.origins if key.split(".")[0] == section]:
             self.origins[f"{section}.{main_key}{key.removeprefix(section)}"] = self.origins.pop(key)
+
+    def leave_data(self, stated: Container[str]) -> None:
+        """Takes out what describes the sources, because others take their place."""
+        data = self.values.get("data")
+        if not isinstance(data, dict):
+            return
+        kept = inherited(data, stated)
+        for key in data.keys() - kept.keys():
+            self.drop(f"data.{key}")
+        if kept.get("eval_split") != data.get("eval_split"):
+            self.origins["data.eval_split"] = f"in place of {data.get('eval_split') or 'eval_sources'}"
+        self.values["data"] = kept
 
     def drop(self, key: str) -> None:
         """Takes out a key and what stands below it."""
@@ -177,13 +200,20 @@ class _Walk:
     def texts(self, result: Layer) -> dict[str, str]:
         """Dotted key to the text of its value in the file that states it."""
         written = {
-            (place, key.rpartition(".")[2]): read.texts[key]
+            (place, key): read.texts[key]
             for read in self._files.values()
             for key, place in read.origins.items()
             if key in read.texts
         }
-        places = {key: (place, key.rpartition(".")[2]) for key, place in result.origins.items()}
-        return {key: written[place] for key, place in places.items() if place in written}
+        texts: dict[str, str] = {}
+        for key, place in result.origins.items():
+            section, _, rest = key.partition(".")
+            # In a recipe, in an option of its section, or as the section's word.
+            word = key.replace(f".{sections()[section].main_key}", "", 1) if section in sections() else key
+            found = [written[place, name] for name in (key, rest, word) if (place, name) in written]
+            if found:
+                texts[key] = found[0]
+        return texts
 
     def overruled(self, file: Path, result: Layer) -> list[Problem]:
         """The keys of the recipe's own file that come out otherwise, because `_self_` does not stand last in it."""
@@ -370,6 +400,10 @@ def value_at(data: Any, parts: Sequence[str]) -> Any:
         else:
             data = data.get(part) if isinstance(data, dict) else None
     return data
+
+
+def _is_mapping(data: Any, path: str) -> bool:
+    return isinstance(value_at(data, path.split(".")), dict)
 
 
 def remove(data: Any, path: str) -> bool:

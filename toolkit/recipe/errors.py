@@ -158,10 +158,29 @@ def literals(*location: str) -> list[str]:
     return words(_kind_at(location))
 
 
-def as_text(value: Any) -> str:
-    """A value as one would write it in a recipe, shortened."""
-    text = inline(value)
+def as_text(value: Any, path: str = "", texts: Mapping[str, str] | None = None) -> str:
+    """A value as one would write it in a recipe, shortened.
+
+    Args:
+        path: Its dotted key.
+        texts: Dotted key to what was written there: 1e-4 stays 1e-4, and an interpolation what it is.
+    """
+    text = _as_written(value, path, texts) if texts else inline(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _as_written(value: Any, path: str, texts: Mapping[str, str], *, inside: bool = False) -> str:
+    if isinstance(value, list):
+        entries = [_as_written(each, f"{path}.{index}", texts, inside=True) for index, each in enumerate(value)]
+        return f"[{', '.join(entries)}]"
+    if isinstance(value, Mapping):
+        entries = [f"{key}: {_as_written(each, f'{path}.{key}', texts, inside=True)}" for key, each in value.items()]
+        return f"{{{', '.join(entries)}}}"
+    text = texts.get(path, "")
+    if text and (isinstance(value, bool | int | float) or "${" in text):
+        return text
+    # Text with a comma is quoted in a list.
+    return inline([value])[1:-1] if inside else inline(value)
 
 
 def inline(value: Any) -> str:
@@ -213,14 +232,14 @@ def _problem(
     given, kind = finding["input"], finding["type"]
     # Values of variables may be secret, also inside a list.
     filled = [text for key, text in written.items() if key == path or key.startswith(f"{path}.")]
-    shown = ", ".join(filled) or _as_written(given, texts.get(path)) or as_text(given)
+    shown = ", ".join(filled) or as_text(given, path, texts)
     if kind in ("extra_forbidden", "string_pattern_mismatch"):
         return _unknown_key(path, location, given, shown, where)
     if kind == "missing":
         return Problem(path, "is required", where, hint=f"set {path}, e.g. {path}=… on the command line")
     section = _section_at(location)
     if section and not isinstance(given, Mapping) and kind not in _TEXT_KINDS:
-        hint = _section_hint(path, section, None if filled else given, shown)
+        hint = _section_hint(path, section, None if filled else given, shown, texts)
         return Problem(path, "must be a section", where, shown, ", ".join(section.model_fields), hint)
     allowed = " or ".join(dict.fromkeys(_allowed(one) for one, _ in findings))
     kinds = {one["type"] for one, _ in findings}
@@ -229,7 +248,7 @@ def _problem(
     wrong = next((each for each in given if each not in choices), given) if isinstance(given, list) else given
     close = did_you_mean(str(wrong), choices)
     form = "{}='\"{}\"'" if where == COMMAND_LINE else "{}: '{}'"
-    hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled)
+    hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled, texts)
     if close and close == given and "list_type" in kinds:
         hint = f"write [{given}]"
     if "string_type" in kinds and isinstance(given, bool | int | float):
@@ -237,23 +256,19 @@ def _problem(
     return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
 
 
-def _as_written(given: Any, text: str | None) -> str:
-    """The text of a number or true/false as it stands in the file or on the command line."""
-    return text or "" if isinstance(given, bool | int | float) else ""
-
-
-def _section_hint(path: str, section: type[Section], given: Any, shown: str) -> str:
+def _section_hint(path: str, section: type[Section], given: Any, shown: str, texts: Mapping[str, str]) -> str:
     if given is None:
         return f"write keys below `{path}:`, or remove this line"
     if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given):
-        return f"write its keys without dashes: {path}: {as_text(_merged(given))}"
+        return f"write its keys without dashes: {path}: {_merged(given, path, texts)}"
     if isinstance(given, list) or not section.main_key:
         return f"write {path}: {{{next(iter(section.model_fields))}: …}}"
     return f"write {path}: {{{section.main_key}: {shown}}}"
 
 
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
+def _merged(parts: Iterable[Mapping[str, Any]], path: str, texts: Mapping[str, str]) -> str:
+    """The mappings of a list as one, in a line."""
+    return f"{{{', '.join(as_text(part, f'{path}.{index}', texts)[1:-1] for index, part in enumerate(parts))}}}"
 
 
 def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: str) -> Problem:
@@ -325,7 +340,9 @@ def _type_name(value: Any) -> str:
     return f" ({names[type(value)]})" if type(value) in names else ""
 
 
-def _change(path: str, location: Sequence[Any], kinds: set[str], given: Any, filled: list[str]) -> str:
+def _change(
+    path: str, location: Sequence[Any], kinds: set[str], given: Any, filled: list[str], texts: Mapping[str, str]
+) -> str:
     """What to write instead of a value of a wrong kind."""
     if kinds & _TEXT_KINDS:
         return _text_change(path, kinds, ", ".join(filled) or str(given))
@@ -338,12 +355,12 @@ def _change(path: str, location: Sequence[Any], kinds: set[str], given: Any, fil
     if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
         return f"write {given:.0f}"
     if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given) and not filled:
-        return f"write the keys of a section without dashes: {as_text(_merged(given))}"
+        return f"write the keys of a section without dashes: {_merged(given, path, texts)}"
     is_one = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | int | float)
     if is_one and not filled and ("literal_error" not in kinds or given[0] in literals(*location)):
-        return f"write {path}: {as_text(given[0])}"
+        return f"write {path}: {as_text(given[0], f'{path}.0', texts)}"
     if isinstance(given, str | int | float) and kinds == {"list_type"}:
-        return f"write [{as_text(given)}]"
+        return f"write [{as_text(given, path, texts)}]"
     default = _default_at(location)
     return f"write what is allowed, or remove it for the default {default}" if default else "write what is allowed"
 

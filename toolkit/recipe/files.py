@@ -240,6 +240,23 @@ def _record(node: yaml.Node, path: str, result: Read) -> None:
         result.texts[path] = node.value
 
 
+def texts_of(text: str, path: str) -> dict[str, str]:
+    """Dotted key to the text of every plain value in a text that is read as the value at `path`; none if it is no YAML.
+
+    Args:
+        text: What was typed, e.g. `{learning_rate: 1e-4}`.
+        path: A dotted key.
+    """
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return {}
+    result = Read(Path())
+    if node is not None:
+        _record(node, path, result)
+    return result.texts
+
+
 def forget(path: str, origins: Origins) -> None:
     """Takes out the origins of everything below a dotted path."""
     for key in [key for key in origins if key.startswith(f"{path}.")]:

@@ -43,6 +43,8 @@ class Loaded:
     """Keys that the recipe left to the plan, with value and reason."""
     taken_over: Mapping[str, Any] = field(default_factory=dict)
     """Settings of DeepSpeed that the launcher's file states and no key of a recipe does, by dotted key."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key to the text of its value, as it was written."""
     warnings: tuple[Problem, ...] = ()
     """What can be trained and is probably not meant."""
 
@@ -92,6 +94,7 @@ def load(name: str, overrides: Sequence[str] = (), folder: str | Path | None = N
         composed.file,
         composed.origins | taken,
         composed.values,
+        texts=composed.texts,
         warnings=tuple(composed.warnings),
     )
 

@@ -7,7 +7,7 @@ Which keys exist is not asked: pydantic alone decides that.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from toolkit.recipe import hydra_habits
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
-from toolkit.recipe.files import NAME, locate, options
+from toolkit.recipe.files import NAME, locate, options, texts_of
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 
 _EITHER = (
@@ -28,8 +28,8 @@ _EITHER = (
 )
 """Keys that say the same in two ways: a new one replaces the other one of what it changes."""
 
-_ABOUT_SOURCES = ("data.format", "data.columns", "data.eval_sources")
-"""Keys that describe the sources; other sources given as a word do not inherit them."""
+_HELD_OUT = 0.05
+"""Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
@@ -46,6 +46,8 @@ class Overrides:
     """Dotted keys that go back to their defaults before the values are set."""
     texts: dict[str, str] = field(default_factory=dict)
     """Dotted key to its value as it was typed."""
+    other_data: bool = False
+    """Whether sources were given as a word, which do not inherit all: see `inherited`."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with the rest."""
 
@@ -88,7 +90,7 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
                 _choose(key.removesuffix(".option"), match["text"], result)
             else:
                 _set(key, _value(key, match["text"]), result)
-                result.texts[key] = match["text"]
+                result.texts |= texts_of(match["text"], key) | {key: match["text"]}
         except RecipeError as error:
             result.problems += error.problems
     result.removed += replaced(result.values)
@@ -138,9 +140,22 @@ def replaced(stated: Mapping[str, Any]) -> list[str]:
     return [other for key, other in either if stated.get(key) is not None and other not in stated]
 
 
-def left_behind(word: Mapping[str, Any]) -> tuple[str, ...]:
-    """Dotted keys that a main key given as a word does not inherit: other data have a form and columns of their own."""
-    return _ABOUT_SOURCES if "sources" in word else ()
+def inherited(data: Mapping[str, Any], stated: Container[str] = ()) -> dict[str, Any]:
+    """What other sources, given as a word, inherit of a data section.
+
+    They have a form, columns and splits of their own: where a split was held out, or a source, a fraction of them is.
+
+    Args:
+        data: The section that was written for the sources before them.
+        stated: Keys that are written for the new ones.
+    """
+    kept = {key: value for key, value in data.items() if key not in ("format", "columns", "eval_sources")}
+    held_out = kept.get("eval_split") or data.get("eval_sources")
+    if held_out and not isinstance(held_out, float):
+        kept["eval_split"] = _HELD_OUT
+        if "eval_sources" in stated:
+            del kept["eval_split"]
+    return kept
 
 
 def _full_key(key: str) -> str:
@@ -206,6 +221,7 @@ def _remove(key: str, result: Overrides) -> None:
 def _choose(section: str, option: str, result: Overrides) -> None:
     result.values.pop(f"{section}.{sections()[section].main_key}", None)
     result.removed = [removed for removed in result.removed if removed != section]
+    result.other_data &= section != "data"
     result.groups[section] = option
 
 
@@ -213,6 +229,7 @@ def _set_section(section: str, text: str, search: list[Path], result: Overrides)
     """`section=…`: an option of the group, a mapping, or a value for the section's main key."""
     value = None if NAME.fullmatch(text) and locate(f"{section}/{text}", search) else _value(section, text)
     if isinstance(value, dict):
+        result.texts |= texts_of(text, section)
         if "option" in value:
             _choose(section, str(value.pop("option")), result)
         for key, part in value.items():
@@ -221,6 +238,7 @@ def _set_section(section: str, text: str, search: list[Path], result: Overrides)
     word = section_word(section, text, value, COMMAND_LINE, search)
     if isinstance(word, str):
         return _choose(section, word, result)
-    result.removed += [key for key in left_behind(word) if key not in result.values]
+    result.other_data |= section == "data"
     for key, main in word.items():
         _set(f"{section}.{key}", main, result)
+        result.texts |= texts_of(text, f"{section}.{key}")

@@ -20,7 +20,7 @@ from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.errors import DEFAULT, as_text, inline, origin_of
 from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
-from toolkit.recipe.overrides import left_behind, parse
+from toolkit.recipe.overrides import inherited, parse
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import Section
 
@@ -188,7 +188,7 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
     # An interpolation in the description must not be filled in, least of all when cut in two.
     change = " ".join(overrides).replace("${", "{") or "no change yet"
     values.setdefault("description", f"{wanted.name} with {change}"[:100])
-    if "data" not in chosen and _is_other_data(values.get("data", {}), wanted.values["data"]):
+    if "data" not in chosen and _is_other_data(wanted.values["data"], base.values["data"]):
         values["data"] = values["data"]["sources"]  # A word leaves the parent's format and columns behind.
     content: dict[str, Any] = {"description": values.pop("description"), "defaults": wanted.file.stem}
     for group, option in chosen.items():
@@ -206,10 +206,9 @@ def write_diff(parent: str, overrides: Sequence[str], name: str, folder: str | P
     return file
 
 
-def _is_other_data(changed: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether what changed of the data is what `data=OTHER` changes."""
-    described = {key.partition(".")[2] for key in left_behind(changed)}
-    return "sources" in changed and changed.keys() <= {"sources", *described} and not described & wanted.keys()
+def _is_other_data(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether the data differ as `data=OTHER` makes them."""
+    return wanted["sources"] != base["sources"] and inherited(base) | {"sources": wanted["sources"]} == wanted
 
 
 def _check_place(name: str, file: Path, parent: Composed, folders: Sequence[Path]) -> None:

@@ -34,13 +34,20 @@ RULES: dict[str, Rule] = INPUT_RULES | METHOD_RULES | TRAINING_RULES | STRATEGY_
 """Every rule by its stable name, in the order in which problems are reported."""
 
 
-def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bool = False) -> list[Problem]:
+def check(
+    recipe: Recipe,
+    origins: Mapping[str, str] | None = None,
+    *,
+    texts: Mapping[str, str] | None = None,
+    warns: bool = False,
+) -> list[Problem]:
     """Every rule the recipe breaks, as problems that name the place to change.
 
     What the recipe leaves to the plan is wrong only if no choice would be right; the problems are then those of the
     choice that has the fewest.
 
     Args:
+        texts: Dotted key to its value as it was written, which is shown in its place.
         warns: Whether the rules are those that warn, instead of those that refuse.
     """
     config = model_configs.config_of(recipe.model) or {}
@@ -61,7 +68,7 @@ def check(recipe: Recipe, origins: Mapping[str, str] | None = None, *, warns: bo
             rule.path,
             rule.why.format(**figures),
             _place(rule, nearest, origins or {}),
-            given=_value(recipe, rule.path),
+            given=_value(recipe, rule.path, texts),
             hint=rule.change.format(**figures),
         )
         for rule in rules
@@ -92,9 +99,9 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
         if error.partial is None:
             raise
         raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
-    if broken := check(loaded.recipe, loaded.origins):
+    if broken := check(loaded.recipe, loaded.origins, texts=loaded.texts):
         raise RecipeError(loaded.name, broken)
-    warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, warns=True)]
+    warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, texts=loaded.texts, warns=True)]
     return dataclasses.replace(loaded, warnings=tuple(warnings))
 
 
@@ -143,11 +150,11 @@ def _place(rule: Rule, recipe: Recipe, origins: Mapping[str, str]) -> str:
     return next((place for key in keys if (place := origin_of(key, origins))), "")
 
 
-def _value(recipe: Recipe, path: str) -> str:
+def _value(recipe: Recipe, path: str, texts: Mapping[str, str] | None) -> str:
     """The value at a key; nothing for a whole section."""
     value = attrgetter(path)(recipe)
     if isinstance(value, Section):
         return ""
     entries = value if isinstance(value, list) else []
     sources = [each.model_dump(exclude_unset=True) for each in entries if isinstance(each, Section)]
-    return as_text(sources or value)
+    return as_text(sources or value, path, texts)
