@@ -355,6 +355,7 @@ def test_training_arguments_where_the_recipe_says_nothing() -> None:
         "seed": 42,
         "data_seed": 42,
         "remove_unused_columns": False,
+        "dataloader_num_workers": 0,
         "accelerator_config": {"dispatch_batches": False},
         "disable_tqdm": True,
         "push_to_hub": False,
@@ -386,6 +387,14 @@ def test_training_arguments_name_one_engine(strategy: dict[str, Any], precision:
     assert given["neftune_noise_alpha"] == 5
 
 
+def test_workers_have_the_micro_batches_of_a_step_ready() -> None:
+    for workers, ahead in ((0, None), (1, 8), (2, 4), (8, 2)):
+        made = recipe(data={"sources": ["x"], "num_workers": workers}, batch={"micro_batch_size": 2})
+        layout = batch_layout(made, 1)
+        given = training_arguments(made, layout, run_length(made, 160, layout))
+        assert (given["dataloader_num_workers"], given.get("dataloader_prefetch_factor")) == (workers, ahead)
+
+
 @pytest.mark.parametrize(
     ("checkpointing", "expected"),
     [
@@ -412,6 +421,7 @@ PLAIN = {
     **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
     **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},
     **{"not_updated": 0, "autocast": "bfloat16", "master_dtype": "float32", "moments_dtype": "float32"},
+    "num_workers": 0,
 }
 ON_TWO = {"world_size": 2, "gradient_accumulation_steps": 2}
 ZERO = {

@@ -251,7 +251,8 @@ def test_a_run_takes_it_and_says_so(place: Path, capsys: pytest.CaptureFixture[s
     assert main(["recipe=small", "~batch.micro_batch_size", "output.name=default"]) == 0
     assert re.search(r"auto +batch\.micro_batch_size=4: ", capsys.readouterr().out)
     manifest = json.loads((place / "runs" / "default" / "manifest.json").read_text())
-    assert manifest["batch"]["micro_batch_size"] == 4 and manifest["chosen"].keys() == {"batch.micro_batch_size"}
+    assert manifest["batch"]["micro_batch_size"] == 4
+    assert manifest["chosen"].keys() == {"batch.micro_batch_size", "data.num_workers"}
     assert losses(place / "runs" / "default") == pytest.approx(losses(run), rel=1e-5)
 
 

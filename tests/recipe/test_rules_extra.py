@@ -49,10 +49,10 @@ REFUSED = [
     ([ZERO2, f"{ENGINE}.fp16.loss_scale_window=9"], ["would be ignored", "precision=fp16"]),
     ([ZERO2, f"{ZERO}.offload_optimizer.buffer_count=9"], ["would be ignored", "zero2_offload"]),
     ([ZERO2, f"{ARGUMENTS}.ddp_bucket_cap_mb=9"], ["would be ignored", "strategy.name=ddp"]),
-    ([f"{ARGUMENTS}.dataloader_prefetch_factor=9"], ["would be ignored", "dataloader_num_workers"]),
+    ([f"{ARGUMENTS}.dataloader_prefetch_factor=9"], ["would be ignored", "data.num_workers=1"]),
     # Values.
     ([f"{ARGUMENTS}.neftune_noise_alpha=much"], ["a number or null"]),
-    ([f"{ARGUMENTS}.dataloader_num_workers=true"], ["a whole number"]),
+    ([f"{ARGUMENTS}.ddp_bucket_cap_mb=true"], ["a whole number"]),
     ([LORA, f"{OF_LORA}.bias=lora"], ["none, all, lora_only", "did you mean `lora_only`"]),
     ([ZERO2, f"{ZERO}.round_robin_gradients=1"], ["true or false"]),
     ([ZERO2, f"{ENGINE}.aio=1"], ["must be a section"]),
@@ -156,7 +156,7 @@ def test_a_setting_with_a_key_of_its_own_leads_to_it(part: str) -> None:
     [
         ([LORA, f"{OF_LORA}.bias=all", f"{OF_LORA}.exclude_modules=[lm_head]"], ""),
         ([f"{ARGUMENTS}.neftune_noise_alpha=5", f"{ARGUMENTS}.ddp_timeout=60"], ""),
-        ([f"{ARGUMENTS}.dataloader_num_workers=2"], "memory and time"),
+        ([f"{ARGUMENTS}.dataloader_pin_memory=false"], "memory and time"),
         ([ZERO2, f"{ZERO}.round_robin_gradients=true"], "time"),
         (["strategy=zero2_offload", f"{ZERO}.offload_optimizer.buffer_count=9"], "memory"),
         ([ZERO2, "precision=fp16", f"{ENGINE}.fp16.loss_scale_window=9"], ""),

@@ -38,6 +38,8 @@ CASES = [
     ("streaming-epochs", [*STREAM, "checkpoint.save_epochs=1"], ["~checkpoint.save_epochs", "save_steps=5"]),
     ("streaming-fraction", [*STREAM, "data.eval_split=0.1"], ["data.eval_split=validation"]),
     ("streaming-fraction", [*STREAM, "data.eval_split=0.1"], ["~data.eval_split", "data.eval_sources=[held.jsonl]"]),
+    ("streaming-workers", [*STREAM, "data.num_workers=2"], ["data.num_workers=1"]),
+    ("streaming-workers", [*STREAM, "data.num_workers=2"], ["data.num_workers=auto"]),
     ("streaming-whole-data", [*STREAM, "data.deduplicate=true"], ["data.streaming=false"]),
     ("streaming-whole-data", [*STREAM, "data.max_samples=5"], ["~data.max_samples"]),
     ("eval-split-number", ["data.eval_split='0.1'"], ["data.eval_split=0.1"]),

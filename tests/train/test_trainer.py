@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
+from toolkit import data
 from toolkit.data.prepare import prepare
 from toolkit.models.load import ModelSource
 from toolkit.recipe import load
+from toolkit.train.callbacks import CleanStop
 from toolkit.train.main import main
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, LEARNING_RATE, WARMUP = 20, 4, 256, 3e-3, 5
@@ -132,6 +134,42 @@ def test_held_out_loss_is_a_mean_over_tokens_whatever_the_batch(place: Path) -> 
         assert before == pytest.approx(total / count, rel=1e-5)
         assert after == pytest.approx(results[0][1], rel=1e-5)
         assert math.exp(after) == pytest.approx(math.exp(results[0][1]), rel=1e-4)
+
+
+@pytest.mark.parametrize(("workers", "streaming"), [(2, []), (1, ["streaming=true", "data.eval_split=null"])])
+def test_workers_change_no_loss_nor_where_a_run_goes_on(place: Path, workers: int, streaming: list[str]) -> None:
+    curves = []
+    for number in (0, workers):
+        run = [f"output.name=w{number}", f"data.num_workers={number}", "micro_batch_size=1", *streaming]
+        if number:
+            # It stops while workers are ahead of it, and goes on.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CleanStop, "on_step_end", _stop_after_five)
+                assert main(["recipe=small", "max_steps=10", *run]) == 0
+        assert main(["recipe=small", "max_steps=10", *run]) == 0
+        curves.append(losses(place / "runs" / f"w{number}"))
+    manifest = json.loads((place / "runs" / f"w{workers}" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["effective"]["num_workers"] == workers and manifest["resumed_from"].endswith("checkpoint-5")
+    assert len(curves[0]) == 10 and curves[0] == curves[1]
+
+
+def _stop_after_five(self: CleanStop, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    self.stopped = control.should_save = control.should_training_stop = state.global_step == 5
+
+
+def test_a_row_that_ends_a_run_is_told_alike_of_a_worker(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data.prepare, "AUDITED_ROWS", 10)
+    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "word " * 900}]}
+    rows = [*chat_rows(20), long, long]
+    (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    told = []
+    for number in (0, 1):
+        run = [f"output.name=w{number}", f"data.num_workers={number}", "streaming=true", "data.eval_split=null"]
+        assert main(["recipe=small", "max_steps=9", "shuffle=false", *run]) == 1
+        told.append(capfd.readouterr().err.partition("error: ")[2])
+    assert told[0] == told[1] and "chat.jsonl:21 has" in told[0] and "Traceback" not in told[0]
 
 
 class Waits(TorchDispatchMode):

@@ -318,7 +318,7 @@ def _fingerprint(
         backend.pop(state, None)
     parts = {
         "version": CODE_VERSION,
-        "data": recipe.data.model_dump(exclude={"num_proc", "sources", "eval_sources"}),
+        "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources"}),
         "sources": [[reader.source.model_dump(), reader.fingerprint()] for reader in readers],
         "objective": recipe.objective,
         "seq_len": recipe.batch.seq_len,

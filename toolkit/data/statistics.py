@@ -139,7 +139,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
     stamps = [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in sorted(files)]
     content = {
         "format": FORMAT,
-        "data": data.model_dump(exclude={"num_proc"}),
+        "data": data.model_dump(exclude={"num_proc", "num_workers"}),
         "model": model.model_dump(include={"path", "revision", "gguf_file", "tokenizer", "chat_template"}),
         **({"new_tokens": model.new_tokens} if model.new_tokens else {}),
         "objective": recipe.objective,

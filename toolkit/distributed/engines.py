@@ -6,6 +6,7 @@ itself is stated. In this order: dtypes, DeepSpeed, FSDP2, TrainingArguments, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -214,6 +215,7 @@ def training_arguments(
     optimizer, schedule = recipe.optimizer, recipe.schedule
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     recomputes = checkpointing.mode != "none"
+    workers = recipe.data.decided_workers
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
@@ -246,12 +248,16 @@ def training_arguments(
         "seed": recipe.seed,
         "data_seed": recipe.seed,
         "remove_unused_columns": False,
+        "dataloader_num_workers": workers,
         # Batches of a stream hold host integers, which accelerate's dispatcher cannot join.
         "accelerator_config": {"dispatch_batches": False},
         "disable_tqdm": True,
         "push_to_hub": False,
         "log_level": "error",
     }
+    if workers:
+        # The loop asks for all micro-batches of a step at once.
+        arguments["dataloader_prefetch_factor"] = max(2, math.ceil(layout.gradient_accumulation_steps / workers))
     if strategy.zero_stage:
         arguments["deepspeed"] = deepspeed_config(recipe, further)
     elif strategy.name == "fsdp":
@@ -325,6 +331,8 @@ class EngineState(Partial):
     fsdp_units: int | None = None
     compile: str | None = None
     """Whether the layers are compiled, as `compile` of the recipe says it."""
+    num_workers: int | None = None
+    """Processes that make batches ahead."""
     compiled_graphs: int | None = None
     """How many graphs that took so far."""
 
@@ -351,6 +359,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "world_size": layout.world_size,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "num_workers": recipe.data.decided_workers,
         "max_grad_norm": recipe.optimizer.max_grad_norm,
         "optimizer": optimizer,
         "attention": attention,

@@ -27,6 +27,7 @@ from toolkit.planner import kernels
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
 from toolkit.planner.memory.serving import serving
@@ -81,6 +82,10 @@ class _Question:
             may_compile=kernels.may_compile(hardware) and not compilation.unfit(recipe, self.config),
         )
         compiles = "layers" if done.compile_seconds else "off"
+        workers, chosen = recipe.data.num_workers, {}
+        if workers == "auto":
+            workers, takes = loader_workers(recipe, layout, hardware, done)
+            chosen["data.num_workers"] = f"{workers}: {takes}"
         counted = self.statistics
         targets = counted.longest_target if counted else None
         largest = dataclasses.replace(
@@ -89,7 +94,7 @@ class _Question:
             longest=longest,
             target_len=targets and min(targets, longest),
             evaluation_len=max(fullest.seq_len, self._evaluated(recipe, layout, backend)),
-            recipe=recipe.with_values({"compile": compiles}),
+            recipe=recipe.with_values({"compile": compiles, "data.num_workers": workers}),
         )
         ranks, ram = memory(largest), host(largest)
         if counted and counted.sample:
@@ -110,7 +115,8 @@ class _Question:
             gradient_accumulation_steps=layout.gradient_accumulation_steps,
             global_batch_size=layout.global_batch_size,
             seq_len=layout.seq_len,
-            chosen={},
+            num_workers=workers,
+            chosen=chosen,
             memory=ranks,
             host=ram,
             host_memory=hardware.node.ram,
@@ -226,7 +232,7 @@ def estimate(
     notes = [*question.batches(recipe, hardware), *plan.notes]
     if question.statistics and question.statistics.sample:
         notes.insert(0, f"row lengths are from {question.statistics.sample}; memory's range reaches to full rows")
-    return plan.model_copy(update={"chosen": chosen, "advice": suggestions, "notes": notes})
+    return plan.model_copy(update={"chosen": chosen | plan.chosen, "advice": suggestions, "notes": notes})
 
 
 def decide(

@@ -271,6 +271,8 @@ class Plan(Figures):
     """Sequences per optimizer step."""
     seq_len: int
     """Tokens per sequence, at most."""
+    num_workers: int = 0
+    """Processes beside each training process that make its batches ahead."""
     chosen: dict[str, str]
     """Keys that `auto` decided: key to value and reason."""
     memory: list[Memory] = Field(min_length=1)

@@ -22,8 +22,8 @@ PASSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), ""),
         **dict.fromkeys(("torch_empty_cache_steps", "full_determinism", "debug"), _TIME),
         **dict.fromkeys(("ddp_broadcast_buffers", "ddp_find_unused_parameters"), _TIME),
-        **dict.fromkeys(("ddp_bucket_cap_mb", "dataloader_num_workers", "dataloader_prefetch_factor"), _BOTH),
-        **dict.fromkeys(("dataloader_persistent_workers", "dataloader_pin_memory", "router_aux_loss_coef"), _BOTH),
+        **dict.fromkeys(("ddp_bucket_cap_mb", "dataloader_prefetch_factor", "dataloader_persistent_workers"), _BOTH),
+        **dict.fromkeys(("dataloader_pin_memory", "router_aux_loss_coef"), _BOTH),
     },
     # Traced with the model, so that plans count them.
     "lora": dict.fromkeys(("bias", "exclude_modules", "layers_pattern"), ""),

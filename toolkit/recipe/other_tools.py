@@ -59,6 +59,7 @@ _SAME = {
     "data.deduplicate": ("dataset_exact_deduplication",),
     "data.max_samples": ("max_train_samples",),
     "data.eval_max_samples": ("max_eval_samples",),
+    "data.num_workers": ("dataloader_num_workers", "num_dataloader_workers"),
     "data.num_proc": ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"),
     "checkpoint.save_steps": ("save_interval",),
     "checkpoint.resume": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),

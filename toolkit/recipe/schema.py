@@ -158,6 +158,15 @@ class Data(Section):
     """Read rows while training instead of preparing them all before; needs `schedule.max_steps`."""
     num_proc: PositiveInt | None = None
     """Number of processes that tokenise; by default one per CPU core for large data."""
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Processes beside each training process that make its batches ahead; with 0 it makes them itself. `auto`: as many
+    as pay by the plan, which is none where making batches takes less than 2% of a step, as it does of rows that were
+    prepared, else one or two. A stream is read by one at most. Results do not depend on it."""
+
+    @property
+    def decided_workers(self) -> int:
+        """`num_workers`; none as long as nothing has decided it."""
+        return 0 if self.num_workers == "auto" else self.num_workers
 
     def training_sources(self) -> list[Source]:
         """The sources with `data.format`, `data.columns` and `data.ignore` filled in."""

@@ -41,7 +41,8 @@ _PACKAGES = (
 )
 _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
-    *("batch.micro_batch_size", "batch.micro_batch_tokens", "compile", "data.num_proc", "extra.deepspeed"),
+    *("batch.micro_batch_size", "batch.micro_batch_tokens", "compile", "extra.deepspeed"),
+    *("data.num_proc", "data.num_workers"),
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
 _WRITING = threading.Lock()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def set_up(
 
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
-    loaded, layout = _with_micro_batch(loaded, layout, guard, rendezvous)
+    loaded, layout = _decided(loaded, layout, guard, rendezvous)
     compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
     if recipe.model.attention == "auto":
         backend = _for_rows(backend, rendezvous, guard)
@@ -282,17 +283,17 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
     return guard
 
 
-def _with_micro_batch(
+def _decided(
     loaded: Loaded, layout: BatchLayout, guard: PlanGuard | None, rendezvous: Rendezvous
 ) -> tuple[Loaded, BatchLayout]:
-    """The recipe with the micro-batch that the first process's plan has chosen, and its layout."""
-    if not loaded.recipe.undecided:
-        return loaded, layout
-    key = "batch.micro_batch_size"
-    unplanned = {key: f"{layout.micro_batch_size}: the largest that keeps a device busy; no plan can be made"}
-    own = [guard.plan.micro_batch_size, dict(guard.plan.chosen)] if guard else [layout.micro_batch_size, unplanned]
-    size, chosen = rendezvous.exchange("micro-batch", own, lambda values: values[0])
-    loaded = loaded.decided(loaded.recipe.with_values({key: size}), chosen)
+    """The recipe with what the first process's plan has chosen beside the engine, and its layout."""
+    size, workers = (guard.plan.micro_batch_size, guard.plan.num_workers) if guard else (layout.micro_batch_size, 0)
+    values = {"batch.micro_batch_size": size, "data.num_workers": workers}
+    values = {key: value for key, value in values.items() if attrgetter(key)(loaded.recipe) == "auto"}
+    unplanned = {key: f"{value}: no plan can be made" for key, value in values.items()}
+    own = [values, dict(guard.plan.chosen) if guard else {**loaded.chosen, **unplanned}]
+    values, chosen = rendezvous.exchange("plan", own, lambda everybodys: everybodys[0])
+    loaded = loaded.decided(loaded.recipe.with_values(values), chosen)
     return loaded, batch_layout(loaded.recipe, layout.world_size)
 
 

@@ -23,6 +23,7 @@ from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
+from toolkit.common import UserError
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.output_head import HeadChoice, add_output_head
@@ -98,6 +99,13 @@ class Waiting:
         return taken
 
 
+def _of_worker(error: UserError) -> UserError:
+    """An error of a stream's row. Of one in a worker, torch makes the whole stack trace the text of another."""
+    _, traced, text = str(error).rpartition(f"\n{UserError.__module__}.{UserError.__name__}: ")
+    what, _, change = text.strip().partition("\n  ")
+    return UserError(what, change) if traced else error
+
+
 class _ExactMixin:
     """What both trainers share. Set `batches` and `casts` after construction."""
 
@@ -159,8 +167,11 @@ class _ExactMixin:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step and the number of their trained tokens."""
         started = time.monotonic()
-        with torch.profiler.record_function(WAITING):
-            batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        try:
+            with torch.profiler.record_function(WAITING):
+                batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        except UserError as error:
+            raise _of_worker(error) from error
         self.waiting.newest = time.monotonic() - started
         self.waiting.seconds += self.waiting.newest
         self.waiting.trained = self.waiting.trained + (0 if count is None else count)

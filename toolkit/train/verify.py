@@ -159,7 +159,7 @@ def check_output_head(session: Session) -> None:
 
 def read(trainer: Any) -> EngineState:
     """The effective state of a trainer whose engine is built. Reads attributes only; nothing is communicated."""
-    engine = trainer.model_wrapped
+    engine, loader = trainer.model_wrapped, trainer.callback_handler.train_dataloader
     model = trainer.accelerator.unwrap_model(engine)
     deepspeed = engine if trainer.is_deepspeed_enabled else None
     optimizer = _inner_optimizer(trainer.optimizer)
@@ -178,7 +178,8 @@ def read(trainer: Any) -> EngineState:
         "trained_dtype": _dtypes(trained),
         "tf32": device.computes_tf32(),
         "compile": "layers" if compiled_layers.compiled(model) else "off",
-        "micro_batch_size": _micro_batch_size(trainer.callback_handler.train_dataloader.batch_sampler),
+        "micro_batch_size": _micro_batch_size(loader.batch_sampler),
+        "num_workers": loader.num_workers,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
     }
     if isinstance(trainer, CausalTrainer):

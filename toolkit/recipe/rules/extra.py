@@ -109,10 +109,6 @@ def _on_drive(recipe: Recipe) -> bool:
     return "nvme" in (recipe.strategy.offload_optimizer, recipe.strategy.offload_param)
 
 
-def _has_workers(recipe: Recipe) -> object:
-    return recipe.extra.training_arguments.get("dataloader_num_workers")
-
-
 _ARGUMENTS = "training_arguments"
 _WORKERS = ("dataloader_prefetch_factor", "dataloader_persistent_workers")
 _OF_STAGE_3 = ("*.stage3_*", "*.leaf_module.*", "*.zero_hpz_partition_size")
@@ -134,7 +130,7 @@ _READ_BY: tuple[tuple[str, tuple[str, ...], Callable[[Recipe], object], str], ..
     (_ARGUMENTS, ("ddp_[!t]*",), lambda r: r.strategy.name in ("single", "ddp"), "strategy.name=ddp"),
     (_ARGUMENTS, ("trackio_*", "project"), lambda r: "trackio" in r.logging.trackers, "logging.trackers=[trackio]"),
     (_ARGUMENTS, ("router_aux_loss_coef",), lambda r: r.objective != "seq2seq", "objective=sft"),
-    (_ARGUMENTS, _WORKERS, _has_workers, "extra.training_arguments.dataloader_num_workers=1"),
+    (_ARGUMENTS, _WORKERS, lambda r: r.data.decided_workers, "data.num_workers=1"),
 )
 """Part, patterns of keys, whether anything reads them, and the setting under which something does."""
 
@@ -161,8 +157,6 @@ def extra_problems(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[Probl
         if uncounted(part, key) is not None and key in known:
             if needs := _needed(recipe, part, key):
                 yield problem("would be ignored", f"remove it, or set {needs}")
-            elif key == "dataloader_num_workers" and recipe.data.streaming:
-                yield problem("cannot be passed on: a stream is read by one process, in its order", "remove it")
             elif not _fits(value, known[key]):
                 yield problem("is not valid", _change(value, known[key]), _allowed(known[key]))
         elif own := own_key(part, key):

@@ -132,6 +132,12 @@ INPUT_RULES = {
         "a share of a stream cannot be held out, its length is not known",
         "name a split (data.eval_split=validation) or data.eval_sources",
     ),
+    "streaming-workers": Rule(
+        "data.num_workers",
+        lambda r, _: r.data.streaming and r.data.decided_workers > 1,
+        "a stream is read by one process, in its order",
+        "set data.num_workers=1, or auto",
+    ),
     "streaming-whole-data": Rule(
         "data.streaming",
         lambda r, _: r.data.streaming and (r.data.deduplicate or r.data.max_samples is not None),
