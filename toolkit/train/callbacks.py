@@ -26,6 +26,7 @@ from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.checkpoint import seal
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
+from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.session import Session
 
@@ -215,6 +216,7 @@ class Seal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         recipe, step = self._session.recipe, state.global_step
+        check_weights(self._session, step)
         self._session.trainer.accelerator.wait_for_everyone()
         if self._session.leads:
             seal(Path(args.output_dir, f"checkpoint-{step}"), step, recipe, self._session.world.world_size)

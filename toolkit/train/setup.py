@@ -44,6 +44,7 @@ from toolkit.report.terminal import Progress
 from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
+from toolkit.train.finite import Finite
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.profiler import Profiler
 from toolkit.train.run_folder import RunFolder, hash_files, stages
@@ -365,7 +366,8 @@ class Callbacks:
         if session.leads:
             start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
         profiler = Profiler(session, self.meter.pause) if self.meter and session.recipe.logging.profile else None
-        callbacks = (Verify(session), self.samples, Seal(session), self.meter, self.evaluator, self.stop, profiler)
-        for each in (*callbacks, start_up):
+        # What is not finite is noted before it ends the run.
+        watching = (self.meter, Finite(session), self.evaluator, self.stop, profiler, start_up)
+        for each in (Verify(session), self.samples, Seal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

@@ -34,6 +34,7 @@ from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.train import preflight
+from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now
@@ -150,6 +151,7 @@ def interrupted(session: Session, callbacks: Callbacks) -> None:
 def finish(session: Session, callbacks: Callbacks) -> None:
     """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
     folder, meter = session.folder, callbacks.meter
+    check_weights(session, session.trainer.state.global_step)
     _save_final(session)
     # From here on nothing can be lost, and Ctrl-C means what it always does.
     callbacks.stop.restore()

@@ -1,0 +1,61 @@
+"""A run whose numbers end says so, and leaves nothing that looks like a good model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from small import LORA, place_with
+
+from toolkit.train.checkpoint import newest
+from toolkit.train.finite import are_finite
+from toolkit.train.main import main
+from toolkit.train.run_folder import RunFolder
+
+place = place_with("llama")
+
+# At a rate of zero the first step changes nothing; the second one ends the model.
+SUDDEN = ["optimizer.learning_rate=1e30", "schedule.name=linear", "schedule.warmup_steps=1", "max_steps=6"]
+ALPHA = ["optimizer=rmsprop", "optimizer.args={alpha: 7}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says", "good"),
+    [
+        ("every", [*SUDDEN, "checkpoint.save_steps=1"], "at step 3 the ", 2),
+        ("sparse", [*SUDDEN, "logging.every_steps=4"], "at step 4 or one of the 3 before it the ", None),
+        ("adapter", [*SUDDEN, *LORA, "checkpoint.save_steps=5"], "at step 3 the ", None),
+        ("unsaved", [*ALPHA, "max_steps=1"], "after step 1 trained weights are not finite", None),
+        ("saved", [*ALPHA, "max_steps=4", "save_steps=1"], "after step 1 trained weights are not finite", None),
+    ],
+)
+def test_run_ends_where_its_numbers_end(
+    name: str, settings: list[str], says: str, good: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe=small", f"output.name={name}", *settings]) == 1
+    error = " ".join(capsys.readouterr().err.partition("error: ")[2].split())
+    assert error.startswith(says) and "set optimizer.learning_rate below" in error
+    folder = RunFolder(Path("runs") / name)
+    assert not folder.final.exists() and folder.manifest().status == "failed"
+    last, _ = newest(folder.checkpoints)
+    assert (last and last.name) == (good and f"checkpoint-{good}")
+    assert (str(last) in error) == (last is not None)
+    rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    # The report shows where it was.
+    broken = [row["step"] for row in rows if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
+    assert broken == [int(says.split()[2])] if says.startswith("at ") else broken == []
+
+
+def test_weights_that_are_not_trained_may_be_anything() -> None:
+    frozen = torch.nn.Parameter(torch.tensor([math.inf]), requires_grad=False)
+    large = torch.nn.Parameter(torch.full((4096,), 6e4, dtype=torch.float16))
+    assert are_finite([frozen, large])
+    for number in (math.inf, -math.inf, math.nan):
+        assert not are_finite([frozen, torch.nn.Parameter(torch.tensor([1.0, number], dtype=torch.bfloat16))])
+    # As ZeRO-3 keeps them.
+    whole = torch.nn.Parameter(torch.empty(0))
+    whole.ds_tensor = torch.tensor([math.nan])  # type: ignore[attr-defined]
+    assert not are_finite([whole])

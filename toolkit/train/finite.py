@@ -1,0 +1,74 @@
+"""Ends a run whose loss, gradients or weights are no numbers any more: no later step brings them back.
+
+Loss and gradients are known where they are logged. The weights are looked at before a checkpoint counts and before the
+final model is saved, so that neither holds a model that is none; a look is one sum over the trained parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from toolkit.common import UserError
+from toolkit.train.checkpoint import newest
+from toolkit.train.session import Session
+
+
+class Finite(TrainerCallback):
+    """Ends the run with the first loss or norm of gradients that is logged and not finite."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        for key, name in (("loss", "loss"), ("grad_norm", "gradients' norm")):
+            value = (logs or {}).get(key)
+            # Steps whose gradients overflow are skipped where the loss is scaled.
+            skipped = key == "grad_norm" and self._session.recipe.precision == "fp16"
+            if value is not None and not (skipped or math.isfinite(value)):
+                every = self._session.recipe.logging.every_steps
+                among = f" or one of the {every - 1} before it" if every > 1 else ""
+                raise _broken(self._session, f"at step {state.global_step}{among} the {name} became {value}")
+
+
+def check_weights(session: Session, step: int) -> None:
+    """Refuses a model with trained weights that are not finite. All processes must call it, and all hear of it.
+
+    Raises:
+        UserError: With what to change, and the last good checkpoint.
+    """
+    accelerator = session.trainer.accelerator
+    broken = torch.tensor([float(not are_finite(session.module.parameters()))], device=accelerator.device)
+    if accelerator.reduce(broken, reduction="sum").item():
+        raise _broken(session, f"after step {step} trained weights are not finite")
+
+
+def are_finite(parameters: Iterable[Any]) -> bool:
+    """Whether what this process holds of the trained ones is; ZeRO-3 keeps its part beside an empty tensor."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            part = getattr(parameter, "ds_tensor", parameter).detach()
+            part = part.to_local() if hasattr(part, "to_local") else part
+            # Anything that is not finite stays so in a sum, and weights are far from the largest numbers.
+            if not torch.isfinite(part.sum(dtype=torch.float32)):
+                return False
+    return True
+
+
+def _broken(session: Session, what: str) -> UserError:
+    recipe, (last, _) = session.recipe, newest(session.folder.checkpoints)
+    changes = [f"set optimizer.learning_rate below {recipe.optimizer.learning_rate:g}"]
+    if recipe.precision == "fp16":
+        changes.append("precision=bf16 or fp32")
+    if not recipe.optimizer.max_grad_norm and not recipe.optimizer.traits.in_backward:
+        changes.append("optimizer.max_grad_norm=1")
+    if recipe.optimizer.args:
+        changes.append("other optimizer.args")
+    return UserError(
+        f"{what}; no model is saved from here on" + (f", {last} is the last good checkpoint" if last else ""),
+        f"{', or '.join(changes)}; with checkpoint.resume=never it begins anew",
+    )
