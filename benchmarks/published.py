@@ -143,6 +143,9 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="every row, too")
     options = parser.parse_args()
     found = list(rows(options.only))
+    if not found:
+        names = yaml.safe_load(FILE.read_text(encoding="utf-8"))["sources"]
+        parser.error(f"--only {options.only}: no source's name holds this; there are: {', '.join(names)}")
     if options.rows:
         for each in found:
             memory = f"{each.memory[0] / 1e9:7.1f} {each.memory[1] / 1e9:7.1f} GB" if each.memory else " " * 18

@@ -29,14 +29,34 @@ GIB = 2**30
 # Multiprocessors (AMD: compute units), boost clock in GHz, dense 16-bit operations of one per cycle with fp32
 # accumulation, gigabytes on the label. From the makers' architecture papers, not the datasheets of the catalogue.
 CHIPS = {
+    "v100": (80, 1.53, 1024, 16),
+    "v100_32gb": (80, 1.53, 1024, 32),
     "t4": (40, 1.59, 1024, 16),
     "a10": (72, 1.695, 1024, 24),
     "a10g": (80, 1.71, 512, 24),
     "l4": (58, 2.04, 1024, 24),
+    "l40": (142, 2.49, 512, 48),
     "l40s": (142, 2.52, 1024, 48),
+    "a40": (84, 1.74, 1024, 48),
+    "a4000": (48, 1.56, 1024, 16),
+    "a5000": (64, 1.695, 1024, 24),
     "a6000": (84, 1.8, 1024, 48),
+    "rtx2060": (30, 1.68, 512, 6),
+    "rtx2070": (36, 1.62, 512, 8),
+    "rtx2080": (46, 1.71, 512, 8),
+    "rtx2080ti": (68, 1.545, 512, 11),
+    "rtx3060": (28, 1.777, 512, 12),
+    "rtx3070": (46, 1.725, 512, 8),
+    "rtx3080": (68, 1.71, 512, 10),
     "rtx3090": (82, 1.695, 512, 24),
+    "rtx3090ti": (84, 1.86, 512, 24),
+    "rtx6000_ada": (142, 2.505, 1024, 48),
+    "rtx4060ti": (34, 2.535, 512, 16),
+    "rtx4070": (46, 2.475, 512, 12),
+    "rtx4080": (76, 2.505, 512, 16),
     "rtx4090": (128, 2.52, 512, 24),
+    "rtx5070ti": (70, 2.452, 512, 16),
+    "rtx5080": (84, 2.617, 512, 16),
     "rtx5090": (170, 2.407, 512, 32),
     "a100": (108, 1.41, 2048, 80),
     "a100_40gb": (108, 1.41, 2048, 40),
@@ -45,6 +65,9 @@ CHIPS = {
     "h100_pcie": (114, 1.62, 4096, 80),
     "h200": (132, 1.83, 4096, 141),
     "b200": (148, 1.85, 8192, 180),
+    "mi210": (104, 1.7, 1024, 64),
+    "mi250": (104, 1.7, 1024, 64),
+    "mi250x": (110, 1.7, 1024, 64),
     "mi300x": (304, 2.1, 2048, 192),
 }
 
@@ -58,7 +81,8 @@ def test_peaks_are_dense_with_fp32_accumulation(name: str) -> None:
     processors, gigahertz, per_cycle, _ = CHIPS[name]
     flops = find(name).device.flops
     assert flops["fp16"] == pytest.approx(processors * gigahertz * 1e9 * per_cycle, rel=0.03)
-    assert flops.get("bf16") == (None if name == "t4" else flops["fp16"])
+    before_ampere = find(name).device.capability in ("7.0", "7.5")
+    assert flops.get("bf16") == (None if before_ampere else flops["fp16"])
     if "fp8" in flops:
         assert flops["fp8"] == pytest.approx(2 * flops["fp16"], rel=0.03)
     if "tf32" in flops:
@@ -73,7 +97,7 @@ def test_entries_are_complete_and_say_where_they_come_from(name: str) -> None:
     assert 0.88 * label * GIB < device.memory < label * GIB
     assert device.sources and all(source.startswith("https://") for source in device.sources)
     assert entry.node.source and entry.reported
-    assert device.kind == ("rocm" if name == "mi300x" else "cuda")
+    assert device.kind == ("rocm" if name.startswith("mi") else "cuda")
     for key in ("matmul", "attention", "bandwidth", "optimizer", "link", "pcie", "network"):
         rate = getattr(device.efficiency, key)
         assert 0 < rate.low < rate.value < rate.high <= 1, key
@@ -97,24 +121,40 @@ def test_words_say_devices_and_nodes() -> None:
 @pytest.mark.parametrize(
     ("text", "change"),
     [
-        ("h20", "`h200`"),
-        ("h2000x8", "`h200x8`"),
         ("4090", "`rtx4090`"),
+        ("geforce_rtx_4090x2", "`rtx4090x2`"),
+        ("rxt4090", "`rtx4090`"),
+        ("rtx4090super", "`rtx4090`"),
+        ("6000ada", "`rtx6000_ada`"),
+        ("mi300", "`mi300x`"),
         ("A100-40GBx2", "`a100_40gbx2`"),
         ("a100-80gbx8", "`a100x8`"),
+        ("a100_pcie_80gb", "`a100_pcie`"),
         ("h200x8x4x2", "`h200x8x4`"),
-        ("", "known are t4, "),
+        ("cup", "`cpu`"),
+        ("", "known are v100, "),
         ("8xh200", "write h200x8"),
         ("h200x16", "write h200x8x2"),
         ("h200x0", "NAMExDEVICES"),
         ("cpux2x2", "cpux2"),
-        ("abacus", "known are t4, "),
+        ("abacus", "known are v100, "),
+        ("rtx4090,h100", "--sweep hardware=rtx4090,h100"),
     ],
 )
 def test_wrong_words_are_answered_with_right_ones(text: str, change: str) -> None:
     with pytest.raises(UserError) as error:
         find(text)
     assert change in error.value.change
+
+
+@pytest.mark.parametrize(
+    "text", ["p100", "h20", "h2000x8", "a800", "b300", "rtx3050", "rtx1080ti", "rtx3050x2", "gtx1660"]
+)
+def test_another_number_is_another_device(text: str) -> None:
+    """A name that is spelled alike would plan for a card of other speed and memory."""
+    with pytest.raises(UserError) as error:
+        find(text)
+    assert "did you mean" not in error.value.change and "recipes/_hardware.yaml" in error.value.change
 
 
 def own(folder: Path, text: str) -> Path:

@@ -24,3 +24,13 @@ def test_published_rates_lie_in_their_ranges(source: str, widest: float, monkeyp
     if source.startswith("fms"):
         assert statistics.median(abs(row.rate[0] / row.rate[1] - 1) for row in rows) < 0.03
         assert statistics.median(abs(row.memory[0] / row.memory[1] - 1) for row in rows) < 0.02
+
+
+def test_a_source_that_there_is_not_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("sys.argv", ["published.py", "--only", "nosuch"])
+    with pytest.raises(SystemExit) as error:
+        importlib.import_module("published").main()
+    assert error.value.code and "nosuch" in (told := capsys.readouterr().err) and "torchtune" in told

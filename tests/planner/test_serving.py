@@ -110,3 +110,10 @@ def test_what_one_device_does_not_hold_takes_several() -> None:
     plan = estimate(loaded.recipe, "", find("l4"), advice=False, context=65_536)
     assert plan.serving and [(each.form, each.sequences) for each in plan.serving.forms] == [("16 bits", 0), ("nf4", 0)]
     assert [each.devices for each in plan.serving.forms] == [8, 4]
+
+
+@pytest.mark.parametrize(("context", "told"), [(131_072, False), (131_073, True), (None, False)])
+def test_more_tokens_than_the_model_has_positions_for_are_said(context: int | None, told: bool) -> None:
+    loaded = load_checked("llama_3_1_8b_lora")
+    plan = estimate(loaded.recipe, loaded.name, find("h200"), context=context, advice=False)
+    assert any("positions for 131,072 tokens" in note for note in plan.notes) == told

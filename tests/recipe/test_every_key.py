@@ -285,6 +285,10 @@ ANSWERS: list[tuple[str, Any, str]] = [
     ("zero_stage", 3, "set strategy.name: zero3"),
     ("deepspeed", "a", "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param"),
     ("dataset_text_field", "body", "set data.columns: {text: body}"),
+    (
+        *("co2_g_kwh", 380),
+        "write co2_g_kwh of a device or its node into recipes/_hardware.yaml, see docs/hardware.md",
+    ),
 ]
 
 

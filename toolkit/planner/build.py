@@ -230,6 +230,9 @@ def estimate(
         explore(least, hardware, functools.partial(question.plan, may_trace=True), ("strategy.name",))
         suggestions = advise(changeable, hardware, plan, question.plan)
     notes = [*question.batches(recipe, hardware), *plan.notes]
+    most = model_configs.max_positions(question.config)
+    if context and most and context > most:
+        notes.append(f"the model has positions for {most:,} tokens: to serve more they must be scaled, as YaRN does")
     if question.statistics and question.statistics.sample:
         notes.insert(0, f"row lengths are from {question.statistics.sample}; memory's range reaches to full rows")
     return plan.model_copy(update={"chosen": chosen | plan.chosen, "advice": suggestions, "notes": notes})

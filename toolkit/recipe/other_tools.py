@@ -143,6 +143,8 @@ _ADVICE = {
 }
 """Keys that have no counterpart of their own."""
 
+_OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
+
 _PLACES = {other: ours for ours, others in _SAME.items() for other in others}
 
 
@@ -154,6 +156,8 @@ def translation(key: str, given: Any, text: str) -> str:
         given: Its value.
         text: The value as it was written.
     """
+    if key in _OF_HARDWARE:
+        return f"write {key} of a device or its node into recipes/_hardware.yaml, see docs/hardware.md"
     if key in _ADVICE:
         return _ADVICE[key].format(given=text)
     if key in _PLACES:

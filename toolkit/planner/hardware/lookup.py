@@ -65,20 +65,36 @@ def _parts(text: str, known_names: list[str]) -> tuple[str, int, int] | None:
 
 
 def _not_found(text: str, entries: dict[str, Device]) -> tuple[str, int, int]:
+    if "," in text:
+        raise UserError(
+            f"hardware={text}: one plan is for one machine", f"write --sweep hardware={text} for a plan of each"
+        )
     turned = re.fullmatch(r"(\d+)\s*x?\s*([a-z].*)", text)
     if turned and _parts(f"{turned[2]}x{turned[1]}", [*entries, "cpu"]):
         raise UserError(f"hardware={text}: the number comes last", f"write {turned[2]}x{turned[1]}")
-    word = re.sub(r"(x\d+)*$", "", text)
-    spelled = re.sub(r"[^a-z0-9]+", "_", word).strip("_")
-    # `a100-80gb` is an a100, though `a100_40gb` is spelled more alike.
-    alike = (spelled, spelled.partition("_")[0], did_you_mean(word, entries))
-    held = (name for name in entries if word and (word in name or name in word))
-    close = next((name for name in (*alike, *held) if name in entries), "")
-    if close:
-        counts = "".join(re.findall(r"x\d+", text[len(word) :])[:2])
-        raise UserError(f"hardware={text}: there is no such device", f"did you mean `{close}{counts}`?")
+    # Four digits are a card's number, not a count: `rtx3050` is not 3050 of something.
+    spelled = re.fullmatch(r"(.*?)((?:x\d{1,3}){0,2})(?:x\d{1,3})*", text)
+    assert spelled
+    word, counts = spelled.groups()
+    own = "give another device its figures in recipes/_hardware.yaml, see docs/hardware.md"
+    if close := _alike(word, [*entries, "cpu"]):
+        raise UserError(f"hardware={text}: there is no such device", f"did you mean `{close}{counts}`? Or {own}")
     listed = ", ".join([*entries, "cpu"])
-    raise UserError(
-        f"hardware={text}: there is no such device",
-        f"write {_FORM}; known are {listed}; docs/hardware.md says how to add one",
-    )
+    raise UserError(f"hardware={text}: there is no such device", f"write {_FORM}; known are {listed}; or {own}")
+
+
+def _alike(word: str, names: list[str]) -> str:
+    """The device that a word may stand for, or an empty string; never one of another number, as an H100 is no V100."""
+    parts = re.findall(r"[a-z]+|\d+", word)
+    number = next((part for part in parts if part.isdigit()), "")
+    if not number:
+        return did_you_mean(word, [name for name in names if not re.search(r"\d", name)])
+    before = "".join(parts[: parts.index(number)][-1:])
+    candidates = []
+    for name in names:
+        series, first, *others = [*re.findall(r"[a-z]+|\d+", name), "", ""]
+        if first == number and (not before or before.endswith(series) or did_you_mean(before, [series])):
+            own = {series, first, *filter(None, others)}
+            # `a100-80gb` is an a100, though `a100_40gb` is spelled more alike.
+            candidates.append((len(own - set(parts)), -len(own & set(parts)), name))
+    return min(candidates, default=(0, 0, ""))[2]
