@@ -43,6 +43,16 @@ def test_every_kind_of_text_is_read_under_its_suffix(suffix: str, behind: str, t
         assert [row for _, row in read(path)] == (ROWS if suffix in CONTENT else [{"text": "One\n\ntwo"}])
 
 
+def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    kind = pa.list_(pa.map_(pa.string(), pa.string()))
+    messages = pa.array([[list(message.items()) for message in talk]], kind)
+    nested = pa.array([{"inner": [("a", None), ("b", "c")]}], pa.struct({"inner": pa.map_(pa.string(), pa.string())}))
+    pq.write_table(pa.table({"messages": messages, "more": nested}), tmp_path / "a.parquet")
+    (row,) = [row for _, row in read(tmp_path / "a.parquet")]
+    assert row == {"messages": talk, "more": {"inner": {"b": "c"}}}
+
+
 def test_arrow_and_parquet_are_read_uncompressed(tmp_path: Path) -> None:
     table = pa.Table.from_pylist(ROWS * 1500)
     pq.write_table(table, tmp_path / "a.parquet")

@@ -92,6 +92,21 @@ def test_a_file_a_folder_and_a_glob() -> None:
     assert "has no split `test`" in refused("memory://data", split="test")
 
 
+def test_a_protocol_in_upper_case_is_the_same() -> None:
+    write_memory({"/data/train.jsonl": LINES})
+    assert read("MEMORY://data/train.jsonl") == read("Memory://data") == ROWS
+
+
+def test_a_host_that_is_not_found_while_connecting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: Any, **options: Any) -> None:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("ftplib.FTP.connect", unknown)
+    message = refused("ftp://x/y.jsonl")
+    assert "data source `ftp://x/y.jsonl` cannot be read" in message and "Name or service not known" in message
+    assert "check the address" in message
+
+
 def test_places_and_problems_name_the_address() -> None:
     write_memory({"/bad.jsonl": LINES + b'{"text": }\n'})
     rows = open_source(Source(path="memory://bad.jsonl")).rows()

@@ -227,7 +227,7 @@ def _columns(path: Path) -> Iterator[RawRow]:
             except pa.ArrowInvalid:
                 table = pa.ipc.open_file(file).read_all()
             batches = table.to_batches(max_chunksize=1000)
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        rows = itertools.chain.from_iterable(batch.to_pylist(maps_as_pydicts="lossy") for batch in batches)
         yield from ((f"{path} row {number}", without_nulls(row)) for number, row in enumerate(rows, 1))
 
 

@@ -88,8 +88,8 @@ def find(address: str) -> list[RemoteFile]:
     """
     if urlsplit(address).scheme in ("http", "https"):
         return [RemoteFile(address, unquote(urlsplit(address).path).rpartition("/")[2], _http_version(address))]
-    system, root = _file_system(address)
     with _errors(address):
+        system, root = _file_system(address)
         if system.isdir(root):
             paths = system.find(root)
         else:
@@ -126,7 +126,7 @@ def _file_system(address: str) -> tuple[Any, str]:
             "check the network and HF_ENDPOINT, or download the file and name its local path",
         )
     try:
-        system, root = fsspec.core.url_to_fs(address)
+        system, root = fsspec.core.url_to_fs(protocol + address[len(protocol) :])  # `S3://` is `s3://`
     except ImportError as error:
         package = PACKAGES.get(protocol)
         change = f"pip install {package}" if package else first_line(error)
