@@ -7,6 +7,7 @@ from data_fixtures import plain_tokenizer
 
 from toolkit.common import UserError
 from toolkit.data.chat_spans import Conversation
+from toolkit.data.messages import FOR_TEMPLATES
 
 HI = {"role": "user", "content": "Hi there"}
 HELLO = {"role": "assistant", "content": "Hello you"}
@@ -124,6 +125,25 @@ def test_what_a_template_leaves_out_is_refused_where_it_would_have_been_trained(
         with pytest.raises(UserError, match=f"leaves out {words}") as refused:
             made.refuse_lost_content()
         assert ("data.ignore" in refused.value.change) == ("reasoning" in words)
+
+
+@pytest.mark.parametrize("field", FOR_TEMPLATES)
+def test_a_field_that_changes_what_is_learnt_is_written_or_refused(field: str) -> None:
+    tokenizer = plain_tokenizer()
+    talk = [HI, {**HELLO, field: "clock"}]
+    spellings = ("m.get('%s')", "m.%s", "m['%s']", "m | tojson if m.%s else m.content")
+    for written in spellings:
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.content }}{{ " + written % field + " or '' }};{% endfor %}"
+        )
+        Conversation(tokenizer, talk, None).refuse_lost_content()
+    # A name in the template is not enough: most have `tools`.
+    tokenizer.chat_template = "{{ tools }}{{ '" + field + "' }}{% for m in messages %}{{ m.content }};{% endfor %}"
+    with pytest.raises(UserError, match=rf"leaves out `{field}` of message 1 \('clock'\)") as refused:
+        Conversation(tokenizer, talk, None).refuse_lost_content()
+    assert f"data.ignore=[{field}]" in refused.value.change
+    for nothing in ("", [], {}, *FOR_TEMPLATES[field][0]):
+        Conversation(tokenizer, [HI, {**HELLO, field: nothing}], None).refuse_lost_content()
 
 
 def test_a_system_message_that_is_not_written_is_noticed() -> None:

@@ -14,32 +14,48 @@ PROMPTS = {"prompt_completion", "alpaca", "source_target"}
 ANSWERS = CHATS | PROMPTS
 FORMATS = ANSWERS | {"text", "segments", "tokens"}
 # Columns, a value, the formats that refuse it, and what the message says and offers.
+MEDIA = [
+    *("image", "images", "image_url", "image_urls", "image_path", "image_paths", "img", "imgs", "picture", "video"),
+    *("videos", "video_path", "audio", "audios", "audio_url", "speech", "objects", "pixel_values", "input_features"),
+]
+SYSTEM = ("system", "system_prompt", "system_message")
 MEANINGS = [
+    (MEDIA, ["a.png"], FORMATS, "pictures, sound or film", "remove these rows"),
+    (("label", "reward", "score"), False, ANSWERS, "whether the answer is good", "keep the rows that are"),
     (
-        *(("image", "images", "video", "videos", "audio", "audios", "pixel_values", "input_features"), ["a.png"]),
-        *(FORMATS, "pictures, sound or film", "remove these rows"),
+        *(("kto_tag", "desirable", "is_desirable", "is_correct", "is_good", "keep"), False, FORMATS),
+        *("whether the answer is good", "keep the rows that are"),
     ),
-    (("label", "kto_tag"), False, ANSWERS, "whether the answer is good", "keep the rows that are"),
-    (("weight", "loss_weight", "sample_weight"), 0.5, ANSWERS, "weight of a row in the loss", "`weight` of a source"),
+    (("labels",), [True, False], ANSWERS, "which steps of the answer are right", "keep the right ones"),
+    (("weight", "loss_weight", "sample_weight"), 0.5, FORMATS, "weight of a row in the loss", "`weight` of a source"),
     (("choices", "options"), ["a", "b"], PROMPTS, "choices of a question", "write them into the question"),
     (("documents",), ["a"], ANSWERS, "documents to answer from", "write them into the prompt"),
+    (("context",), "a", {"alpaca"}, "a text to answer from", "write it into `input`"),
     (("mask",), [0, 1], CHATS, "what is not trained", '`"train": false`'),
     (("reflection", "corrected"), "b", PROMPTS, "a second answer", "data.columns={output: corrected}"),
     (("history",), [["a", "b"]], CHATS | {"prompt_completion", "source_target"}, "earlier rounds", "as `messages`"),
     (
-        ("system", "input", "system_prompt", "system_message"),
-        *("Be brief.", {"prompt_completion"}, "plain prompts and completions do not have"),
-        "data.columns={instruction: prompt, output: completion}",
+        *((*SYSTEM, "input", "context"), "Be brief.", {"prompt_completion"}),
+        *("plain prompts and completions do not have", "data.columns={instruction: prompt, output: completion}"),
     ),
     (
-        *(("reasoning", "reasoning_content", "thinking"), "Hm.", CHATS, "reasoning beside the messages"),
+        *((*SYSTEM, "instruction", "input", "context"), "Be brief.", {"source_target"}, "a part of the prompt"),
+        "write it into the source",
+    ),
+    (SYSTEM, "Be brief.", {"segments"}, "a part of the prompt", "as the first segment, with the label false"),
+    (
+        *(("reasoning", "reasoning_content", "thinking", "thought"), "Hm.", CHATS, "reasoning beside the messages"),
         "write it into them as `reasoning_content`",
     ),
     (
-        *(("reasoning", "reasoning_content", "thinking"), "Hm.", {"prompt_completion"}, "do not have"),
+        *(("reasoning", "reasoning_content", "thinking", "thought"), "Hm.", {"prompt_completion"}, "do not have"),
         "data.columns={instruction: prompt, output: completion}",
     ),
     (("seq_lengths", "position_ids"), [3], {"tokens"}, "documents of a packed row", "a row for each document"),
+    (
+        *(("prompt_mask", "special_tokens_mask", "prompt_length", "prompt_len"), [1], {"tokens"}),
+        *("which tokens are not trained", "write -100 as their `labels`"),
+    ),
 ]
 
 
@@ -68,25 +84,63 @@ def test_a_column_is_refused_in_the_formats_that_leave_it_unused(
         else:
             assert not said or any(name in other for _, other, *_ in own if other is not formats)
         assert not refusal(name, {column: value}, used=(column,)) and not refusal(name, {column: ""})
+        for spelt in (column.upper(), column.title()):
+            assert bool(refusal(name, {spelt: value})) == bool(said), spelt
+
+
+BAD = (
+    False,
+    0,
+    -1,
+    0.0,
+    -1.0,
+    "false",
+    "False",
+    "FALSE",
+    "0",
+    "-1",
+    "no",
+    "No",
+    "bad",
+    "wrong",
+    "incorrect",
+    " no ",
+    "-1.0",
+    "0.0",
+)
+GOOD = (True, 1, 1.0, "true", "True", "1", "yes", "YES", "good", "correct")
 
 
 def test_a_label_that_judges_nothing_is_no_judgement() -> None:
-    for value in (0, 1, True, "true", "false", "True", "False", "0", "1"):
-        assert "whether the answer is good" in refusal("alpaca", {"label": value}), value
-    for value in ("neutral", 3, 0.5):
+    for value in (*BAD, *GOOD):
+        for column in ("label", "kto_tag"):
+            assert "whether the answer is good" in refusal("alpaca", {column: value}), value
+    for value in ("neutral", 3, 0.5, [0, 1], {"a": 1}):
         assert not refusal("alpaca", {"label": value}), value
+    for value in ([1, 2], "positive", ["a"], 1):
+        assert not refusal("alpaca", {"labels": value}), value
+
+
+@pytest.mark.parametrize("column", ["desirable", "is_desirable", "is_correct", "is_good", "keep", "reward", "score"])
+def test_what_may_stand_beside_good_answers_alone_is_refused_beside_a_bad_one(column: str) -> None:
+    for value in BAD:
+        assert "whether the answer is good" in refusal("messages", {column: value}), value
+    for value in (*GOOD, "neutral", 0.7, 5, [0]):
+        assert not refusal("messages", {column: value}), value
 
 
 OTHERWISE = {
     "text": "content document body",
     "prompt": "question query instruction input problem user message_1 article",
-    "completion": ("answer response output solution assistant generation corrected revision message_2 summary"),
-    "instruction": "prompt question query problem message_1 input",
+    "completion": "answer response output solution assistant generation corrected revision message_2 summary ideal",
+    "instruction": "prompt question query problem message_1 input user",
     "input": "context article query",
-    "output": "response answer completion solution generation corrected revision message_2",
+    "output": "response answer completion solution generation corrected revision message_2 assistant",
     "messages": "conversation dialog dialogue chat turns",
     "system": "system_prompt system_message",
-    "reasoning": "reasoning_content thinking",
+    "reasoning": "reasoning_content thinking thought",
+    "segments": "parts input_output",
+    "loss_mask": "weights loss_weights mask target_mask response_mask train_mask assistant_mask",
 }
 
 
@@ -96,6 +150,7 @@ def test_a_column_under_another_name_is_proposed_where_its_format_takes_it(expec
         said = refusal("text", {name: "a"}, optional=(expected,))
         assert f"`{name}` would be left unused, but looks like `{expected}`" in said
         assert f"set 'data.columns={{{expected}: {name}}}', or set 'data.ignore=[{name}]'" in said
+        assert f"'data.columns={{{expected}: {name.upper()}}}'" in refusal("text", {name.upper(): "a"}, (), (expected,))
         # Both are there: this one is another thing.
         assert not refusal("text", {name: "a", expected: "b"}, used=(expected,), optional=(expected,))
 
@@ -140,6 +195,15 @@ OTHER: list[tuple[dict[str, Any], str, str]] = [
         {"custom_id": "1", "body": {"messages": [], "tools": TOOLS}},
         *("requests to a model", "data.columns={messages: body.messages, tools: body.tools}"),
     ),
+    *(
+        ({"custom_id": "1", "url": url, "body": {"input": "a"}}, "requests to a model", '{"messages": […]}')
+        for url in ("/v1/embeddings", "/v1/responses")
+    ),
+    *(
+        ({**row, rejected: "c"}, f", {rejected})", f"data.ignore=[{rejected}]")
+        for row in ({"messages": [{}, {}]}, {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"})
+        for rejected in ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+    ),
     ({"custom_id": "1", "response": {}}, "without the requests", "join the two files by `custom_id`"),
     ({"prompt": "a", "answers": ["b"]}, "several answers to each prompt", "write the one to learn into `completion`"),
     ({"role": "user", "content": "a"}, "single messages", "data.columns={text: content}"),
@@ -154,7 +218,10 @@ def test_rows_for_another_trainer_are_refused_unless_mapped(row: dict[str, Any],
     assert "data source `d.jsonl` holds" in caught.value.what and what in caught.value.what
     assert change in caught.value.change
     # What the change says ends the refusal.
-    mapped = [part.partition(": ")[2] for part in change.rpartition("{")[2].rstrip("}").split(", ") if ": " in part]
+    mapping = change.partition("data.columns={")[2]
+    mapped = [part.partition(": ")[2] for part in mapping.rstrip("}").split(", ") if ": " in part]
+    if ignored := change.partition("data.ignore=[")[2].rstrip("]"):
+        refuse_other_forms(row, set(row) - {ignored}, (), "d.jsonl")
     if mapped:
         refuse_other_forms(row, set(row) - {each.partition(".")[0] for each in mapped}, mapped, "d.jsonl")
 

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.common import UserError
 from toolkit.data.formats import Task, recognise
-from toolkit.data.rows import Chat, Completion, Pair, Row, Text, from_json, to_json
+from toolkit.data.rows import Chat, Completion, Pair, Row, Text, Tokens, from_json, to_json
 from toolkit.recipe.schema import Source
 
 
@@ -296,17 +296,26 @@ def test_alpaca_in_all_its_parts() -> None:
         assert convert(row | {"history": given}) == Chat([system, *earlier, user("Add\n\n1 2"), assistant("3")])
     for nothing in ([], None, "", "[]"):
         assert convert(row | {"history": nothing, "reasoning": ""}) == convert(row)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    called = convert(row | {"tools": json.dumps(tools), "chat_template_kwargs": {"think": 1}})
+    assert isinstance(called, Chat) and (called.tools, called.template_kwargs) == (tools, {"think": 1})
     thinking = convert(row | {"reasoning": "Hm."})
     assert thinking == Chat([system, user("Add\n\n1 2"), assistant("3", reasoning_content="Hm.")])
     assert convert(row, objective="seq2seq") == Pair("S\n\nAdd\n\n1 2", "3")
     assert convert(row | {"system": ""}, objective="seq2seq", template=False) == Pair("Add\n\n1 2", "3")
     plain = convert(row, template=False)
     assert isinstance(plain, Completion) and plain.prompt.startswith("S\n\nBelow is") and plain.completion == "3"
-    for extra, what in (({"history": history}, "earlier rounds (`history`)"), ({"reasoning": "Hm."}, "`reasoning`")):
+    for extra, what in (
+        ({"history": history}, "`history`"),
+        ({"reasoning": "Hm."}, "`reasoning`"),
+        ({"tools": [{"name": "f"}]}, "`tools`"),
+        ({"history": history, "functions": "[{}]"}, "`history`, `functions`"),
+    ):
         for settings in ({"template": False}, {"objective": "seq2seq"}):
             said = refused(row | extra, **settings)  # type: ignore[arg-type]
-            assert f"d.jsonl:1 has {what}, which only chats have" in said and "data.ignore=[history, reasoning]" in said
-            assert convert(row | extra, ignore=["history", "reasoning"], **settings) == convert(row, **settings)  # type: ignore[arg-type]
+            assert f"d.jsonl:1 has {what}, which only chats have" in said
+            assert f"data.ignore=[{', '.join(extra)}]" in said
+            assert convert(row | extra, ignore=list(extra), **settings) == convert(row, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -319,15 +328,19 @@ def test_earlier_rounds_are_pairs(history: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "what"),
-    [(3, "a number"), (0.5, "a number"), (True, "a boolean"), ({}, "an object"), ([], "a list"), (["a", 1], "a list")],
+    [
+        *((3, "a number"), (0.5, "a number"), (True, "a boolean"), ({}, "an object")),
+        *((value, "a list") for value in ([], ["a", 1], ["a", "b"])),
+    ],
 )
 def test_what_is_no_text_is_said(value: Any, what: str) -> None:
     rows = [{"text": value}, {"instruction": "i", "output": value}]
     rows += [] if value == {} else [{"prompt": "p", "completion": value}]  # That would be a message.
     for row in rows:
         said = refused(row)
-        assert f"d.jsonl:1: `{list(row)[-1]}` is {what}, not a string" in said and '"4" for 4' in said
-    assert convert({"text": ["a", "b"]}) == Text("a\nb")
+        assert f"d.jsonl:1: `{list(row)[-1]}` is {what}, not a string" in said
+        assert ("choose the one to learn" if value == ["a", "b"] else '"4" for 4') in said
+    assert convert({"text": ["a"]}) == Text("a")
 
 
 def test_settings_and_tools_of_a_row_are_for_chats() -> None:
@@ -441,3 +454,69 @@ def test_the_mapping_that_is_proposed_is_accepted(template: bool) -> None:
         if not talk:
             assert all(f"text of {name}" in to_json(made) for name in columns)
     assert "prompts alone are for reinforcement learning" in refused({"prompt": "p", "id": 1}, template=template)
+
+
+@pytest.mark.parametrize("column", ["response", "completion", "answer", "output", "Response", "ideal"])
+@pytest.mark.parametrize("talk", ["messages", "conversations"])
+def test_an_answer_beside_a_conversation_that_ends_without_one(talk: str, column: str) -> None:
+    asked = [user("a"), assistant("b"), user("c")]
+    row = {talk: asked, column: "d"}
+    said = refused(row)
+    assert f"`{talk}` ends without an answer, and `{column}` would be left unused" in said
+    setting = said.partition("'data.columns={")[2].partition("}'")[0]
+    answered = convert(row, columns=dict(pair.split(": ") for pair in setting.split(", ")))
+    assert isinstance(answered, Chat) and [each["content"] for each in answered.messages] == list("abcd")
+    assert [each.get("train") for each in answered.messages] == [False, False, False, None]
+    assert f"append it to `{talk}`" in refused(row | {"system": "S"})
+    # Left out on purpose, empty, or beside an answer: metadata, like the figure that a reasoning task comes to.
+    assert convert(row, ignore=[column]) == Chat(asked) == convert(row | {column: ""})
+    assert convert({talk: [*asked, assistant("d")], column: "d"}) == Chat([*asked, assistant("d")])
+
+
+def test_steps_are_joined_where_the_recipe_names_them() -> None:
+    row = {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}
+    assert convert(row, columns={"completion": "completions"}) == Completion("p", "a\nb")
+    assert convert(row, columns={"instruction": "prompt", "output": "completions"}) == Chat(
+        [user("p"), assistant("a\nb")]
+    )
+    said = refused({"prompt": "p", "completion": ["a"], "labels": [False]})
+    assert "`labels` is which steps of the answer are right" in said
+    assert "`completion` is a list" in refused({"prompt": "p", "completion": ["a", "b"]})
+    squad = {"question": "p", "answers": {"text": ["a", "a"]}}
+    assert "`output` is a list" in refused(squad, columns={"instruction": "question", "output": "answers.text"})
+
+
+def test_proposals_are_of_columns_whose_values_suit_and_name_what_is_read_beside() -> None:
+    chats = {"input": [user("a")], "output": "b"}
+    assert "'data.columns={prompt: input, completion: output}'" in refused(chats)
+    assert isinstance(convert(chats, columns={"prompt": "input", "completion": "output"}), Chat)
+    rounds = {"query": "a", "response": "b", "history": [["c", "d"]]}
+    assert (
+        "'data.columns={instruction: query, output: response}' if that is what they are (`history` will be read, too)"
+        in (refused(rounds))
+    )
+    three = {"user": "a", "assistant": "b", "system": "S"}
+    assert "{instruction: user, output: assistant}' if that is what they are (`system` will" in refused(three)
+    for name in ("parts", "input_output"):
+        segments = {name: [{"text": "a", "label": True}]}
+        assert f"'data.columns={{segments: {name}}}'" in refused(segments)
+    assert "segments" not in refused({"parts": "a"}).partition("; accepted")[0]
+
+
+MASKS = ["completion_mask", "assistant_masks", "loss_mask"]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_says_which_tokens_are_trained(name: str) -> None:
+    for mask in ([0, 0, 1, 1], [0.0, 0.0, 1.0, 1.0], [False, False, True, True], "[0, 0, 1, 1]"):
+        assert convert({"input_ids": [5, 6, 7, 8], name: mask}) == Tokens([5, 6, 7, 8], [-100, -100, 7, 8])
+    for mask in ([0, 0.5, 1, 1], [0, 2, 1, 1], [0, -1, 1, 1]):
+        assert f"`{name}` is not of 0 and 1" in refused({"input_ids": [5, 6, 7, 8], name: mask})
+    assert "has 3 numbers" in refused({"input_ids": [5, 6, 7, 8], name: [0, 0, 1]})
+
+
+@pytest.mark.parametrize("name", ["weights", "loss_weights", "response_mask", "Mask", "assistant_mask"])
+def test_a_mask_under_another_name_is_proposed(name: str) -> None:
+    row = {"input_ids": [5, 6, 7], name: [0, 0, 1]}
+    assert f"data.columns={{loss_mask: {name}}}" in refused(row)
+    assert convert(row, columns={"loss_mask": name}) == Tokens([5, 6, 7], [-100, -100, 7])

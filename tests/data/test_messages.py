@@ -19,7 +19,11 @@ SPEAKERS = {
     "assistant": "assistant gpt chatgpt bing bard claude ai bot chatbot model",
     "tool": "tool function observation function_response tool_response",
 }
-FLAGS = ["train", "training", "trainable", "loss", "loss_weight", "weight", "masked"]
+INVERTED = ("masked", "ignore_loss")
+FLAGS = [
+    *("train", "training", "trainable", "loss", "loss_weight", "loss_mask", "loss_scale", "calculate_loss", "weight"),
+    *INVERTED,
+]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
@@ -68,7 +72,7 @@ def test_the_text_of_a_message_is_read_under_every_name(key: str) -> None:
         assert "its text twice" in refused({"role": "user", key: "a", other: "b"})
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thought"])
 def test_thoughts_are_read_under_every_name(key: str) -> None:
     assert one(says("a", **{key: "Hm."})) == says("a", reasoning_content="Hm.")
     empty = {"reasoning_content": "", "reasoning": "", "thinking": ""}
@@ -77,6 +81,11 @@ def test_thoughts_are_read_under_every_name(key: str) -> None:
     assert one(says("a", **{key: "Hm."}), ignored=[key]) == says("a")
     parts = [{"type": "text", "text": "H", "id": 3}, {"type": "text", "text": "m."}]
     assert one(says("a", **{key: parts})) == says("a", reasoning_content="Hm.", dropped=["content.id"])
+    for other in {"reasoning_content", "reasoning", "thinking", "thought"} - {key}:
+        assert one(says("a", **{key: "Hm.", other: "Hm."})) == says("a", reasoning_content="Hm.")
+        assert "says twice what the model thinks" in refused(says("a", **{key: "Hm.", other: "Oh."}))
+    details = [{"type": "reasoning.text", "text": "Hm."}]
+    assert one(says("a", **{key: "Hm.", "reasoning_details": details})) == says("a", reasoning_content="Hm.")
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal"])
@@ -130,7 +139,8 @@ def test_content_of_another_kind_is_refused(content: Any) -> None:
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_message_and_its_parts_say_under_every_name_whether_they_are_trained(name: str) -> None:
     for value in (True, False, 1, 0, 1.0, 0.0):
-        trained = bool(value) != (name == "masked")
+        trained = bool(value) != (name in INVERTED)
+        assert one(says("a", **{name.title(): value})) == says("a", train=trained)
         for speaker in ("user", "assistant"):
             assert one(says("a", speaker, **{name: value})) == says("a", speaker, train=trained)
             part = {"type": "text", "text": "a", name: value}
@@ -146,15 +156,28 @@ def test_a_message_and_its_parts_say_under_every_name_whether_they_are_trained(n
 
 def test_flags_that_contradict_each_other_are_refused() -> None:
     for first, second in itertools.combinations(FLAGS, 2):
-        opposed = (1, 1) if "masked" in (first, second) else (1, 0)
+        same = (first in INVERTED) == (second in INVERTED)
+        opposed = (1, 0) if same else (1, 1)
         said = refused(says("a", **dict(zip((first, second), opposed, strict=True))))
         assert "says twice whether it is trained, and not the same" in said and ", ".join(FLAGS) in said
-        alike = (1, int("masked" not in (first, second)))
-        assert one(says("a", **dict(zip((first, second), alike, strict=True))))["train"] is True
+        alike = (1, int(same))
+        assert one(says("a", **dict(zip((first, second), alike, strict=True))))["train"] is (first not in INVERTED)
     assert "`mask`, which some trainers take for trained and some for not" in refused(says("a", mask=1))
     assert one(says("a", mask=1), flags=[*FLAGS, "mask"]) == says("a", train=True)
     assert one(says("a", keep=0), flags=[*FLAGS, "keep"]) == says("a", train=False)
     assert one(says("a", mask=1), ignored=["mask"]) == says("a")
+
+
+@pytest.mark.parametrize("name", ["label", "kto_tag", "is_good", "is_correct", "desirable", "keep", "reward", "score"])
+def test_a_field_that_may_judge_a_message_or_exclude_it_is_refused(name: str) -> None:
+    for value in (False, 0, "no", "FALSE"):
+        for spelt in (name, name.title()):
+            said = refused(says("a", **{spelt: value}))
+            assert f"has `{spelt}: {value!r}`" in said and f"'data.columns={{train: {spelt}}}'" in said
+            assert one(says("a", **{spelt: value}), ignored=[spelt]) == says("a")
+        assert f"has `{name}" in refused(says([{"type": "text", "text": "a", name: value}]))
+    assert one(says("a", **{name: False}), flags=[*FLAGS, name]) == says("a", train=False)
+    assert one(says("a", **{name: "greeting"})) == says("a", **{name: "greeting"})
 
 
 def trained_characters(message: dict[str, Any], field: str = "content") -> list[bool]:
@@ -224,16 +247,18 @@ def test_calls_without_arguments_and_calls_that_are_none() -> None:
     kept = one(
         says("", tool_calls=[{"id": "7", "index": 0, "type": "x", "function": {**CALL["function"], "strict": 1}}])
     )
-    assert kept == says("", tool_calls=[{"id": "7", **CALL}], dropped=["tool_calls.strict"])
+    assert kept == says("", tool_calls=[{"id": "7", **CALL}], dropped=["tool_calls.strict", "tool_calls.index"])
 
 
 def test_keys_that_no_template_is_given_are_named() -> None:
     part = {"type": "text", "text": "a", "weight": 1, "citations": ["b"], "empty": ""}
     call = {"id": "7", "index": 1, **CALL}
-    message = one(says([part], tool_calls=[call], dropped=1, untrained="x", name="Ann", note="", seen=None))
+    message = one(
+        says([part], tool_calls=[call], dropped=1, untrained="x", name="Ann", note="", seen=None, turn=0, done=False)
+    )
     assert message["dropped"] == ["content.citations", "tool_calls.index", "dropped", "untrained"]
     fields = further_fields([message, says("b", "user", name="Bo")])
-    assert fields == ["name", "name", *message["dropped"]]
+    assert fields == ["name", "turn", "done", "name", *message["dropped"]]
     assert one(says([part]), ignored=["content.citations"]) == says("a", train=True)
     assert "note" in message and not message["note"] and "seen" not in message
 

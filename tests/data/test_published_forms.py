@@ -412,8 +412,64 @@ OPENAI: dict[str, Any] = {
     ),
     "legacy prompt and completion": ({"prompt": "Night ->", "completion": " fell. END"}, [" fell. END" + STOP]),
 }
+GENERAL: dict[str, Any] = {
+    "loss_mask of messages": ({"messages": [ASK, REPLY | {"loss_mask": 0}, ASK, REPLY | {"loss_mask": 1}]}, ANSWER),
+    "calculate_loss": ({"messages": [ASK, REPLY | {"calculate_loss": False}, *TALK]}, ANSWER),
+    "ignore_loss": ({"messages": [ASK, REPLY | {"ignore_loss": True}, *TALK]}, ANSWER),
+    "loss_scale": ({"messages": [ASK, REPLY | {"loss_scale": 0.3}]}, "`loss_scale: 0.3`"),
+    "label of a message": ({"messages": [ASK, REPLY | {"label": False}]}, "`label: False`"),
+    "thought": ({"messages": [ASK, REPLY | {"thought": "Nine."}]}, [f"<think>Nine.</think>Not yet.{STOP}"]),
+    "channel": (
+        {"messages": [ASK, says("assistant", "Hm.", channel="analysis"), REPLY | {"channel": "final"}]},
+        "leaves out `channel` of message 1 ('analysis')",
+    ),
+    "final channel": ({"messages": [ASK, REPLY | {"channel": "final", "recipient": "all"}]}, ANSWER),
+    "recipient": ({"messages": [ASK, says("assistant", "{}", recipient="functions.clock")]}, "leaves out `recipient`"),
+    "function_calls": ({"messages": [ASK, says("assistant", "", function_calls="clock()")]}, "out `function_calls`"),
+    "tool_plan": ({"messages": [ASK, REPLY | {"tool_plan": "Look."}]}, "leaves out `tool_plan` of message 1 ('Look.')"),
+    "reasoning_details": (
+        {"messages": [ASK, REPLY | {"reasoning_details": [{"type": "reasoning.text", "text": "Nine."}]}]},
+        "leaves out `reasoning_details` of message 1",
+    ),
+    "tools in a message": ({"messages": [says("system", "S", tools=[TOOL]), *TALK]}, "leaves out `tools` of message 0"),
+    "functions in a message": ({"messages": [ASK | {"functions": "[clock]"}, REPLY]}, "leaves out `functions`"),
+    "ms-swift: rejected_response": (
+        {"messages": TALK, "rejected_response": "Yes."},
+        "'data.ignore=[rejected_response]'",
+    ),
+    "ms-swift: query, response, history": (
+        {"query": "And now?", "response": "Yes.", "history": [["Late?", "No."]]},
+        "(`history` will be read, too)",
+        [f"No.{STOP}", f"Yes.{STOP}"],
+    ),
+    "ms-swift: objects": ({"messages": TALK, "objects": {"bbox": [[1, 2, 3, 4]]}}, "`objects` is pictures"),
+    "an answer beside messages": (
+        {"messages": [*TALK, ASK], "response": "Not yet."},
+        "data.columns={prompt: messages, completion: response}",
+        ANSWER,
+    ),
+    "a chat with an output": ({"input": [ASK], "output": "Not yet."}, "{prompt: input, completion: output}", ANSWER),
+    "two answers": ({"instruction": "Is it late?", "output": ["Not yet.", "Yes."]}, "`output` is a list"),
+    "stepwise, as completion": (
+        {"prompt": "Late?", "completion": ["Nine.", "No."], "labels": [True, False]},
+        "`labels` is which steps of the answer are right",
+    ),
+    "kto_tag of a text": ({"text": "Night fell.", "kto_tag": False}, "`kto_tag` is whether the answer is good"),
+    "kto_tag of tokens": ({"input_ids": [80, 81], "kto_tag": False}, "`kto_tag` is whether the answer is good"),
+    "loss_mask of tokens": ({"input_ids": [80, 81, 2], "loss_mask": [0, 0, 1]}, [STOP]),
+    "prompt_length": (
+        {"input_ids": [80, 81, 2], "prompt_length": 2},
+        "`prompt_length` is which tokens are not trained",
+    ),
+    "segments with a system prompt": (
+        {"segments": [{"label": True, "text": "On"}], "system": "S"},
+        "`system` is a part of the prompt",
+    ),
+    "segments with a weight": ({"segments": [{"label": True, "text": "On"}], "weight": 0.5}, "`weight` is the weight"),
+}
 PROJECTS = {"LLaMA-Factory": LLAMA_FACTORY, "Axolotl": AXOLOTL, "TRL": TRL, "OpenAI": OPENAI}
 FORMS = {f"{project}: {name}": case for project, cases in PROJECTS.items() for name, case in cases.items()}
+FORMS |= {f"general: {name}": case for name, case in GENERAL.items()}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -449,7 +505,7 @@ def test_what_is_left_out_on_purpose(row: dict[str, Any], ignored: str) -> None:
 
 def test_a_field_of_messages_that_says_what_is_trained_is_named_in_columns() -> None:
     row = {"messages": [ASK, REPLY | {"keep": 0}, ASK | {"keep": None}, REPLY | {"keep": True}]}
-    assert outcome(row) == [*ANSWER, *ANSWER]
+    assert "data.columns={train: keep}" in outcome(row)
     assert outcome(row, columns={"train": "keep"}) == ANSWER
     assert outcome({"talk": row["messages"]}, columns={"messages": "talk", "train": "keep"}) == ANSWER
     pair = {"prompt": [ASK, REPLY, ASK], "completion": [REPLY | {"keep": False}, ASK, REPLY]}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 
 from toolkit.common import UserError
+from toolkit.data.columns import EMPTY
+from toolkit.data.messages import FOR_TEMPLATES
 
 Message = dict[str, Any]
 Tools = list[Any] | None
@@ -161,7 +163,8 @@ class Conversation:
 
         Raises:
             UserError: If not one word of what the assistant or a tool says is in the text, or none of what the model
-                thought before the answer that ends the conversation (many templates leave earlier thoughts out).
+                thought before the answer that ends the conversation (many templates leave earlier thoughts out);
+                or if a field that changes what should be learnt leaves no trace in it.
         """
         for i, message in enumerate(self.messages):
             if message["role"] not in ("assistant", "tool"):
@@ -177,6 +180,19 @@ class Conversation:
                         "Set model.chat_template to a template that writes them, or take them out of the rows"
                         + (", or set 'data.ignore=[reasoning_content]'." if kind == "reasoning" else "."),
                     )
+        for field in dict.fromkeys(name for message in self.messages for name in message if name in FOR_TEMPLATES):
+            self._refuse_unread(field, *FOR_TEMPLATES[field])
+
+    def _refuse_unread(self, field: str, harmless: Collection[Any], change: str) -> None:
+        """A field of messages is unread where the text is the same without it."""
+        holders = [i for i, m in enumerate(self.messages) if m.get(field) not in (*EMPTY, *harmless)]
+        without = [{key: value for key, value in message.items() if key != field} for message in self.messages]
+        if holders and render(self.tokenizer, without, self.tools, self.settings) == self.text:
+            value = self.messages[holders[0]][field]
+            raise UserError(
+                f"The chat template leaves out `{field}` of message {holders[0]} ({str(value)[:40]!r}).",
+                f"Set model.chat_template to a template that writes it, or {change}, or set 'data.ignore=[{field}]'.",
+            )
 
 
 def render(

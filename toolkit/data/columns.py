@@ -8,6 +8,7 @@ wants one left out says so in `data.ignore`. Columns that no format gives a mean
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +20,69 @@ OFTEN_CALLED = {
     "prompt": ("question", "query", "instruction", "input", "problem", "user", "message_1", "article"),
     "completion": (
         *("answer", "response", "output", "solution", "assistant", "generation", "corrected", "revision"),
-        *("message_2", "summary"),
+        *("message_2", "summary", "ideal"),
     ),
-    "instruction": ("prompt", "question", "query", "problem", "message_1", "input"),
+    "instruction": ("prompt", "question", "query", "problem", "message_1", "input", "user"),
     "input": ("context", "article", "query"),
-    "output": ("response", "answer", "completion", "solution", "generation", "corrected", "revision", "message_2"),
+    "output": (
+        *("response", "answer", "completion", "solution", "generation", "corrected", "revision", "message_2"),
+        "assistant",
+    ),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "system": ("system_prompt", "system_message"),
-    "reasoning": ("reasoning_content", "thinking"),
+    "reasoning": ("reasoning_content", "thinking", "thought"),
+    "segments": ("parts", "input_output"),
+    "loss_mask": ("weights", "loss_weights", "mask", "target_mask", "response_mask", "train_mask", "assistant_mask"),
 }
 """Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
 
-MEDIA = ("image", "images", "video", "videos", "audio", "audios", "pixel_values", "input_features")
+STEPS = "completions"
+"""The column of TRL's steps that are judged one by one; who maps it learns all of them, joined."""
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values of columns and fields that say nothing; 0 and false do."""
+_SEEN_OR_HEARD = ("image", "img", "picture", "video", "audio", "speech")
+MEDIA = (
+    *(f"{name}{suffix}" for name in _SEEN_OR_HEARD for suffix in ("", "s", "_url", "_urls", "_path", "_paths")),
+    *("pixel_values", "input_features", "objects"),
+)
 """Columns, and fields of messages, that hold what a text model does not see."""
 MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "audio_url", "file")
 """Types of the parts of a message that do so."""
-JUDGED = ("label", "kto_tag")
-"""Columns that say whether the answer of a row is good."""
 _CHATS = ("messages", "sharegpt")
 _PROMPTS = ("prompt_completion", "alpaca", "source_target")
 _ANSWERS = (*_CHATS, *_PROMPTS)
-_BOOLEANS = (0, 1, "true", "false", "True", "False", "0", "1")
+_ALL = (*_ANSWERS, "text", "segments", "tokens")
+_BAD = ("false", "no", "n", "bad", "wrong", "incorrect", "undesirable", "rejected")
+_GOOD = ("true", "yes", "y", "good", "right", "correct", "desirable", "chosen", "accepted")
+
+
+def _is_verdict(value: Any) -> bool:
+    return str(value).strip().lower() in (*_GOOD, *_BAD) or _number(value) in (-1, 0, 1)
+
+
+def _is_bad(value: Any) -> bool:
+    return str(value).strip().lower() in _BAD or _number(value) <= 0
+
+
+def _number(value: Any) -> float:
+    """A number, also in the text of a CSV; not a number otherwise."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _are_verdicts(value: Any) -> bool:
+    steps = parsed(value)
+    return isinstance(steps, list) and all(_is_verdict(step) for step in steps)
+
+
+JUDGED: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("label", "kto_tag"), _is_verdict),
+    **dict.fromkeys(("desirable", "is_desirable", "is_correct", "is_good", "keep", "reward", "score"), _is_bad),
+}
+"""Columns, and fields of messages, that judge an answer, and which of their values do. What stands only beside good
+answers harms none, so most are refused where they call one bad; those made for such training, whatever they say."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +92,8 @@ class Meaning:
     what: str
     change: str
     formats: tuple[str, ...]
-    values: tuple[Any, ...] | None = None
-    """The only values that mean it; None for all."""
+    is_meant: Callable[[Any], bool] = lambda value: True
+    """Whether a value of the column means it."""
 
 
 def _each(names: Iterable[str], meaning: Meaning) -> dict[str, Meaning]:
@@ -63,16 +106,26 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         Meaning(
             "pictures, sound or film, which this toolkit does not train on",
             "remove these rows",
-            (*_ANSWERS, "text", "segments", "tokens"),
+            _ALL,
         ),
     ),
-    _each(JUDGED, Meaning("whether the answer is good", "keep the rows that are", _ANSWERS, _BOOLEANS)),
+    {
+        name: Meaning(
+            "whether the answer is good",
+            "keep the rows that are",
+            _ANSWERS if name in ("label", "reward", "score") else _ALL,
+            is_meant,
+        )
+        for name, is_meant in JUDGED.items()
+    },
+    _each(("labels",), Meaning("which steps of the answer are right", "keep the right ones", _ANSWERS, _are_verdicts)),
     _each(
         ("weight", "loss_weight", "sample_weight"),
-        Meaning("the weight of a row in the loss", "set `weight` of a source, with a file for each weight", _ANSWERS),
+        Meaning("the weight of a row in the loss", "set `weight` of a source, with a file for each weight", _ALL),
     ),
     _each(("choices", "options"), Meaning("the choices of a question", "write them into the question", _PROMPTS)),
     _each(("documents",), Meaning("documents to answer from", "write them into the prompt", _ANSWERS)),
+    _each(("context",), Meaning("a text to answer from", "write it into `input`", ("alpaca",))),
     _each(("mask",), Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS)),
     _each(
         ("reflection", "corrected"),
@@ -83,12 +136,20 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         Meaning("earlier rounds", "write all rounds as `messages`", (*_CHATS, "prompt_completion", "source_target")),
     ),
     _each(
-        ("system", "input", "reasoning", *OFTEN_CALLED["system"], *OFTEN_CALLED["reasoning"]),
+        ("system", "input", "context", "reasoning", *OFTEN_CALLED["system"], *OFTEN_CALLED["reasoning"]),
         Meaning(
             "what plain prompts and completions do not have",
-            "set 'data.columns={instruction: prompt, output: completion}'",
+            "set 'data.columns={instruction: prompt, output: completion}', or write the conversation as `messages`",
             ("prompt_completion",),
         ),
+    ),
+    _each(
+        ("system", "instruction", "input", "context", *OFTEN_CALLED["system"]),
+        Meaning("a part of the prompt", "write it into the source, or map all with `data.columns`", ("source_target",)),
+    ),
+    _each(
+        ("system", *OFTEN_CALLED["system"]),
+        Meaning("a part of the prompt", "write it as the first segment, with the label false", ("segments",)),
     ),
     _each(
         ("reasoning", *OFTEN_CALLED["reasoning"]),
@@ -98,34 +159,38 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         ("seq_lengths", "position_ids"),
         Meaning("the documents of a packed row", "write a row for each document, and set `data.packing`", ("tokens",)),
     ),
+    _each(
+        ("prompt_mask", "special_tokens_mask", "prompt_length", "prompt_len", "source_len"),
+        Meaning("which tokens are not trained", "write -100 as their `labels`", ("tokens",)),
+    ),
 )
-"""Columns that are refused where their format leaves them unused."""
+"""Columns, in any case, that are refused where their format leaves them unused."""
 
 
-def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterable[str], name: str, where: str) -> None:
+def refuse_meaning(raw: Mapping[str, Any], used: Iterable[str], optional: Iterable[str], form: str, where: str) -> None:
     """Refuses a row that has a column which would be left unused, though it changes what should be learnt.
 
     Args:
         raw: The row.
         used: Columns that are read, or left out on purpose.
         optional: Columns that the format takes and this source has not mapped.
-        name: The format.
+        form: The format.
         where: Where the row stands.
 
     Raises:
         UserError: With the mapping that would honour the column, where there is one.
     """
-    left = [column for column in raw if column not in used and raw[column] not in (None, "", [], {})]
-    for column in left:
+    for column in (column for column in raw if column not in used and raw[column] not in EMPTY):
         ignore = f"set 'data.ignore=[{column}]' to train without it"
+        name = column.lower()
         for expected in optional:
-            if column in OFTEN_CALLED.get(expected, ()) and expected not in raw:
+            if name in (expected, *OFTEN_CALLED.get(expected, ())) and expected not in raw:
                 raise UserError(
                     f"{where}: `{column}` would be left unused, but looks like `{expected}`",
                     f"set 'data.columns={{{expected}: {column}}}', or {ignore}",
                 )
-        for meaning in (group[column] for group in REFUSED if column in group):
-            if name in meaning.formats and (meaning.values is None or raw[column] in meaning.values):
+        for meaning in (group[name] for group in REFUSED if name in group):
+            if form in meaning.formats and meaning.is_meant(raw[column]):
                 raise UserError(f"{where}: `{column}` is {meaning.what}", f"{meaning.change}, or {ignore}")
 
 
@@ -169,9 +234,11 @@ def mapping_text(mapping: Mapping[str, str]) -> str:
     return f"'data.columns={{{', '.join(f'{name}: {actual}' for name, actual in mapping.items())}}}'"
 
 
-def _imitating(chosen: str) -> Callable[[Mapping[str, Any]], str]:
+def _imitating(chosen: str, rejected: str) -> Callable[[Mapping[str, Any]], str]:
     def change(row: Mapping[str, Any]) -> str:
         answer = row.get(chosen)
+        if answer is None:
+            return f"to imitate the answers that the rows have without it set 'data.ignore=[{rejected}]'"
         is_conversation = chosen == "chosen_messages" or (isinstance(answer, list) and len(answer) > 1)
         asked = next(
             (
@@ -209,6 +276,8 @@ def _renamed(mapping: Mapping[str, str]) -> dict[str, str]:
 
 
 def _batch_mapping(row: Mapping[str, Any]) -> str:
+    if value_at(row, "body.messages") is None:
+        return 'write each request with its answer into a row of {"messages": […]}'
     mapping = {"messages": "body.messages"}
     if value_at(row, "body.tools"):
         mapping["tools"] = "body.tools"
@@ -226,7 +295,7 @@ _SINGLE = (
 _PAIRS = "preference pairs ({}, {}), which have no trainer yet"
 OTHER_FORMS = (
     *(
-        OtherForm((rejected,), (chosen,), _PAIRS.format(chosen, rejected), _imitating(chosen))
+        OtherForm((rejected,), (chosen,), _PAIRS.format(chosen, rejected), _imitating(chosen, rejected))
         for chosen, rejected in (
             ("chosen", "rejected"),
             ("chosen_response", "rejected_response"),

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import OFTEN_CALLED, mapping_text, parsed, refuse_meaning, refuse_other_forms, value_at
+from toolkit.data.columns import (
+    EMPTY,
+    OFTEN_CALLED,
+    STEPS,
+    mapping_text,
+    parsed,
+    refuse_meaning,
+    refuse_other_forms,
+    value_at,
+)
 from toolkit.data.messages import FLAGS, read_messages, read_tools
 from toolkit.data.pretokenised import read_segments, read_tokens
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
@@ -82,16 +91,21 @@ class RowFormat:
                     "correct the row, or set `data.format` and `data.columns`",
                 )
         unmapped = [name for name in optional if name not in self.columns]
-        refuse_meaning(raw, self.used_columns() | self.ignored, unmapped, self.name, where)
+        steps = [name for name, column in self.columns.items() if column == STEPS]
+        known = self.used_columns() | self.ignored | ({"labels"} if steps else set())
+        refuse_meaning(raw, known, unmapped, self.name, where)
         row = {
             name: value_at(raw, self.columns.get(name, name))
             for name in (*required, *optional)
             if self.columns.get(name, name) not in self.ignored
         }
+        for name in steps:
+            if _are_texts(row.get(name)):
+                row[name] = "\n".join(row[name])
         if self.name == "alpaca":
             return self._alpaca(row, where)
         if self.name in ("messages", "sharegpt"):
-            return self._chat(row, required[0], where)
+            return self._chat(row, required[0], raw, where)
         if self.name == "segments":
             return read_segments(row["segments"], where)
         if self.name == "tokens":
@@ -114,10 +128,11 @@ class RowFormat:
         system, instruction, context, output, reasoning = (_string(row, name, where) for name in names)
         history = _rounds(row.get("history"), where)
         is_chat = self.task.objective != "seq2seq" and self.task.has_chat_template
-        if (history or reasoning) and not is_chat:
+        of_chats = ("history", "reasoning", *FORMATS["prompt_completion"][1])
+        if not is_chat and (given := [name for name in of_chats if parsed(row.get(name)) not in EMPTY]):
             raise UserError(
-                f"{where} has {'earlier rounds (`history`)' if history else '`reasoning`'}, which only chats have",
-                "set `model.chat_template`, or 'data.ignore=[history, reasoning]' to train without them",
+                f"{where} has {_listing(given)}, which only chats have",
+                f"set `model.chat_template`, or 'data.ignore=[{', '.join(given)}]' to train without",
             )
         if self.task.objective == "seq2seq":
             return Pair("\n\n".join(filter(None, (system, instruction, context))), output)
@@ -130,10 +145,12 @@ class RowFormat:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         user = f"{instruction}\n\n{context}" if context else instruction
         answer = {"role": "assistant", "content": output} | ({"reasoning_content": reasoning} if reasoning else {})
-        return Chat([*messages, {"role": "user", "content": user}, answer])
+        return self._with_tools([*messages, {"role": "user", "content": user}, answer], row, where)
 
-    def _chat(self, row: Mapping[str, Any], column: str, where: str) -> Chat:
+    def _chat(self, row: Mapping[str, Any], column: str, raw: Mapping[str, Any], where: str) -> Chat:
         messages = read_messages(row[column], column, where, self.ignored, self.flags)
+        if messages and messages[-1]["role"] != "assistant":
+            self._refuse_answer_beside(raw, self.columns.get(column, column), where)
         if system := _string(row, "system", where):
             if messages and messages[0]["role"] == "system":
                 raise UserError(
@@ -141,6 +158,19 @@ class RowFormat:
                 )
             messages.insert(0, {"role": "system", "content": system})
         return self._with_tools(messages, row, where)
+
+    def _refuse_answer_beside(self, raw: Mapping[str, Any], column: str, where: str) -> None:
+        """A conversation that ends with a question, whose answer would be left unused in another column."""
+        names = ("completion", *OFTEN_CALLED["completion"])
+        left = [name for name in raw if name.lower() in names and name not in self.used_columns() | self.ignored]
+        if answer := next((name for name in left if raw[name] not in EMPTY), None):
+            mapping = {"prompt": column, "completion": answer}
+            append = f"append it to `{column}` as the turn of the assistant"
+            raise UserError(
+                f"{where}: `{column}` ends without an answer, and `{answer}` would be left unused",
+                f"{append if raw.get('system') else f'if it is the answer, set {mapping_text(mapping)}'}, "
+                f"or set 'data.ignore=[{answer}]' to train without it",
+            )
 
     def _conversational_completion(self, row: Mapping[str, Any], where: str) -> Chat:
         messages = []
@@ -186,7 +216,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     names = rest | set(columns)
     name = source.format
     if name is None or name == "auto":
-        name = _detect(names, set(columns), source, present, task.has_chat_template)
+        name = _detect(names, set(columns), source, rows[0], present, task.has_chat_template)
     if missing := [column for column in FORMATS[name][0] if column not in names]:
         raise UserError(
             f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {name}` needs; "
@@ -211,7 +241,14 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     return RowFormat(name, columns, task, ignored, (*FLAGS, flag))
 
 
-def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable[str], has_chat_template: bool) -> str:
+def _detect(
+    names: set[str],
+    mapped: set[str],
+    source: Source,
+    row: Mapping[str, Any],
+    present: Iterable[str],
+    has_chat_template: bool,
+) -> str:
     fits = [name for name, (required, _) in FORMATS.items() if names.issuperset(required)]
     if mapped:
         fits = [name for name in fits if mapped <= set(FORMATS[name][0] + FORMATS[name][1])]
@@ -225,29 +262,31 @@ def _detect(names: set[str], mapped: set[str], source: Source, present: Iterable
     accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in FORMATS.items())
     raise UserError(
         f"data source `{source.path}` has the columns {_listing(present)}, which no format fits",
-        f"{_proposal(names, has_chat_template)}; accepted are {accepted} (in a CSV the first line names the columns)",
+        f"{_proposal(names, row, has_chat_template)}; accepted are {accepted} "
+        "(in a CSV the first line names the columns)",
     )
 
 
-def _proposal(names: set[str], has_chat_template: bool) -> str:
+def _proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -> str:
     """The setting that maps the present columns to the format that uses most of them."""
     best: dict[str, str] = {}
+    as_well: list[str] = []
     spelt = {name.lower(): name for name in names}
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
-    for name in sorted(FORMATS, key=lambda name: name != "alpaca") if has_chat_template else FORMATS:
-        required, optional = FORMATS[name]
+    for form in sorted(FORMATS, key=lambda name: name != "alpaca") if has_chat_template else FORMATS:
+        required, optional = FORMATS[form]
         mapping: dict[str, str] = {}
         for column in required + optional:
-            left = [
-                alias for alias in (column, *OFTEN_CALLED.get(column, ())) if alias in spelt.keys() - mapping.values()
-            ]
-            if left:
-                mapping[column] = spelt[left[0]]
+            aliases = (alias for alias in (column, *OFTEN_CALLED.get(column, ())) if alias in spelt)
+            left = (spelt[alias] for alias in aliases if spelt[alias] not in mapping.values())
+            if name := next((name for name in left if _suits(column, form, row.get(name))), None):
+                mapping[column] = name
         if mapping.keys() >= set(required) and len(mapping) > len(best):
-            best = mapping
+            best, as_well = mapping, [f"`{name}`" for name in optional if mapping.get(name) == name]
     renamed = {name: actual for name, actual in best.items() if name != actual}
     if renamed:
-        return f"set {mapping_text(renamed)} if that is what they are"
+        also = f" ({' and '.join(as_well)} will be read, too)" if as_well else ""
+        return f"set {mapping_text(renamed)} if that is what they are{also}"
     if "prompt" in names:
         return (
             "add the answers, as `completion`: prompts alone are for reinforcement learning, which has no trainer yet"
@@ -279,6 +318,16 @@ def _check_task(name: str, source: Source, task: Task) -> None:
         )
 
 
+def _suits(column: str, form: str, value: Any) -> bool:
+    """Whether a value can be what a column of a format is, by its type: a text or a conversation."""
+    if value is None or column not in FORMATS[form][0] or form == "tokens":
+        return True
+    if form in ("messages", "sharegpt", "segments"):
+        return isinstance(parsed(value), list | dict)
+    is_text = isinstance(value, str | int | float) or _are_texts(value)
+    return is_text or (form == "prompt_completion" and _holds_messages(value))
+
+
 def _dicts(value: Any) -> list[dict[str, Any]]:
     """The messages that a column may hold."""
     value = parsed(value)
@@ -304,15 +353,20 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if value is None:
         return ""
-    if isinstance(value, list) and value and all(isinstance(step, str) for step in value):
-        return "\n".join(value)  # the steps of one answer
+    if _are_texts(value) and len(value) == 1:
+        return str(value[0])
     if not isinstance(value, str):
         kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+        change = "choose the one to learn, or join them" if _are_texts(value) else 'write it as text ("4" for 4)'
         raise UserError(
             f"{where}: `{name}` is {kinds.get(type(value), type(value).__name__)}, not a string",
-            'write it as text ("4" for 4), or choose other columns with `data.columns`',
+            f"{change}, or choose other columns with `data.columns`",
         )
     return value
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def _listing(names: Iterable[str]) -> str:

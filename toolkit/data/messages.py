@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import MEDIA, MEDIA_PARTS, parsed
+from toolkit.data.columns import EMPTY, JUDGED, MEDIA, MEDIA_PARTS, parsed
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -23,10 +23,25 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """Role in data to the role in chat templates."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names of what the model thinks before it answers."""
-FLAGS = ("train", "training", "trainable", "loss", "loss_weight", "weight", "masked")
+_INVERTED = ("masked", "ignore_loss")
+FLAGS = (
+    *("train", "training", "trainable", "loss", "loss_weight", "loss_mask", "loss_scale", "calculate_loss", "weight"),
+    *_INVERTED,
+)
 """Names of what says whether a message, or a part of it, is trained."""
+FOR_TEMPLATES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "channel": (("final",), "write an analysis as `reasoning_content` of the message that follows it"),
+    "recipient": (("all", "assistant"), "write it as `tool_calls`"),
+    "function_calls": ((), "write them as `tool_calls`"),
+    "tool_plan": ((), "write it as `reasoning_content`"),
+    "reasoning_details": ((), "write their text as `reasoning_content`"),
+    **dict.fromkeys(("tools", "functions"), ((), "write them as `tools` beside the messages")),
+    "documents": ((), "write them into the text"),
+}
+"""Fields that change what should be learnt and that only some templates print: values that change nothing, and what to
+do where the template leaves them out."""
 ASIDE = ("train", "untrained", "dropped")
 """Fields of a message in this form that are not for the template."""
 _READ = ("role", "content", "tool_calls", "reasoning_content", *ASIDE)
@@ -68,7 +83,7 @@ def read_messages(
 def further_fields(messages: Iterable[Message]) -> list[str]:
     """Fields with a content that only a template could use, and dotted ones that it is not given."""
     messages = list(messages)
-    kept = [key for message in messages for key, value in message.items() if key not in _READ and value]
+    kept = [key for message in messages for key, value in message.items() if key not in _READ and value not in EMPTY]
     return [*kept, *(name for message in messages for name in message.get("dropped", ()))]
 
 
@@ -132,8 +147,12 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     if calls:
         result["tool_calls"] = [_tool_call(call, where, dropped) for call in calls]
     thoughts = [message.pop(name) for name in REASONING if message.get(name)]
+    if thoughts := [thought for thought in (content.reasoning, *thoughts) if thought]:
+        message.pop("reasoning_details", None)  # OpenRouter's, which say the same in parts.
+    if any(thought != thoughts[0] for thought in thoughts):
+        raise UserError(f"{where} says twice what the model thinks", f"keep one of {', '.join(REASONING)}")
     reasoning = _Content(role, flag, where)
-    reasoning.add(content.reasoning or (thoughts[0] if thoughts else ""))
+    reasoning.add(thoughts[0] if thoughts else "")
     if reasoning.text:
         result["reasoning_content"] = reasoning.text
     flagged = content.flags or reasoning.flags
@@ -233,16 +252,24 @@ def _flag(holder: dict[str, Any], where: str, names: Collection[str] = FLAGS) ->
             f"{where} has `mask`, which some trainers take for trained and some for not",
             "write `train`, or set 'data.columns={train: mask}' if what it marks is trained",
         )
+    for name in (name for name in holder if name not in names and name.lower() in JUDGED):
+        if not JUDGED[name.lower()](holder[name]):
+            continue
+        raise UserError(
+            f"{where} has `{name}: {holder[name]!r}`, which may judge it, or say whether it is trained",
+            f"write `train`, or set 'data.columns={{train: {name}}}' if what it marks is trained, or "
+            f"'data.ignore=[{name}]'",
+        )
     flags = set()
-    for name in names:
-        value = holder.pop(name, None)
+    for name in [name for name in holder if name in names or name.lower() in names]:
+        value = holder.pop(name)
         if value is None:
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise UserError(
                 f"{where} has `{name}: {value!r}`", f"a message is trained or not: `{name}` is true or false, or 1 or 0"
             )
-        flags.add(bool(value) != (name == "masked"))
+        flags.add(bool(value) != (name.lower() in _INVERTED))
     if len(flags) > 1:
         raise UserError(
             f"{where} says twice whether it is trained, and not the same", f"keep one of {', '.join(names)}"
@@ -274,7 +301,7 @@ def _complement(ranges: Ranges, length: int) -> Ranges:
 
 def _further(holder: dict[str, Any], read: Collection[str], path: str) -> list[str]:
     """Dotted names of what an object holds beside what is read of it."""
-    return [f"{path}.{key}" for key, value in holder.items() if key not in read and value]
+    return [f"{path}.{key}" for key, value in holder.items() if key not in read and value not in EMPTY]
 
 
 def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any]:

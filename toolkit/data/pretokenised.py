@@ -13,6 +13,9 @@ from toolkit.common import UserError
 from toolkit.data.columns import parsed
 from toolkit.data.rows import IGNORE, Segments, Tokens
 
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+"""Columns that hold 1 for every token that is trained, and 0 for the others."""
+
 
 def read_segments(value: Any, where: str) -> Segments:
     """Axolotl's `input_output`: parts of a text, each with a `label` that says whether it is trained.
@@ -33,12 +36,12 @@ def read_segments(value: Any, where: str) -> Segments:
 
 
 def read_tokens(row: Mapping[str, Any], where: str) -> Tokens:
-    """`input_ids` with `labels`, or with TRL's `completion_mask` or `assistant_masks`; without, all are trained.
+    """`input_ids` with `labels`, or with a mask of what is trained; without, all are.
 
     What `attention_mask` hides is padding, and left out. The first token is never trained, because nothing predicts it.
 
     Raises:
-        UserError: Lists differ in length, or a label is neither -100 nor its token.
+        UserError: Lists differ in length, a mask is not of 0 and 1, or a label is neither -100 nor its token.
     """
     lists = {name: _numbers(row, name, where) for name in row}
     ids = lists["input_ids"] or []
@@ -48,8 +51,10 @@ def read_tokens(row: Mapping[str, Any], where: str) -> Tokens:
                 f"{where}: `{name}` has {len(numbers)} numbers, `input_ids` has {len(ids)}", "correct or remove the row"
             )
     labels = lists.get("labels") or ids
-    for name in ("completion_mask", "assistant_masks"):
+    for name in MASKS:
         if (mask := lists.get(name)) is not None:
+            if not set(mask) <= {0, 1}:
+                raise UserError(f"{where}: `{name}` is not of 0 and 1", "write 1 for tokens that are trained, else 0")
             labels = [label if keep else IGNORE for label, keep in zip(labels, mask, strict=True)]
     for number, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE, token):
@@ -62,8 +67,9 @@ def read_tokens(row: Mapping[str, Any], where: str) -> Tokens:
     return Tokens([token for token, _ in kept], [label if n else IGNORE for n, (_, label) in enumerate(kept)])
 
 
-def _numbers(row: Mapping[str, Any], name: str, where: str) -> list[int] | None:
+def _numbers(row: Mapping[str, Any], name: str, where: str) -> list[Any] | None:
     value = parsed(row[name])
-    if value is not None and not (isinstance(value, list) and all(isinstance(number, int) for number in value)):
+    kinds = int | float if name in MASKS else int
+    if value is not None and not (isinstance(value, list) and all(isinstance(number, kinds) for number in value)):
         raise UserError(f"{where}: `{name}` is no list of whole numbers", "write the ids that the tokenizer gives")
     return value

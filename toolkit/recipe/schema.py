@@ -38,12 +38,12 @@ _OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "prompt_completion": (("prompt", "completion"), _OF_CHATS),
-    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning")),
+    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning", *_OF_CHATS)),
     "messages": (("messages",), ("system", *_OF_CHATS)),
     "sharegpt": (("conversations",), ("system", *_OF_CHATS)),
     "source_target": (("source", "target"), ()),
     "segments": (("segments",), ()),
-    "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks")),
+    "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask")),
 }
 """Format to its required and its optional columns."""
 
