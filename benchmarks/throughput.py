@@ -64,7 +64,7 @@ class Job:
     settings: tuple[str, ...] = ()
 
 
-FULL = "activation_checkpointing=full"
+FULL, FP8 = "activation_checkpointing=full", "method.quantization=fp8"
 CUDA_JOBS = (
     Job("1.2B full, checkpointing", "llama_1b", "full", 4096, 4, 4, True, True, "pure_bf16", (FULL,)),
     Job("1.2B full", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16"),
@@ -72,6 +72,8 @@ CUDA_JOBS = (
     Job("8B LoRA", "llama_8b", "lora", 4096, 2, 2),
     Job("8B LoRA, checkpointing", "llama_8b", "lora", 4096, 4, 4, True, True, settings=(FULL,)),
     Job("8B QLoRA", "llama_8b", "qlora", 4096, 2, 2),
+    # The libraries alone keep the base in bf16.
+    Job("8B LoRA, base in fp8", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, "compile=layers")),
 )
 CPU_JOBS = (
     Job("chat LoRA, padded", "smollm2", "lora", 512, 8, 2, False, precision="fp32"),

@@ -34,6 +34,7 @@ from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, experts
 from toolkit.models.adapters import keep_unpacked, not_linear
+from toolkit.models.fp8_loading import Fp8Config
 from toolkit.models.output_head import HeadChoice, asks_routers, choose
 from toolkit.models.tiny import tiny_model
 from toolkit.planner.trace import fake_kernels
@@ -69,7 +70,7 @@ class Architecture:
         why: Why it is refused or could not be built.
         packs: Whether documents packed into a row are kept apart.
         lora: How much of the layers' matrices `all-linear` adapters reach: all, part or none.
-        quantises: How much of the layers' matrices bitsandbytes quantises: all, part or none; or `refused`.
+        quantises: How much of the layers' matrices is stored in nf4 and in fp8: all, part or none; or `refused`.
         plans: Whether plans are made from its own code (`traced`) or from its config (`formulas`).
     """
 
@@ -157,8 +158,11 @@ def look(kind: str, objective: str = "sft") -> Architecture:
             return Architecture(kind, "not built", in_a_line(error))
         assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
         head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, batch)
-        quantised, reached = _quantised(model, batch), _reached(model, batch)
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        in_fp8, quantised = (_quantised(model, batch, settings) for settings in (Fp8Config(), nf4))
+        reached = _reached(model, batch)
         assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
+        assert in_fp8 == ("refused" if model_configs.reads_weights(config.to_dict(), "fp8") else quantised), kind
         try:
             packs = objective == "sft" and isolates(model, Collator(0, "packed"))
         except Exception:
@@ -262,9 +266,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
-def _quantised(model: Any, batch: dict[str, torch.Tensor]) -> str:
-    """How much of the layers' matrices is stored in 4 bits when the model is loaded so and computes."""
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+def _quantised(model: Any, batch: dict[str, torch.Tensor], settings: Any) -> str:
+    """How much of the layers' matrices is quantised when the model is loaded so and computes."""
     experts.quantize_fused()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -345,8 +348,9 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   decoders only, which their config must say (`is_decoder`).
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
-  them is stored in 4 bits (`method.quantization: nf4`), experts of one tensor too; such experts stay in 16 bits under
-  `int8`. A run refuses what is less than nine tenths. *refused*: the model reads the weight of a layer itself.
+  them is stored in 4 bits (`method.quantization: nf4`), and just so in fp8 (`fp8`; but `rwkv`, which would find bytes
+  to rescale), experts of one tensor too; such experts stay in 16 bits under `int8`. A run refuses what is less than
+  nine tenths. *refused*: the model reads the weight of a layer itself.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
   layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own

@@ -36,6 +36,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "QLoRA (nf4)": {**_LORA, "quantization": "nf4"},
     "QDoRA (nf4)": {**_LORA, "quantization": "nf4", "use_dora": True},
     "LoRA on int8": {**_LORA, "quantization": "int8"},
+    "LoRA on fp8": {**_LORA, "quantization": "fp8"},
 }
 _PRECISIONS = ("fp32", "fp16", "bf16", "pure_bf16")
 _CHECKPOINTING = ("full", "selective", "offload")
@@ -75,8 +76,9 @@ Activations, buckets and the layers that are gathered at the moment come on top:
 | `fsdp` | (they are the masters) | 4 / N | 12 / N |
 
 Offloading moves the last column to the host (ZeRO: the gradients it waits for too), `offload_param` the weights; FSDP
-moves all of its row. A frozen base costs its weights alone: 2 bytes per parameter, about 0.5 with nf4; `zero3` and
-`fsdp` divide them by N, but with a quantized base every process reads the whole before it keeps its part.
+moves all of its row. A frozen base costs its weights alone: 2 bytes per parameter, 1 with int8 and fp8, about 0.5 with
+nf4; `zero3` and `fsdp` divide them by N, but with a quantized base every process reads the whole before it keeps its
+part.
 
 ## NVMe
 

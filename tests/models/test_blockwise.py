@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import INT8, LORA, NF4, SEQ2SEQ, dequantized, place_with
+from small import FP8, INT8, LORA, NF4, SEQ2SEQ, dequantized, place_with
 
 from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
@@ -33,6 +33,9 @@ KINDS = {
     "nf4-experts": [*NF4, "model.path=moe"],
     "nf4-dora": [*NF4, "method.use_dora=true"],
     "int8": INT8,
+    "fp8": FP8,
+    "fp8-experts": [*FP8, "model.path=moe"],
+    "fp8-conv1d": [*FP8, "model.path=gpt2"],
     "experts": [*LORA, "model.path=moe"],
     "conv1d": [*LORA, "model.path=gpt2"],
     "seq2seq": [*NF4, *SEQ2SEQ],

@@ -82,15 +82,17 @@ def adapted(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, re
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_experts_in_4_bits_compute_what_their_restored_weights_do(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("qwen3_moe", "nf4"), ("mixtral", "nf4"), ("qwen3_moe", "fp8"), ("mixtral", "fp8")]
+)
+def test_quantized_experts_compute_what_their_restored_weights_do(
+    kind: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT by itself adds the adapters once more in every pass, or to other parameters than it names."""
     folder = tiny_model(KINDS[kind], tmp_path / kind)
     plain, quantized, restored = (
         adapted(folder, quantization, monkeypatch, whole)
-        for quantization, whole in (("none", False), ("nf4", False), ("nf4", True))
+        for quantization, whole in (("none", False), (stored, False), (stored, True))
     )
     counts = parameter_counts(quantized)
     ends = 2 * plain.get_input_embeddings().weight.numel()

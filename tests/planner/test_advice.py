@@ -57,6 +57,10 @@ EIGHT_BITS, PURE = {"optimizer.name": "adamw_8bit"}, {"precision": "pure_bf16"}
         ("h200", {"strategy": {"name": "fsdp"}, **LORA, "precision": "fp16"}, [{"optimizer.name": "adamw_torch_8bit"}]),
         ("h200", {**LORA, "precision": "bf16"}, [EIGHT_BITS, {"method.quantization": "nf4"}]),
         ("h200", {"method": {"name": "lora", "quantization": "int8"}, "precision": "bf16"}, [EIGHT_BITS]),
+        (
+            *("h200", {"method": {"name": "lora", "quantization": "fp8"}, "precision": "bf16"}),
+            [EIGHT_BITS, {"method.quantization": "nf4"}],
+        ),
         ("t4", {**LORA, "precision": "fp32"}, [EIGHT_BITS, {"method.quantization": "nf4"}]),
         ("t4", {**LORA, "precision": "bf16"}, [EIGHT_BITS, {"method.quantization": "nf4"}, {"precision": "fp16"}]),
         (
@@ -71,7 +75,7 @@ def test_what_else_may_be_trained(hardware: str, sections: dict[str, Any], expec
     found = list(_other_trainings(made, find(hardware)))
     quantized = {"method.quantization": "nf4"}
     assert [each for each in found if each != quantized] == [each for each in expected if each != quantized]
-    assert (quantized in found) == (made.method.name == "lora" and made.method.quantization == "none")
+    assert (quantized in found) == (made.method.name == "lora" and made.method.quantization in ("none", "fp8"))
 
 
 CASES: list[tuple[float, str, dict[str, Any]]] = [

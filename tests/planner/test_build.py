@@ -138,6 +138,8 @@ def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyP
     # 16 layers of 60.8 million of 1.24 billion.
     assert "nf4: 78.7% of the base is quantized" in quantized and "int8" not in quantized
     assert "inputs too large for 8 bits" in notes(method={"name": "lora", "quantization": "int8"})
+    assert "rest on its peak" not in quantized
+    assert "rest on its peak" in notes(method={"name": "lora", "quantization": "fp8"})
     assert "`toolkit calibrate` there measures them" in notes("rtx3090")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments" in notes()

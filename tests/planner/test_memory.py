@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import write_recipe
 from ranks import ON_CPU
-from small import INT8, LORA, MODELS, NF4, SEQ2SEQ
+from small import FP8, INT8, LORA, MODELS, NF4, SEQ2SEQ
 from tiny import text_rows, tiny_model, tiny_tokenizer
 from tracker import measured, planned
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -69,6 +69,10 @@ _MORE_CASES = {
     "llama_8bit_optimizer": ["optimizer.name=adamw_8bit"],
     "llama_qdora": [*NF4, "method.use_dora=true"],
     "llama_int8": INT8,
+    "llama_fp8": FP8,
+    "moe_nf4": ["model.path=moe", *NF4],
+    "moe_fp8": ["model.path=moe", *FP8],
+    "qwen_fp8_checkpointing": ["model.path=qwen", "activation_checkpointing=full", *FP8],
 }
 
 

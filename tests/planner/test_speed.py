@@ -221,6 +221,24 @@ def test_frozen_bases_are_gathered_and_not_reduced() -> None:
     )
 
 
+def test_a_base_in_fp8_is_multiplied_at_the_peak_of_fp8_where_there_is_one() -> None:
+    """All but the head and the adapters; a device without such units, or another precision, gains nothing."""
+    lora: dict[str, Any] = {"method": {"name": "lora"}, "precision": "bf16", "objective": "language_modelling"}
+    stored = lora | {"method": {"name": "lora", "quantization": "fp8"}}
+
+    def gain(hardware: str, **other: Any) -> float:
+        before, after = (plan(recipe(**each, **other), hardware).step_seconds.value for each in (lora, stored))
+        return before / after
+
+    device = find("h200").device
+    rates = device.efficiency.matmul_in("bf16").value, device.efficiency.matmul_in("fp8").value
+    most = rates[1] * device.flops["fp8"] / (rates[0] * device.flops["bf16"])
+    assert 1.1 < gain("h200") < most
+    assert gain("a100") == gain("mi300x") == 1
+    lora["precision"] = stored["precision"] = "fp16"
+    assert gain("h200") == 1
+
+
 def test_hybrid_sharding_sends_little_between_nodes() -> None:
     full, hybrid = (
         sent(recipe("fsdp", engine={"sharding": kind}, batch={"global_batch_size": 256}), "h200x8x4")

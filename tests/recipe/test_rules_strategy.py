@@ -211,15 +211,16 @@ def test_zero_case(zero: Ran, rule: str, case: str, expected: Any) -> None:
 
 
 @pytest.mark.matrix
-def test_zero3_does_not_move_4_bit_weights_to_a_drive(nvme: Ran) -> None:
-    rule, case = ("nf4-param-nvme", "nf4 nvme")
+@pytest.mark.parametrize(("rule", "case"), [("quantized-param-nvme", "nf4 nvme"), ("quantized-param-nvme", "fp8 nvme")])
+def test_zero3_does_not_move_bytes_to_a_drive(nvme: Ran, rule: str, case: str) -> None:
     assert rule in STRATEGY_RULES and nvme[case].startswith("RuntimeError: shape")
 
 
 @pytest.mark.slow
-def test_zero3_shards_4_bit_weights_but_not_8_bit_ones(zero: Ran) -> None:
-    off, share = zero["nf4"]
-    assert off < 1e-6 and share == 0.5
+def test_zero3_shards_bytes_but_not_the_8_bit_weights_of_bitsandbytes(zero: Ran) -> None:
+    for stored in ("nf4", "fp8"):
+        off, share = zero[stored]
+        assert off < 1e-6 and share == 0.5, stored
     off, share = zero["int8"]
     assert off < 1e-6 and share == 1
 
@@ -237,9 +238,10 @@ def test_fsdp_optimizer(fsdp: Ran, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp_shards_4_bit_weights_that_are_stored_as_computed(fsdp: Ran) -> None:
-    off, share = fsdp["nf4 stored as computed"]
-    assert off < 1e-6 and share == 0.5
+def test_fsdp_shards_bytes_in_fp8_and_4_bit_weights_that_are_stored_as_computed(fsdp: Ran) -> None:
+    for stored in ("fp8", "nf4 stored as computed"):
+        off, share = fsdp[stored]
+        assert off < 1e-6 and share == 0.5, stored
     assert fsdp["nf4 stored otherwise"].startswith("RuntimeError: shape")
     assert "no attribute 'CB'" in fsdp["int8"]
 

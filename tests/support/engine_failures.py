@@ -85,13 +85,17 @@ def quantized(kind: str, **adapter: Any) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    from toolkit.models.fp8_loading import Fp8Config
+
     storage = adapter.pop("storage", None)
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": storage}
     settings = {
-        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": storage},
-        "int8": {"load_in_8bit": True},
+        "nf4": lambda: BitsAndBytesConfig(**nf4),
+        "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+        "fp8": Fp8Config,
     }
     base = AutoModelForCausalLM.from_pretrained(
-        os.environ["TINY_LLAMA"], quantization_config=BitsAndBytesConfig(**settings[kind]), dtype=torch.float32
+        os.environ["TINY_LLAMA"], quantization_config=settings[kind](), dtype=torch.float32
     )
     for module in base.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

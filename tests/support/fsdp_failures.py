@@ -121,6 +121,7 @@ CASES |= {
     "fp16 overflow": fsdp_fp16_skips_everywhere,
     "encoder-decoder": fsdp_encoder_decoder,
     "int8": lambda: fsdp_quantized("int8", None, torch.float32),
+    "fp8": lambda: fsdp_quantized("fp8", None, torch.float32),
     "nf4 stored as computed": lambda: fsdp_quantized("nf4", torch.float32, torch.float32),
     "nf4 stored otherwise": lambda: fsdp_quantized("nf4", torch.bfloat16, torch.float32),
 }

@@ -60,6 +60,7 @@ METHODS = {
     "lora": ["method.name=lora", "method.r=8"],
     "freeze": ["method.freeze=[model.embed_tokens.*,*layernorm*]"],
     "qlora": ["method.name=lora", "method.r=8", "method.quantization=nf4"],
+    "fp8": ["method.name=lora", "method.r=8", "method.quantization=fp8"],
     "eva": ["method.name=lora", "method.r=8", "method.init_lora_weights=eva"],
     "loftq": ["method.name=lora", "method.r=8", "method.quantization=nf4", "method.init_lora_weights=loftq"],
     "dora": ["method.name=lora", "method.r=8", "method.use_dora=true"],

@@ -14,13 +14,19 @@ from zero_failures import zero_engine
 def zero_nf4_nvme() -> str:
     """A 4-bit weight whose part is large enough for DeepSpeed to move it to the drive."""
     from bitsandbytes.nn import Linear4bit
+
+    base = Linear4bit(2048, 2048, bias=False, quant_type="nf4").to("cpu")
+    base.support_avx512bf16_for_cpu = False
+    base.weight.requires_grad_(False)
+    return on_drive(base)
+
+
+def on_drive(base: nn.Module) -> str:
+    """Computes with a frozen layer whose weight ZeRO-3 keeps on a drive."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         raise ModuleNotFoundError(name="libaio")
-    base = Linear4bit(2048, 2048, bias=False, quant_type="nf4").to("cpu")
-    base.support_avx512bf16_for_cpu = False
-    base.weight.requires_grad_(False)
     module = nn.Sequential(base, nn.Linear(2048, 4))
     with tempfile.TemporaryDirectory() as folder:
         offload = {"offload_param": {"device": "nvme", "nvme_path": folder}}
@@ -28,4 +34,14 @@ def zero_nf4_nvme() -> str:
     return "computes"
 
 
-CASES: dict[str, Callable[[], Any]] = {"nf4 nvme": zero_nf4_nvme}
+def zero_fp8_nvme() -> str:
+    """The same for a weight in fp8."""
+    from toolkit.models.fp8 import Fp8Linear, stored_in_fp8
+
+    plain = nn.Linear(2048, 2048, bias=False)
+    base = Fp8Linear(plain)
+    base.weight = stored_in_fp8(plain.weight.detach())
+    return on_drive(base)
+
+
+CASES: dict[str, Callable[[], Any]] = {"nf4 nvme": zero_nf4_nvme, "fp8 nvme": zero_fp8_nvme}

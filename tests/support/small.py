@@ -24,6 +24,7 @@ evaluation: {num_prompts: 0, max_new_tokens: 4}
 LORA = ["method.name=lora"]
 NF4 = [*LORA, "method.quantization=nf4", "precision=bf16"]
 INT8 = [*LORA, "method.quantization=int8", "precision=bf16"]
+FP8 = [*LORA, "method.quantization=fp8", "precision=bf16"]
 SEQ2SEQ = ["model.path=blenderbot", "objective=seq2seq", "data.sources=[pairs.jsonl]"]
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
@@ -82,8 +83,23 @@ def dequantized(model: Any) -> Any:
     """A model that was loaded quantized, as the libraries restore it in fp32 as a whole."""
     import torch
     from torch.nn.utils import parametrize
+    from transformers.pytorch_utils import Conv1D
 
-    model = model.dequantize(dtype=torch.float32)
+    from toolkit.models.fp8 import Fp8Linear
+
+    in_fp8 = [(name, each) for name, each in model.named_modules() if isinstance(each, Fp8Linear)]
+    for name, layer in in_fp8:
+        weight = layer.weight.quant_state.restored(layer.weight, torch.float32)
+        plain: Any = torch.nn.Linear(layer.in_features, layer.out_features, device="meta")
+        if layer.source_cls is Conv1D:
+            plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T.contiguous()
+        plain.weight, plain.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
+        model.set_submodule(name, plain)
+    if in_fp8:
+        model.hf_quantizer.remove_quantization_config(model)
+        model = model.float()
+    else:
+        model = model.dequantize(dtype=torch.float32)
     for layer in list(model.modules()):
         for name in list(getattr(layer, "parametrizations", ())):
             weight = getattr(layer, name).detach().float()

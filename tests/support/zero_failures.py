@@ -207,6 +207,7 @@ CASES |= {
     "nf4": lambda: zero_quantized("nf4"),
     "nf4 dora": lambda: zero_quantized("nf4", use_dora=True),
     "int8": lambda: zero_quantized("int8"),
+    "fp8": lambda: zero_quantized("fp8"),
     "selective": zero_selective,
     # Last: it starts accelerate.
     "clipping left out": clipping_left_out,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import losses
-from small import INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
+from small import FP8, INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
@@ -45,6 +45,7 @@ place = place_with("llama", "moe", "gemma", "gpt2", "blenderbot", "qwen")
         (NF4, {torch.uint8, BF16}, FP32),
         ([*NF4, "method.use_dora=true", "method.modules_to_save=[embed_tokens]"], {torch.uint8, BF16}, FP32),
         (INT8, {torch.int8, BF16}, FP32),
+        (FP8, {torch.uint8, BF16}, FP32),
     ],
 )
 def test_masters_gradients_and_optimizer_state_have_the_promised_types(
@@ -62,11 +63,17 @@ def test_masters_gradients_and_optimizer_state_have_the_promised_types(
     assert all(float(moment.abs().sum()) > 0 for moment in moments)
 
 
-METHODS = {"full": [], "lora": LORA, "nf4": NF4, "int8": INT8}
-TRAININGS = [*itertools.product(("llama", "gpt2", "gemma", "qwen"), METHODS), ("moe", "full"), ("moe", "lora")]
-"""Fused experts cannot be quantized, see `tests/models/test_coverage.py`."""
+METHODS = {"full": [], "lora": LORA, "nf4": NF4, "int8": INT8, "fp8": FP8}
+TRAININGS = [
+    *itertools.product(("llama", "gpt2", "gemma", "qwen"), METHODS),
+    ("moe", "full"),
+    ("moe", "lora"),
+    ("moe", "fp8"),
+]
+"""Fused experts cannot be quantized to 8-bit integers, see `tests/models/test_coverage.py`."""
 MORE_TRAININGS = [("gpt2", "lora"), ("qwen", "lora"), ("qwen", "nf4"), ("gemma", "nf4")]
 MORE_TRAININGS += [(model, "int8") for model in ("gpt2", "llama", "qwen")]
+MORE_TRAININGS += [(model, "fp8") for model in ("gpt2", "gemma", "qwen")]
 """Of architectures and methods that others have."""
 
 
@@ -156,7 +163,7 @@ def test_frozen_parameters_stay_bitwise_the_same_and_the_rest_moves() -> None:
     assert counts["trainable"] == sum(tensor.numel() for name, tensor in before.items() if name not in same)
 
 
-@pytest.mark.parametrize("method", [NF4, INT8], ids=["nf4", "int8"])
+@pytest.mark.parametrize("method", [NF4, INT8, FP8], ids=["nf4", "int8", "fp8"])
 def test_gradients_after_an_evaluation_equal_those_before(method: list[str]) -> None:
     training = set_up(*method)
     _randomise_adapters(training.trainer.model)

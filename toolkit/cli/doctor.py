@@ -43,7 +43,10 @@ def collect() -> dict[str, Any]:
         "packages": packages,
         "devices": _tried("torch", _devices),
         "attention": _tried("backends", _attention),
-        "libraries": _tried("bitsandbytes", _bitsandbytes) | _tried("deepspeed", _deepspeed) | _tried("nccl", _nccl),
+        "libraries": _tried("bitsandbytes", _bitsandbytes)
+        | _tried("fp8", _fp8)
+        | _tried("deepspeed", _deepspeed)
+        | _tried("nccl", _nccl),
         "places": _places(),
     }
     problems += [f"{name}: {state}" for name, state in sections["libraries"].items() if state.startswith("fails")]
@@ -140,6 +143,23 @@ def _bitsandbytes() -> str:
     if error > 0.2:
         return f"fails: nf4 restores numbers with an error of {error:.2f}"
     return f"ok: nf4 on {values.device.type}"
+
+
+def _fp8() -> str:
+    """Takes a product of rows through a layer whose weight is stored in fp8."""
+    import torch
+
+    from toolkit.models.fp8 import Fp8Linear, stored_in_fp8
+
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = torch.nn.Linear(256, 256, bias=False, device=place, dtype=torch.bfloat16)
+    layer, rows = Fp8Linear(plain), torch.randn(16, 256, device=place, dtype=torch.bfloat16)
+    layer.weight = stored_in_fp8(plain.weight.detach())
+    wanted = plain(rows)
+    error = ((layer(rows) - wanted).norm() / wanted.norm()).item()
+    if not error < 0.1:
+        return f"fails: a product is off by {error:.1%}"
+    return f"ok: {'multiplied' if layer.multiplies_in_fp8(rows) else 'stored, and restored for products'} on {place}"
 
 
 def _deepspeed() -> str:

@@ -13,9 +13,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
+from toolkit.models.fp8_loading import Fp8Config
 from toolkit.recipe import Recipe
 from toolkit.recipe.module_names import adapter_patterns, matches, meant, unmatched
 from toolkit.recipe.sections import MOVES_BASE, Method
@@ -191,7 +193,7 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> Non
         parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
-def quantization_config(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | None:
+def quantization_config(recipe: Recipe, dtypes: Dtypes) -> QuantizationConfigMixin | None:
     if recipe.method.quantization == "nf4":
         return BitsAndBytesConfig(
             load_in_4bit=True,
@@ -203,6 +205,8 @@ def quantization_config(recipe: Recipe, dtypes: Dtypes) -> BitsAndBytesConfig | 
         )
     if recipe.method.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
+    if recipe.method.quantization == "fp8":
+        return Fp8Config()
     return None
 
 
@@ -224,7 +228,7 @@ def _linear_modules(model: PreTrainedModel) -> list[str]:
 def not_linear(model: PreTrainedModel) -> list[str]:
     """Names of layers that are of a class of linear ones but compute something else: routers that return what they
     chose as well, or products by groups. The output of an adapter cannot be added to theirs."""
-    theirs = ("torch.", "bitsandbytes.")
+    theirs = ("torch.", "bitsandbytes.", "toolkit.")
     return [
         name
         for name, each in model.named_modules()

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.adapters import keep_unpacked
+from toolkit.models.fp8 import Fp8Weight
 
 
 @dataclass
@@ -123,12 +124,15 @@ def _is_replaced(layer: nn.Module) -> bool:
 
 
 def _is_quantized(weight: torch.Tensor) -> bool:
-    return type(weight).__name__ in ("Params4bit", "Int8Params")
+    return type(weight).__name__ in ("Params4bit", "Int8Params", "Fp8Weight")
 
 
 def _restored(weight: Any) -> torch.Tensor:
     from bitsandbytes import functional
 
+    if isinstance(weight, Fp8Weight):
+        assert weight.quant_state
+        return weight.quant_state.restored(weight, weight.quant_state.dtype)
     if type(weight).__name__ == "Params4bit":
         return functional.dequantize_4bit(weight.data, weight.quant_state)
     return functional.int8_vectorwise_dequant(weight.data, weight.SCB)

@@ -25,6 +25,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from toolkit.common import UserError
+from toolkit.models.fp8 import Fp8Linear, Restored, Stored
 
 _MOST = 2**31 - 1
 """Elements of a tensor that bitsandbytes' kernels count in 32 bits."""
@@ -86,10 +87,11 @@ def _parametrized(model: torch.nn.Module) -> list[torch.nn.Module]:
     found = []
     for module in list(model.modules()):
         names = [name for name, each in module.named_parameters(recurse=False) if _is_quantized(each)]
-        if names and not isinstance(module, Linear4bit | parametrize.ParametrizationList):
+        if names and not isinstance(module, Linear4bit | Fp8Linear | parametrize.ParametrizationList):
             found.append(module)
             for name in names:
-                restored = Bnb4bitParametrization(getattr(module, name).quant_state)
+                state = getattr(module, name).quant_state
+                restored = (Restored if isinstance(state, Stored) else Bnb4bitParametrization)(state)
                 parametrize.register_parametrization(module, name, restored, unsafe=True)
     return found
 

@@ -120,7 +120,7 @@ def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
         yield {"method.name": "lora", "method.quantization": "nf4"}
         if recipe.precision == "bf16":
             yield {"precision": "pure_bf16"}
-    elif method.quantization == "none":
+    elif method.quantization in ("none", "fp8"):
         yield {"method.quantization": "nf4"}
     precision, flops = recipe.precision, hardware.device.flops
     if precision == "fp32" and "bf16" in flops:

@@ -392,4 +392,6 @@ def _notes(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list
         notes.append("LoftQ reads the model's files once more before step 1, layer by layer; that time is not counted")
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
+    if recipe.method.quantization == "fp8" and hardware.device.kind == "cuda":
+        notes.append("fp8: where the device multiplies in fp8, times rest on its peak; no such training was measured")
     return notes

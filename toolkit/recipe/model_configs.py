@@ -200,9 +200,14 @@ def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) ->
     return bool(fused_experts(config) and names) and (targets == "all-linear" or not set(names).isdisjoint(targets))
 
 
-def reads_weights(config: Mapping[str, Any]) -> bool:
-    """Whether the model fails where the weights of its linear layers are stored in another form."""
-    return text_config(config).get("model_type") in _READING
+def reads_weights(config: Mapping[str, Any], stored: str = "nf4") -> bool:
+    """Whether the model fails where the weights of its linear layers are stored in another form.
+
+    Args:
+        stored: The form, as in `method.quantization`. RWKV rescales its weights, and knows those of bitsandbytes.
+    """
+    kind = text_config(config).get("model_type")
+    return kind in _READING or (kind == "rwkv" and stored == "fp8")
 
 
 def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:

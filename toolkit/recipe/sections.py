@@ -139,9 +139,10 @@ class Method(Section):
     """Whether LoRA adapters are scaled by lora_alpha / sqrt(r), which keeps high ranks stable (Kalajdzievski 2023)."""
     use_dora: bool = False
     """Whether LoRA adapters train magnitude and direction of the weights apart (DoRA, Liu et al. 2024)."""
-    quantization: Literal["none", "nf4", "int8"] = "none"
-    """How the frozen base is stored under LoRA: as it is (`none`), in 4-bit NormalFloat (`nf4`, QLoRA; the experts of
-    mixtures too), or in 8-bit integers (`int8`)."""
+    quantization: Literal["none", "nf4", "int8", "fp8"] = "none"
+    """How the frozen base is stored under LoRA: as it is (`none`), in 4-bit NormalFloat (`nf4`, QLoRA), in 8-bit
+    integers (`int8`), or in 8-bit floating point (`fp8`, in which GPUs from compute capability 8.9 on multiply too).
+    `nf4` and `fp8` store the experts of mixtures as well."""
     double_quantization: bool = True
     """Whether `quantization: nf4` quantizes its constants too, which saves 0.37 bits per parameter."""
     freeze: list[str] = []

@@ -184,9 +184,11 @@ def _method(recipe: Recipe) -> str:
     if method.name == "full":
         return "full fine-tuning"
     name = "DoRA" if method.use_dora else "rsLoRA" if method.use_rslora else "LoRA"
-    return {"nf4": f"Q{name}" if name == "LoRA" else f"{name} on 4-bit", "int8": f"{name} on 8-bit"}.get(
-        method.quantization, name
-    )
+    return {
+        "nf4": f"Q{name}" if name == "LoRA" else f"{name} on 4-bit",
+        "int8": f"{name} on 8-bit",
+        "fp8": f"{name} on fp8",
+    }.get(method.quantization, name)
 
 
 def _source_paths(recipe: Recipe) -> list[str]:

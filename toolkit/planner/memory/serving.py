@@ -42,7 +42,7 @@ def serving(method: Method, config: Mapping[str, Any], trace: Trace, memory: int
         return None
     chunk = Shape(trace.layers, 1, min(context, _CHUNK))
     activations = max((each.activations.at(chunk) for each in trace.moments if each.phase == "evaluation"), default=0.0)
-    quantized = method.quantization if method.quantization == "int8" else "nf4"
+    quantized = method.quantization if method.quantization != "none" else "nf4"
     return Serving(
         context=context,
         cache=per_sequence,

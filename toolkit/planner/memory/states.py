@@ -91,11 +91,14 @@ def stored_bytes(tensors: Tensors, width: int, double_quantization: bool = True)
     bits; with double quantization the scale takes 8 bits, and every 256 scales an fp32 scale, together 4.127 bits. The
     tables of values stand beside each tensor (bitsandbytes 0.50, `quantize_4bit`: 16 of fp32, for the scales 256 more).
     8 bits (Dettmers et al. 2022, "LLM.int8()"): a byte each, and an fp32 scale for every row.
+    fp8 (`models.fp8`): a byte each, and one for the exponent of every row, of which experts have as many each.
     """
     if tensors.kind == "nf4":
         return math.ceil(tensors.numel / 2) + _scales(tensors, double_quantization)
     if tensors.kind == "int8":
         return tensors.numel + 4 * tensors.shape[0]
+    if tensors.kind == "fp8":
+        return tensors.numel + math.prod(tensors.shape[:-1])
     return tensors.numel * width
 
 

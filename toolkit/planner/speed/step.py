@@ -181,8 +181,12 @@ class Step:
             outside = amount.of(0, load.padded, load.grid, load.longest, share)
             return outside + left * (of(amount) - outside)
 
+        low = self._fp8_share(load)
+        product = (1 - low) / (peak * self._of(rates.matmul_in(self._dtype)))
+        if low:
+            product += low / (device.flops["fp8"] * self._of(self._hardware.efficiency("fp8").matmul_in("fp8")))
         busy = (
-            of(each.matmul) / (peak * self._of(rates.matmul_in(self._dtype)) * self._products(load.padded))
+            of(each.matmul) * product / self._products(load.padded)
             + of(each.attention, load.attended) / attention
             + fused(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
         )
@@ -213,6 +217,25 @@ class Step:
             work += amount
             seconds += amount / product_speed(part, *each.shape[-2:], half=half)
         return work / seconds / product_speed(*REFERENCE, half=half) if seconds else 1.0
+
+    def _fp8_share(self, load: Load) -> float:
+        """The share of the matrix products that run in fp8: of linear layers whose frozen weights are stored so, where
+        `models.fp8` does and the device's peak is known."""
+        device, (count, active) = self._hardware.device, self._experts
+        if device.kind != "cuda" or "fp8" not in device.flops or self._workload.types.compute != "bfloat16":
+            return 0.0
+        tensors = [each for each in self._trace.tensors if len(each.shape) > 1]
+        head = any(each.place == "head" for each in tensors)
+        low = whole = 0.0
+        for each in tensors:
+            if each.place == "embeddings" and head:
+                continue
+            rows = load.scored if each.place in ("embeddings", "head") else load.padded
+            amount = rows * each.numel * each.count * (active / count if each.shape[0] == count > 1 else 1.0)
+            whole += amount
+            if each.kind == "fp8" and len(each.shape) == 2 and not any(side % 16 for side in each.shape):
+                low += amount
+        return low / whole if whole else 0.0
 
     def _update_seconds(self, on_host: bool) -> float:
         """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, experts, output_head
+from toolkit.models import attention, experts, fp8, output_head
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import backward_flops, forward_flops
 
@@ -146,7 +146,8 @@ def installed(setting: Setting) -> Iterator[None]:
     functional = torch.nn.functional
     experts.autocast_grouped_products()
     replaced: list[tuple[Any, dict[str, Any]]] = [
-        (functional, {"grouped_mm": lambda a, b, **kwargs: _Grouped.apply(a, b)})
+        (functional, {"grouped_mm": lambda a, b, **kwargs: _Grouped.apply(a, b)}),
+        (fp8.Product, {"forward": staticmethod(_recorded(fp8.Product.forward))}),
     ]
     if setting.method.get("use_dora"):
         dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
@@ -197,6 +198,17 @@ def _dequantized(module: Any, dtype: torch.dtype) -> torch.Tensor:
     if hasattr(module, "state"):
         return bnb.functional.int8_vectorwise_dequant(weight.data, module.state.SCB)
     return weight
+
+
+def _recorded(forward: Any) -> Any:
+    """The forward pass of a custom function where the tracker knows it for one when a backward pass repeats it."""
+
+    @functools.wraps(forward)
+    def recorded(ctx: Any, input: torch.Tensor, *args: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            return forward(ctx, input.detach(), *args).detach()
+
+    return recorded
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -262,7 +274,7 @@ def _scaled_dot_product_attention(
 
 
 def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torch.nn.Parameter | None:
-    """A fake quantized weight as bitsandbytes keeps it; None for a parameter that is not quantized.
+    """A fake quantized weight as it is kept; None for a parameter that is not quantized.
 
     Quantizing itself needs numbers, so the stored form is made directly: 4-bit pairs with a scale for every 64 weights
     (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row.
@@ -298,4 +310,6 @@ def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torc
         made = torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
         made.CB = made.SCB = None  # type: ignore[attr-defined]
         return made
+    if isinstance(parameter, fp8.Fp8Weight):
+        return fp8.empty_in_fp8(parameter, getattr(torch, types.compute))
     return None

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
+from toolkit.models.fp8 import Fp8Weight
 from toolkit.models.output_head import HeadChoice, choose
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
@@ -309,4 +310,6 @@ def _kind(parameter: torch.nn.Parameter, setting: Setting) -> Any:
         return "nf4"
     if isinstance(parameter, bnb.nn.Int8Params):
         return "int8"
+    if isinstance(parameter, Fp8Weight):
+        return "fp8"
     return "adapter" if parameter.requires_grad and setting.method["name"] == "lora" else "base"

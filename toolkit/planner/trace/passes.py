@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
+from bitsandbytes.functional import QuantState
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
@@ -199,7 +200,7 @@ def _quantization_state(model: Any) -> Iterator[torch.Tensor]:
     """Scales beside quantized weights, which are no parameters."""
     for module in model.modules():
         state = getattr(module, "quant_state", None)
-        while state is not None:
+        while isinstance(state, QuantState):
             yield from (each for each in (state.absmax, state.code, state.offset) if isinstance(each, torch.Tensor))
             state = state.state2 if state.nested else None
         if hasattr(module, "state") and getattr(module.state, "CB", None) is not None:

@@ -1,0 +1,82 @@
+"""Has Transformers store linear layers and fused experts in fp8 while it reads them from their files, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from toolkit.models.experts import fused, restore_on_use
+from toolkit.models.fp8 import Fp8Linear, Fp8Weight, stored_in_fp8
+
+_METHOD = "frozen_fp8"
+"""Under which Transformers finds the quantizer; its own `fp8` is for models that were published in fp8."""
+
+
+@register_quantization_config(_METHOD)
+class Fp8Config(QuantizationConfigMixin):
+    """Asks Transformers to store a model's layers in fp8 while it is loaded."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.quant_method = _METHOD  # type: ignore[assignment]
+
+
+@register_quantizer(_METHOD)
+class _Quantizer(HfQuantizer):
+    """Stores linear layers and fused experts in fp8, one after the other; embeddings and output head stay."""
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(getattr(module, name, None), Fp8Weight)
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        for path, module in list(model.named_modules()):
+            if not should_convert_module(path, kept):
+                continue
+            if isinstance(module, Conv1D) or type(module) is nn.Linear:
+                model.set_submodule(path, Fp8Linear(module))
+                continue
+            for name, parameter in list(fused(module)):
+                module.source_cls = type(module)
+                module._parameters[name] = Fp8Weight(parameter.data)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        restore_on_use(model)
+        return model
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize()
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+class _Quantize(ConversionOps):
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: Sequence[str] = (),
+        target_patterns: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Names of weights to them, or to lists of one; returns them stored."""
+        stored = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            module, _ = get_module_from_name(kwargs["model"], name)
+            if isinstance(module, Fp8Linear) and issubclass(module.source_cls, Conv1D):
+                weight = weight.T.contiguous()
+            stored[name] = stored_in_fp8(weight)
+        return stored
