@@ -117,7 +117,7 @@ def cut(lengths: Array, count: int, flat: bool = False) -> Cuts:
     return Cuts(starts, after - starts, longest, tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicroBatches:
     """The micro-batches of a whole run, each a list of rows, as a sampler for `DataLoader`'s `batch_sampler`.
 
@@ -175,16 +175,19 @@ class MicroBatches:
         """The same with padding."""
         if self.flat:
             return self.tokens(first, last)
-        total = np.zeros(self.widths.shape[1], np.int64)
-        for rows, cuts in self._cut(first, last):
-            starts = cuts.starts + self.global_batch_size * np.arange(len(rows))[:, None]
-            longest = np.maximum.reduceat(self.widths[rows.ravel()], starts.ravel())
-            total += cuts.rows.ravel() @ longest
+        total, together = np.zeros(self.widths.shape[1], np.int64), self.together
+        for start in range(first - first % together, last, together):
+            total += _padded(self, start)[max(first - start, 0) : last - start].sum(axis=0)
         return total
+
+    @property
+    def together(self) -> int:
+        """So many steps are cut at once."""
+        return max(1, _ROWS_AT_ONCE // self.global_batch_size)
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[Array, Cuts]]:
         """Rows (S, G) of the steps after a first one, longest first, and where they are cut."""
-        size, together = self.global_batch_size, max(1, _ROWS_AT_ONCE // self.global_batch_size)
+        size, together = self.global_batch_size, self.together
         for start in range(first, last, together):
             end = min(start + together, last)
             rows = self.order.between(start * size, end * size).reshape(-1, size)
@@ -192,3 +195,13 @@ class MicroBatches:
             longest_first = np.argsort(-lengths, axis=1, kind="stable")
             rows, lengths = (np.take_along_axis(each, longest_first, axis=1) for each in (rows, lengths))
             yield rows, cut(lengths, self.accumulation * self.world_size, self.flat)
+
+
+# Of one step after the other, in which that little work would take as long as much does at once.
+@functools.lru_cache(maxsize=2)
+def _padded(batches: MicroBatches, first: int) -> Array:
+    """(steps, columns) tokens with padding of each of the steps that are cut together after a first one."""
+    ((rows, cuts),) = batches._cut(first, first + batches.together)
+    starts = cuts.starts + batches.global_batch_size * np.arange(len(rows))[:, None]
+    longest = np.maximum.reduceat(batches.widths[rows.ravel()], starts.ravel()).reshape(*starts.shape, -1)
+    return (cuts.rows[:, :, None] * longest).sum(axis=1)

@@ -117,9 +117,9 @@ def peak_host_bytes() -> int:
     status = Path("/proc/self/status")
     if status.is_file():
         # The other figure counts what the parent held when it started this process.
-        fields = dict(line.split(":", 1) for line in status.read_text(encoding="ascii", errors="replace").splitlines())
-        if "VmHWM" in fields:
-            return int(fields["VmHWM"].split()[0]) * 1024
+        _, found, rest = status.read_text(encoding="ascii", errors="replace").partition("\nVmHWM:")
+        if found:
+            return int(rest.split(maxsplit=1)[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate.optimizer
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,9 @@ from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.output_head import HeadChoice, add_output_head
 from toolkit.models.step_casts import StepCasts
+
+# Accelerate asks twice in every step, and the answer is looked for on the disk each time.
+accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
 
 
 def spare_walks(model: Any) -> None:
