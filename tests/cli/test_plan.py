@@ -221,7 +221,7 @@ def test_local_data_is_sampled_without_a_framework(place: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
     assert done.stderr.splitlines()[-1] == "0 []", done.stderr
     plan = Plan.model_validate_json(done.stdout)
-    assert plan.work.tokens_from == "sampled" and plan.notes[0].startswith("row lengths are from a sample of 300 rows")
+    assert plan.work.tokens_from == "sampled" and plan.lengths.startswith("row lengths are from a sample of 300 rows")
     # The longest row need not be among them.
     asked = [*SMALL, "data=builtin:stdlib-docstrings", "data.eval_split=0.1", "--json"]
     full = Plan.model_validate_json(printed(f"toolkit plan {' '.join(asked)}", place))

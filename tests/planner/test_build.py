@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from arithmetic import recipe
 
-from toolkit.common import UserError
+from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import World
 from toolkit.planner.build import estimate, fit, launched_on
@@ -343,3 +344,26 @@ def test_what_needs_a_gpu_is_not_planned_on_a_cpu(changes: list[str]) -> None:
     loaded = load_checked("smollm2_135m_lora_demo", changes)
     with pytest.raises(UserError, match="GPU"):
         estimate(loaded.recipe, "demo", find("cpu"), advice=False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, "rows are taken to be full, 2,048 tokens, until"),
+        ({"data": {"sources": [{"path": "d"}], "packing": True}}, ""),
+    ],
+    ids=["padded", "packed"],
+)
+def test_what_is_taken_for_the_rows_lengths_stands_beside_what_follows(
+    sections: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full rows may be twice as long as any there is, so the plan says what rows half as long need."""
+    for name in ("find", "obtain"):
+        monkeypatch.setattr(store, name, trace)
+    asked = recipe(batch={"seq_len": 2048, "micro_batch_size": 2}, precision="bf16", **sections)
+    answered = estimate(asked, "any", find("h100"), config=CONFIG, advice=False)
+    assert answered.lengths.startswith(said) and bool(answered.lengths) == bool(said)
+    half = estimate(asked.with_values({"batch.seq_len": 1024}), "any", find("h100"), config=CONFIG, advice=False)
+    share = half.work.step_seconds.value / answered.work.step_seconds.value
+    needs = f"rows of 1,024 need {bytes_text(half.memory[0].total.value)} and {share:.0%} of the time"
+    assert (needs in answered.lengths) == bool(said)

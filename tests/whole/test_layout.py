@@ -24,6 +24,7 @@ ELSEWHERE = {
     "models/fp8_loading": "models/test_blockwise",
     "models/attention_kernels": "models/test_attention",
     "models/tiny": "models/test_output_head",
+    "planner/notes": "planner/test_build",
     "planner/plan": "planner/test_build",
     "report/page": "report/test_run_page",
     "report/run_view": "report/test_run_page",

@@ -12,15 +12,13 @@ import dataclasses
 import functools
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError, bytes_text
+from toolkit.common import bytes_text
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.cpu_limits import check_cpu
-from toolkit.distributed.environment import segments_grow
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
 from toolkit.models import attention
 from toolkit.planner import kernels
@@ -31,17 +29,16 @@ from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
 from toolkit.planner.memory.serving import serving
-from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan, Work
+from toolkit.planner.notes import notes_of, require_quantized
+from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan
 from toolkit.planner.ranges import less_sure, slower_or_faster, up_to
 from toolkit.planner.search import explore
 from toolkit.planner.speed.work import work
 from toolkit.planner.trace import store
 from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.store import Tracing
-from toolkit.planner.trace.types import Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, compilation, model_configs
-from toolkit.recipe.sections import EVA_ROWS
 
 __all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 
@@ -69,7 +66,7 @@ class _Question:
         trace = trace or store.find(setting.in_bf16())
         if trace is None:
             return None
-        _require_quantized(recipe, trace)
+        require_quantized(recipe, trace)
         workload = Workload(recipe, layout, hardware, trace)
         drives = disk(workload)
         done = work(
@@ -126,7 +123,7 @@ class _Question:
             serving=serving(recipe.method, self.config, trace, device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
-            notes=[*filter(None, [why]), *_notes(recipe, hardware, trace, done)],
+            notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done)],
         )
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
@@ -169,6 +166,23 @@ class _Question:
             needs.append(f"{bytes_text(plan.memory[0].total.value)} for rows of {math.ceil(length):,} tokens")
         decides = "the fullest that an epoch is expected to have decides"
         return [f"a typical micro-batch needs {needs[0]}, the longest rows together {needs[1]}; {decides}"]
+
+    def lengths(self, recipe: Recipe, hardware: Hardware, plan: Plan) -> str:
+        """What its plan takes the rows' lengths to be where not all were counted; see `Plan.lengths`."""
+        if self.statistics:
+            sample = self.statistics.sample
+            return f"row lengths are from {sample}; memory's range reaches to full rows" if sample else ""
+        if recipe.data.packing or recipe.batch.seq_len == 1:
+            return ""
+        shorter = recipe.batch.seq_len // 2
+        until = "" if recipe.data.streaming else ", until `toolkit data` has counted them"
+        full = f"rows are taken to be full, {recipe.batch.seq_len:,} tokens{until}"
+        sizes = {"batch.tokens_per_step": None, "batch.global_batch_size": recipe.batch.sequences_per_step}
+        other = self.plan(recipe.with_values({"batch.seq_len": shorter, **sizes}), hardware)
+        if other is None:  # As in `batches`.
+            return full
+        share = other.work.step_seconds.value / plan.work.step_seconds.value
+        return f"{full}; rows of {shorter:,} need {bytes_text(other.memory[0].total.value)} and {share:.0%} of the time"
 
 
 def estimate(
@@ -233,9 +247,10 @@ def estimate(
     most = model_configs.max_positions(question.config)
     if context and most and context > most:
         notes.append(f"the model has positions for {most:,} tokens: to serve more they must be scaled, as YaRN does")
-    if question.statistics and question.statistics.sample:
-        notes.insert(0, f"row lengths are from {question.statistics.sample}; memory's range reaches to full rows")
-    return plan.model_copy(update={"chosen": chosen | plan.chosen, "advice": suggestions, "notes": notes})
+    lengths = question.lengths(recipe, hardware, plan)
+    return plan.model_copy(
+        update={"chosen": chosen | plan.chosen, "lengths": lengths, "advice": suggestions, "notes": notes}
+    )
 
 
 def decide(
@@ -292,36 +307,6 @@ def launched_on(
     return dataclasses.replace(machine, name=f"{machine.device.name}{sizes}", devices_per_node=count, nodes=nodes)
 
 
-def _require_quantized(recipe: Recipe, trace: Trace) -> None:
-    """Refuses what `coverage.require_quantized` would once the model is loaded."""
-    stored = recipe.method.quantization
-    if stored == "none" or trace.origin == "formulas":
-        return
-    share = _quantized(trace, stored, "layer")
-    if share < model_configs.QUANTIZED_SHARE:
-        raise UserError(
-            f"method.quantization={stored} reaches {share:.0%} of the parameters in the layers of this model; the "
-            "others are no linear layers and stay in 16 bits",
-            "set method.quantization=none, and strategy.name=zero3 or fsdp where one device is too small",
-        )
-
-
-def _quantized(trace: Trace, stored: str, place: str | None = None) -> float:
-    """The share of the base, or of one place of it, that is quantized."""
-    base = trace.elements(place=place) - trace.elements(place=place, kind="adapter")
-    return trace.elements(place=place, kind=stored) / base
-
-
-def _reached(experts: tuple[int, ...], adapters: set[tuple[int, ...]]) -> bool:
-    """Whether there are adapters for (experts, rows, columns): those of all experts lie side by side."""
-    _, rows, columns = experts
-    return any(
-        {(rank, columns), (rows, rank)} <= adapters or {(rank, rows), (columns, rank)} <= adapters
-        for rank, _ in adapters
-        if rank % experts[0] == 0
-    )
-
-
 def _config_of(recipe: Recipe) -> Mapping[str, Any]:
     return model_configs.config_of(recipe.model) or store.config_of(recipe)
 
@@ -354,44 +339,3 @@ def _strategy(recipe: Recipe) -> str:
     strategy = recipe.strategy
     places = {"optimizer": strategy.offload_optimizer, "parameters": strategy.offload_param}
     return ", ".join([strategy.name, *(f"{part} on {place}" for part, place in places.items() if place != "none")])
-
-
-def _notes(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list[str]:
-    notes = []
-    if trace.origin == "formulas":
-        # Libraries name all that they know instead: hundreds of models.
-        why = textwrap.shorten(trace.note, 200, placeholder=" …")
-        notes.append(f"activations are estimated from the config; the model's code could not be traced: {why}")
-    if not trace.fused_head:
-        notes.append("the fused output head is not what this model computes: its own forward holds the logits")
-    if not hardware.device.efficiency.matmul.measured:
-        notes.append(
-            f"times rest on estimated efficiencies of {hardware.device.title}; `toolkit calibrate` there measures them"
-        )
-    if work.compile_seconds:
-        notes.append("layers are compiled, which takes less memory than planned where all activations are kept")
-    if hardware.device.kind != "cpu" and not segments_grow(os.environ):
-        notes.append(
-            "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments:True, with which less memory would be lost"
-        )
-    if (stored := recipe.method.quantization) != "none":
-        notes.append(
-            f"{stored}: {_quantized(trace, stored):.1%} of the base is quantized; embeddings and output head are not"
-        )
-    experts = [each for each in trace.tensors if len(each.shape) == 3 and each.place == "layer" and not each.trained]
-    adapters = {each.shape for each in trace.tensors if each.kind == "adapter"}
-    if adapters and experts and not any(_reached(each.shape, adapters) for each in experts):
-        share = sum(each.numel * each.count for each in experts) / trace.elements()
-        notes.append(f"adapters do not reach the experts, which are {share:.0%} of the parameters")
-    if recipe.method.init_lora_weights == "eva":
-        notes.append(
-            f"EVA takes up to {EVA_ROWS} rows through the model of every process before step 1, in less memory than a "
-            "step; that time is not counted"
-        )
-    if recipe.method.init_lora_weights == "loftq":
-        notes.append("LoftQ reads the model's files once more before step 1, layer by layer; that time is not counted")
-    if recipe.method.quantization == "int8":
-        notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
-    if recipe.method.quantization == "fp8" and hardware.device.kind == "cuda":
-        notes.append("fp8: where the device multiplies in fp8, times rest on its peak; no such training was measured")
-    return notes

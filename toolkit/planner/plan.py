@@ -273,6 +273,8 @@ class Plan(Figures):
     """Tokens per sequence, at most."""
     num_workers: int = 0
     """Processes beside each training process that make its batches ahead."""
+    lengths: str = ""
+    """What the rows' lengths are taken to be where not all were counted, and what follows; empty where they were."""
     chosen: dict[str, str]
     """Keys that `auto` decided: key to value and reason."""
     memory: list[Memory] = Field(min_length=1)

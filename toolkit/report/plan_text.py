@@ -141,6 +141,7 @@ def _headline(plan: Plan, columns: int) -> Text:
         table([(named,)], "l", columns=columns),
         table([(verdict, view.fit_text(plan))], columns=columns, gap=1),
         table([(view.time_text(plan),)], "l", columns=columns),
+        *([table([(Text(plan.lengths, "dim"),)], "l", columns=columns)] if plan.lengths else []),
     )
 
 
