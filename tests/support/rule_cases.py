@@ -12,6 +12,7 @@ ZERO1, ZERO2, ZERO3, FSDP = (["strategy.name=" + name] for name in ("zero1", "ze
 ZERO2_OFFLOAD = [*ZERO2, "strategy.offload_optimizer=cpu"]
 PURE = ["precision=pure_bf16"]
 NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
+NESTEROV = ["optimizer=sgd", "optimizer.args.nesterov=true"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 
 # Rule, what breaks it, and the fix: what its message says to change, as overrides that replace those of the same key.
@@ -141,6 +142,21 @@ CASES = [
     ("schedule-constant-warmup", ["schedule=constant", "warmup_steps=2"], ["schedule=constant_with_warmup"]),
     ("schedule-unknown-args", ["schedule.args.min_lr=0.1"], ["~schedule.args"]),
     ("schedule-unknown-args", ["schedule=linear", "schedule.args.num_cycles=1"], ["~schedule.args"]),
+    *(
+        ("schedule-values", [f"schedule={name}", f"schedule.args.{key}={given}"], [f"schedule.args.{key}={allowed}"])
+        for name, key, given, allowed in (
+            ("cosine_with_min_lr", "min_lr_rate", "5", "0.1"),
+            ("cosine_with_min_lr", "min_lr", "x", "0"),
+            ("cosine_with_restarts", "num_cycles", "0", "2"),
+            ("cosine_with_restarts", "num_cycles", "x", "1"),
+            ("cosine", "num_cycles", "true", "0.5"),
+            ("polynomial", "power", "-3", "2"),
+            ("warmup_stable_decay", "num_decay_steps", "-5", "5"),
+            ("inverse_sqrt", "timescale", "0.5", "100"),
+        )
+    ),
+    ("schedule-not-below-peak", ["schedule=polynomial", "schedule.args.lr_end=1"], ["schedule.args.lr_end=1e-7"]),
+    ("schedule-not-below-peak", ["schedule=cosine_with_min_lr", "schedule.args.min_lr=5"], ["schedule.args.min_lr=0"]),
     ("schedule-min-lr", ["schedule=cosine_with_min_lr"], ["schedule.args.min_lr_rate=0.1"]),
     ("schedule-min-lr", ["schedule=cosine_warmup_with_min_lr"], ["schedule.args.min_lr=1e-6"]),
     (
@@ -264,6 +280,26 @@ CASES = [
     ("optimizer-own-keys", ["optimizer.args={lr: 0.1}"], ["~optimizer.args", "optimizer.learning_rate=1e-3"]),
     ("optimizer-own-keys", ["optimizer=sgd", "optimizer.args={momentum: 0.1}"], ["~optimizer.args", "momentum=0.1"]),
     ("optimizer-args", ["optimizer.args={nesterov: true}"], ["optimizer.args={amsgrad: true}"]),
+    *(
+        (
+            "optimizer-values",
+            [f"optimizer={name}", f"optimizer.args.{key}={given}"],
+            [f"optimizer.args.{key}={allowed}"],
+        )
+        for name, key, given, allowed in (
+            ("adamw", "amsgrad", "3", "true"),
+            ("rmsprop", "alpha", "7", "0.9"),
+            ("rmsprop_bnb", "centered", "true", "false"),
+            ("adafactor", "scale_parameter", "yes_please", "true"),
+            ("adafactor", "relative_step", "true", "false"),
+            ("muon", "ns_steps", "100", "99"),
+            ("ademamix", "beta3", "1.5", "0.9999"),
+        )
+    ),
+    ("optimizer-nesterov", [*NESTEROV, "optimizer.momentum=0"], ["optimizer.momentum=0.9"]),
+    ("optimizer-nesterov", [*NESTEROV, "optimizer.args.dampening=0.1"], ["~optimizer.args.nesterov"]),
+    ("optimizer-fused-foreach", ["optimizer.args.foreach=true"], ["optimizer.args.fused=false"]),
+    ("maximize", ["optimizer.args.maximize=true"], ["~optimizer.args.maximize"]),
     ("optimizer-momentum", ["optimizer.momentum=0.8"], ["~optimizer.momentum"]),
     ("optimizer-momentum", ["optimizer.momentum=0.8"], ["optimizer.name=sgd"]),
     ("optimizer-beta1", ["optimizer=sgd", "optimizer.beta1=0.8"], ["~optimizer.beta1"]),

@@ -20,9 +20,11 @@ from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
+from recipes import recipe_of
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
 from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.rules import check
 from toolkit.recipe.sections import SCHEDULES
 from toolkit.train.evaluate import held_out_loss
 from toolkit.train.main import main
@@ -328,7 +330,7 @@ def test_arguments_reach_the_optimizer_with_their_types(
     assert {key: defaults[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("name", [name for name, traits in OPTIMIZERS.items() if traits.keywords is not None])
+@pytest.mark.parametrize("name", [name for name, traits in OPTIMIZERS.items() if traits.knows_arguments])
 def test_the_table_knows_what_the_class_takes(name: str) -> None:
     given = {"beta1": 0.5, "beta2": 0.6, "eps": 0.25}
     settings = {"name": name, **{key: given[key] for key in given if key in OPTIMIZERS[name].reads}}
@@ -343,7 +345,35 @@ def test_the_table_knows_what_the_class_takes(name: str) -> None:
         key in traits.reads for key in ("beta1", "beta2", "eps", "momentum")
     )
     ours = {"self", "params", "model", "matrices", "args", "kwargs"}
-    assert traits.keywords == {*traits.args, *(key for key in taken if key not in ours and not traits.key_of(key))}
+    keywords = (key for key in taken if key not in ours and not traits.key_of(key))
+    assert traits.arguments.keys() == {*traits.args, *keywords}
+
+
+VALUES = (True, False, 0, 1, 2, 8, 32, 99, 0.5, 0.999, -0.8, "original", "match_rms_adamw")
+"""Of these some are allowed for each argument."""
+TRIED = [name for name, each in OPTIMIZERS.items() if each.knows_arguments and not each.gpu_only]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in OPTIMIZERS.items() if each.knows_arguments and not each.gpu_only]
+)
+def test_every_value_that_a_recipe_may_state_trains(name: str) -> None:
+    traits = OPTIMIZERS[name]
+    tried = [(key, value) for key, each in traits.arguments.items() for value in VALUES if each.fits(value)]
+    assert {key for key, _ in tried} >= traits.arguments.keys() - {"eps"}
+    for key, value in tried:
+        recipe = recipe_of(f"optimizer.name={name}").with_values({"optimizer.args": {key: value}})
+        if check(recipe) or key == "capturable":  # `fused` with `foreach`; what needs a GPU.
+            continue
+        optim = traits.transformers_name or name
+        arguments = TrainingArguments(output_dir="unused", use_cpu=True, optim=optim, learning_rate=1e-3)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        kind, kwargs = optimizer_class(recipe, arguments, model)
+        optimizer = kind([{"params": [*model.parameters()]}], **kwargs)
+        for _ in range(2):
+            model(torch.ones(1, 8)).square().sum().backward()
+            optimizer.step()
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters()), (key, value)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +383,7 @@ def test_the_table_knows_what_the_class_takes(name: str) -> None:
         (["optimizer.args={betas: 0.9}"], ["optimizer.beta1"]),
         (["optimizer.name=sgd", "optimizer.args={weight_decay: 0.1}"], ["optimizer.weight_decay"]),
         (["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.args={nesterov: true}"], ["Nesterov", "momentum"]),
-        (["schedule.name=polynomial", "schedule.args={lr_end: 0.5}"], ["schedule.args", "lr_end (0.5)"]),
+        (["schedule.name=polynomial", "schedule.args={lr_end: 0.5}"], ["schedule.args", "lr_end=0.5"]),
     ],
 )
 def test_argument_without_effect_or_missing_is_refused(overrides: list[str], words: list[str]) -> None:

@@ -26,3 +26,5 @@ def check_cpu(recipe: Recipe, deepspeed_takes_fp16: bool = True) -> None:
         )
     if recipe.optimizer.traits.gpu_only:
         raise UserError(f"optimizer.name={recipe.optimizer.name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
+    if recipe.optimizer.args.get("capturable"):
+        raise UserError("optimizer.args.capturable=true needs a GPU, whose graphs it is for", "remove capturable")

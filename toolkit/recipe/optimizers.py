@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from toolkit.recipe.arguments import FLAG, POSITIVE, RATE, SHARE, Argument, count, number, one_of
+
 Family = Literal[
     "adam", "ademamix", "lion", "sgd", "rmsprop", "adagrad", "adafactor", "muon", "galore", "apollo", "lomo",
     "schedule_free",
@@ -30,23 +32,45 @@ _USUAL_RATES: dict[str, tuple[float, float]] = {
 """Learning rates per family, an order of magnitude around those of the papers and of Transformers' examples; Adam's are
 the default of `Traits.usual_rates`."""
 
-_TORCH = ("differentiable", "foreach", "fused", "maximize")
-_BLOCKS = ("is_paged", "min_8bit_size", "optim_bits")
-_KEYWORDS: dict[tuple[str, Family], tuple[str, ...]] = {
-    ("torch", "adam"): (*_TORCH, "amsgrad", "capturable"),
-    ("torch", "sgd"): (*_TORCH, "dampening", "nesterov"),
-    ("torch", "adagrad"): (*_TORCH, "eps", "initial_accumulator_value", "lr_decay"),
-    ("torch", "rmsprop"): (*_TORCH[:2], "maximize", "alpha", "capturable", "centered", "eps", "momentum"),
-    ("torch", "muon"): ("adjust_lr_fn", "fused", "nesterov", "ns_steps"),
-    ("transformers", "adafactor"): (
-        *("beta1", "clip_threshold", "decay_rate", "eps", "relative_step", "scale_parameter", "warmup_init"),
-    ),
-    ("bitsandbytes", "adam"): (*_BLOCKS, "amsgrad"),
-    ("bitsandbytes", "lion"): _BLOCKS,
-    ("bitsandbytes", "ademamix"): (*_BLOCKS, "alpha", "t_alpha", "t_beta3"),
-    ("bitsandbytes", "rmsprop"): (*_BLOCKS[1:], "alpha", "centered", "eps", "momentum"),
+_NEVER = one_of(False)
+_SPEED = {"differentiable": _NEVER, "foreach": FLAG}  # A step that can be differentiated cannot be made in place.
+_TORCH = {**_SPEED, **dict.fromkeys(("fused", "maximize"), FLAG)}
+_PAGED = {"is_paged": FLAG}
+_BLOCKS = {"min_8bit_size": count(0), "optim_bits": one_of(8, 32)}
+_RMSPROP = {"alpha": RATE, "centered": FLAG, "eps": POSITIVE, "momentum": RATE}
+_ARGUMENTS: dict[tuple[str, Family], dict[str, Argument]] = {
+    ("torch", "adam"): {**_TORCH, "amsgrad": FLAG, "capturable": FLAG},
+    ("torch", "sgd"): {**_TORCH, "dampening": SHARE, "nesterov": FLAG},
+    ("torch", "adagrad"): {
+        **{**_TORCH, "eps": POSITIVE, "initial_accumulator_value": number(0), "lr_decay": number(0)},
+    },
+    ("torch", "rmsprop"): {**_SPEED, **_RMSPROP, "maximize": FLAG, "capturable": FLAG},
+    ("torch", "muon"): {
+        **{"adjust_lr_fn": one_of("original", "match_rms_adamw"), "fused": FLAG, "nesterov": FLAG},
+        "ns_steps": count(1, 99),
+    },
+    ("transformers", "adafactor"): {
+        **{"beta1": RATE, "clip_threshold": POSITIVE, "decay_rate": number(-1, 0, below=True)},
+        # Its own schedule takes no learning rate.
+        **{"relative_step": _NEVER, "scale_parameter": FLAG, "warmup_init": _NEVER},
+        "eps": Argument("a pair of numbers, which a recipe cannot write", lambda value: False),
+    },
+    ("bitsandbytes", "adam"): {**_PAGED, **_BLOCKS, "amsgrad": FLAG},
+    ("bitsandbytes", "lion"): {**_PAGED, **_BLOCKS},
+    ("bitsandbytes", "ademamix"): {
+        **{**_PAGED, **_BLOCKS, "alpha": number(0), "t_alpha": count(1), "t_beta3": count(1)},
+    },
+    ("bitsandbytes", "rmsprop"): {
+        **{**_BLOCKS, **_RMSPROP, "alpha": number(0, 1, above=True, below=True), "centered": _NEVER},
+    },
 }
-"""Module and family to the keywords that `optimizer.args` may set: those of the classes, less what has a key."""
+"""Module and family to what `optimizer.args` may set: the keywords of the classes, less what has a key."""
+_OF_TRANSFORMERS = {
+    **{"beta3": RATE, "rank": count(1), "update_proj_gap": count(1), "scale": POSITIVE},
+    "proj_type": one_of("std", "reverse_std", "left", "right", "full"),
+    **{"proj": one_of("random", "svd"), "scale_type": one_of("channel", "tensor")},
+}
+"""The same for `Traits.args`."""
 
 OWN_KEYS = {
     "lr": "optimizer.learning_rate",
@@ -123,10 +147,14 @@ class Traits:
         return frozenset(keys)
 
     @property
-    def keywords(self) -> frozenset[str] | None:
-        """What `optimizer.args` may hold; None where its class says."""
-        known = _KEYWORDS.get((self.module, self.family))
-        return None if known is None else frozenset({*known, *self.args})
+    def arguments(self) -> dict[str, Argument]:
+        """What `optimizer.args` may hold, as far as `knows_arguments`."""
+        return _ARGUMENTS.get((self.module, self.family), {}) | {name: _OF_TRANSFORMERS[name] for name in self.args}
+
+    @property
+    def knows_arguments(self) -> bool:
+        """Whether all that its class takes is known here; of other optimizers the class says it."""
+        return (self.module, self.family) in _ARGUMENTS
 
     def key_of(self, keyword: str) -> str:
         """The recipe's own key for a keyword of the class; empty where it belongs to `optimizer.args`."""

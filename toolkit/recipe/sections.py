@@ -14,21 +14,26 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from toolkit.recipe.arguments import POSITIVE, SHARE, Argument, count, number, one_of
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
-SCHEDULES = {
-    "linear": set(),
-    "cosine": {"num_cycles"},
-    "cosine_with_restarts": {"num_cycles"},
-    "polynomial": {"lr_end", "power"},
-    "constant": set(),
-    "constant_with_warmup": set(),
-    "inverse_sqrt": {"timescale"},
-    "cosine_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate"},
-    "cosine_warmup_with_min_lr": {"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"},
+_WAVES = {"num_cycles": POSITIVE}
+_LOWEST = {"min_lr": number(0), "min_lr_rate": SHARE}
+_SHAPE = one_of("linear", "cosine", "1-sqrt")
+SCHEDULES: dict[str, dict[str, Argument]] = {
+    "linear": {},
+    "cosine": _WAVES,
+    "cosine_with_restarts": {"num_cycles": count(1)},
+    "polynomial": {"lr_end": number(0), "power": POSITIVE},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": count(1)},
+    "cosine_with_min_lr": {**_WAVES, **_LOWEST},
+    "cosine_warmup_with_min_lr": {**_WAVES, **_LOWEST, "warmup_lr_rate": SHARE},
     "warmup_stable_decay": {
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles")
+        **{"num_decay_steps": count(1), "num_stable_steps": count(0), "warmup_type": _SHAPE, "decay_type": _SHAPE},
+        **{"min_lr_ratio": SHARE, **_WAVES},
     },
 }
 """Transformers' schedules and their arguments; the figures of warm-up and length come from the recipe."""

@@ -23,8 +23,10 @@ from toolkit.recipe.rules.training import (
     TRAINING_RULES,
     evaluation_keys,
     micro_batch,
+    not_below_the_peak,
     own_keys,
     unknown_arguments,
+    wrong_arguments,
 )
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import Recipe, sections
@@ -136,11 +138,23 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "own_arguments": ", ".join(f"optimizer.args.{argument}" for argument in own_keys(recipe)),
         "own_keys": " and ".join(own_keys(recipe).values()),
         "unknown_arguments": ", ".join(unknown_arguments(recipe)),
-        "optimizer_arguments": ", ".join(sorted(recipe.optimizer.traits.keywords or ())),
+        **_wrong_values(recipe),
+        "not_below": ", ".join(not_below_the_peak(recipe)),
+        "optimizer_arguments": ", ".join(sorted(recipe.optimizer.traits.arguments)),
         "usual_rates": f"{low:g} to {high:g}",
         "likely_rate": f"{math.sqrt(low * high):.0e}".replace("e-0", "e-"),
         "other_sharding": "full_shard" if recipe.strategy.reshard_after_forward else "shard_grad_op",
     }
+
+
+def _wrong_values(recipe: Recipe) -> dict[str, str]:
+    """Arguments that cannot have the values they have, as given and as allowed, by section."""
+    figures = {}
+    for section, args in (("optimizer", recipe.optimizer.args), ("schedule", recipe.schedule.args)):
+        allowed = wrong_arguments(recipe, section)
+        figures[f"wrong_{section}"] = ", ".join(f"{name}={as_text(args[name])}" for name in allowed)
+        figures[f"right_{section}"] = ", and ".join(f"{name} to {words}" for name, words in allowed.items())
+    return figures
 
 
 def _place(rule: Rule, recipe: Recipe, origins: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
+from toolkit.recipe.arguments import wrong
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import SCHEDULES
@@ -23,9 +24,34 @@ def own_keys(recipe: Recipe) -> dict[str, str]:
 
 def unknown_arguments(recipe: Recipe) -> list[str]:
     """Entries of `optimizer.args` that the optimizer does not take, as far as the table of optimizers knows."""
-    known = recipe.optimizer.traits.keywords
+    traits = recipe.optimizer.traits
     given = [argument for argument in recipe.optimizer.args if argument not in own_keys(recipe)]
-    return [f"optimizer.args.{argument}" for argument in given if known is not None and argument not in known]
+    return [f"optimizer.args.{each}" for each in given if traits.knows_arguments and each not in traits.arguments]
+
+
+def wrong_arguments(recipe: Recipe, section: str) -> dict[str, str]:
+    """Entries of a section's `args` whose values cannot be, to what is allowed."""
+    known = {"optimizer": recipe.optimizer.traits.arguments, "schedule": SCHEDULES[recipe.schedule.name]}
+    return wrong(getattr(recipe, section).args, known[section])
+
+
+def not_below_the_peak(recipe: Recipe) -> list[str]:
+    """Entries of `schedule.args` that state a lowest learning rate as high as the peak, or higher."""
+    given, peak = recipe.schedule.args, recipe.optimizer.learning_rate
+    known = SCHEDULES[recipe.schedule.name].keys() - wrong_arguments(recipe, "schedule").keys()
+    sound = {"min_lr", "lr_end"} & given.keys() & known
+    return sorted(f"{key}={given[key]:g}" for key in sound if float(given[key]) >= peak)
+
+
+def _nesterov_in_vain(recipe: Recipe) -> bool:
+    args = recipe.optimizer.args
+    still = recipe.optimizer.stated_momentum == 0 or args.get("dampening", 0) != 0
+    return recipe.optimizer.traits.family == "sgd" and args.get("nesterov") is True and still
+
+
+def _fused_and_foreach(recipe: Recipe) -> bool:
+    args, by_name = recipe.optimizer.args, recipe.optimizer.name in ("adamw", "adamw_torch_fused")
+    return args.get("foreach") is True and args.get("fused", by_name) is True
 
 
 def micro_batch(recipe: Recipe) -> int:
@@ -71,6 +97,24 @@ TRAINING_RULES = {
         "optimizer {r.optimizer.name} has no such argument: {unknown_arguments}",
         "remove it, or use one of: {optimizer_arguments}",
     ),
+    "optimizer-values": Rule(
+        "optimizer.args",
+        lambda r, _: wrong_arguments(r, "optimizer"),
+        "optimizer {r.optimizer.name} does not work with these values: {wrong_optimizer}",
+        "set {right_optimizer}",
+    ),
+    "optimizer-nesterov": Rule(
+        "optimizer.args",
+        lambda r, _: _nesterov_in_vain(r),
+        "Nesterov's step needs momentum, and takes no dampening",
+        "set optimizer.momentum=0.9 and no dampening, or remove nesterov",
+    ),
+    "optimizer-fused-foreach": Rule(
+        "optimizer.args",
+        lambda r, _: _fused_and_foreach(r),
+        "a step is made either by one fused kernel or by operations on many tensors (foreach)",
+        "set fused=false too, or remove foreach",
+    ),
     "optimizer-no-decay": Rule(
         "optimizer.weight_decay",
         lambda r, _: r.optimizer.weight_decay and not r.optimizer.traits.decays,
@@ -115,9 +159,21 @@ TRAINING_RULES = {
     ),
     "schedule-unknown-args": Rule(
         "schedule.args",
-        lambda r, _: not set(r.schedule.args) <= SCHEDULES[r.schedule.name],
+        lambda r, _: not r.schedule.args.keys() <= SCHEDULES[r.schedule.name].keys(),
         "schedule {r.schedule.name} takes these arguments: {schedule_args}",
         "remove the others",
+    ),
+    "schedule-values": Rule(
+        "schedule.args",
+        lambda r, _: wrong_arguments(r, "schedule"),
+        "schedule {r.schedule.name} does not work with these values: {wrong_schedule}",
+        "set {right_schedule}",
+    ),
+    "schedule-not-below-peak": Rule(
+        "schedule.args",
+        lambda r, _: not_below_the_peak(r),
+        "the lowest learning rate is not below optimizer.learning_rate={r.optimizer.learning_rate:g}: {not_below}",
+        "set min_lr and lr_end to less, or optimizer.learning_rate to more",
     ),
     "schedule-min-lr": Rule(
         "schedule.args",

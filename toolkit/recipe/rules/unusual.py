@@ -59,6 +59,13 @@ UNUSUAL_RULES = {
         "set optimizer.eps=1e-8, or one below 1e-3",
         warns=True,
     ),
+    "maximize": Rule(
+        "optimizer.args",
+        lambda r, _: r.optimizer.args.get("maximize") is True,
+        "maximize=true makes every step raise the loss",
+        "remove maximize",
+        warns=True,
+    ),
     "weight-decay-high": Rule(
         "optimizer.weight_decay",
         lambda r, _: r.optimizer.learning_rate * r.optimizer.weight_decay > 0.01,
