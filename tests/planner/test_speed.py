@@ -47,11 +47,12 @@ def trace_of(wanted: Recipe) -> Trace:
         tensors += [Tensors("layer", part, layers, True, "adapter") for part in parts]
 
     def passing(times: int) -> Pass:
-        layer = 2.0 * times * sum(math.prod(shape) for shape in shapes)
+        numbers = sum(math.prod(shape) for shape in shapes)
+        layer, restored = 2.0 * times * numbers, 7.0 * times * numbers * (kind == "fp8")
         return Pass(
             matmul=Amount((0.0, 2.0 * times * vocab * width), (0.0, layer)),
             attention=Amount((), (0.0, 0.0, 4.0 * times * width)),
-            moved=Amount((), (0.0, 60.0 * times * width)),
+            moved=Amount((), (restored, 60.0 * times * width)),
             launches=Amount((), (50.0 * times,)),
         )
 
@@ -234,9 +235,9 @@ def test_a_base_in_fp8_is_multiplied_at_the_peak_of_fp8_where_there_is_one() -> 
     rates = device.efficiency.matmul_in("bf16").value, device.efficiency.matmul_in("fp8").value
     most = rates[1] * device.flops["fp8"] / (rates[0] * device.flops["bf16"])
     assert 1.1 < gain("h200") < most
-    assert gain("a100") == gain("mi300x") == 1
+    assert gain("a100") < 1 and gain("mi300x") < 1, "each weight is restored"
     lora["precision"] = stored["precision"] = "fp16"
-    assert gain("h200") == 1
+    assert gain("h200") < 1
 
 
 def test_hybrid_sharding_sends_little_between_nodes() -> None:

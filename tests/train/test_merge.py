@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import environment
 from safetensors.torch import load_file
-from small import INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
+from small import FP8, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.cli.main import main as cli
@@ -40,6 +40,8 @@ MERGES = {
     "nf4": [*NF4, "model.path=moe", "model.new_tokens=[str]"],
     "nf4-dora": [*NF4, "method.use_dora=true"],
     "int8": INT8,
+    "fp8": [*FP8, "model.path=moe", "model.new_tokens=[str]"],
+    "seq2seq-fp8": [*FP8, *SEQ2SEQ],
     "gpt2": [*LORA, "model.path=gpt2"],
     "moe": [*LORA, "model.path=moe"],
     "gemma": [*LORA, "model.path=gemma"],

@@ -61,6 +61,9 @@ FUSED_ON_CPU = {"value": 0.6, "low": 0.3, "high": 0.9}
 """The same on a CPU, measured on one core with AVX2 in fp32, on layers of SmolLM2-135M: steps took 0.90 to 0.94 (LoRA)
 and 0.95 to 0.98 (full) of their time, with rows of 80 and 512 tokens."""
 
+_RESTORING = 7
+"""Bytes moved for a number in fp8 that is restored: cast, 1 read and 2 written, and scaled in place, 2 and 2."""
+
 End = Literal["value", "low", "high"]
 OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
 """The end of a range of rates that gives an end of a range of times."""
@@ -181,14 +184,18 @@ class Step:
             outside = amount.of(0, load.padded, load.grid, load.longest, share)
             return outside + left * (of(amount) - outside)
 
-        low = self._fp8_share(load)
+        low, stored = self._in_fp8(load)
         product = (1 - low) / (peak * self._of(rates.matmul_in(self._dtype)))
+        spared = 0.0
         if low:
             product += low / (device.flops["fp8"] * self._of(self._hardware.efficiency("fp8").matmul_in("fp8")))
+        if low and self._trace.origin == "traced":
+            # There they are restored for each product, in the layers: once in a pass, twice where it recomputes them.
+            spared = left * _RESTORING * stored * round(of(each.matmul) / of(self._trace.passes["forward"].matmul))
         busy = (
             of(each.matmul) * product / self._products(load.padded)
             + of(each.attention, load.attended) / attention
-            + fused(each.moved) / (device.bandwidth * self._of(rates.bandwidth))
+            + (fused(each.moved) - spared) / (device.bandwidth * self._of(rates.bandwidth))
         )
         # Seconds are low where rates are high. A GPU computes while Python launches; a CPU does both itself.
         launching = of(each.launches) * getattr(rates.launch_seconds, self._end)
@@ -218,15 +225,16 @@ class Step:
             seconds += amount / product_speed(part, *each.shape[-2:], half=half)
         return work / seconds / product_speed(*REFERENCE, half=half) if seconds else 1.0
 
-    def _fp8_share(self, load: Load) -> float:
-        """The share of the matrix products that run in fp8: of linear layers whose frozen weights are stored so, where
-        `models.fp8` does and the device's peak is known."""
+    def _in_fp8(self, load: Load) -> tuple[float, int]:
+        """The share of the matrix products that run in fp8, and the numbers of their weights: of linear layers whose
+        frozen weights are stored so, where `models.fp8` does and the device's peak is known."""
         device, (count, active) = self._hardware.device, self._experts
         if device.kind != "cuda" or "fp8" not in device.flops or self._workload.types.compute != "bfloat16":
-            return 0.0
+            return 0.0, 0
         tensors = [each for each in self._trace.tensors if len(each.shape) > 1]
         head = any(each.place == "head" for each in tensors)
         low = whole = 0.0
+        stored = 0
         for each in tensors:
             if each.place == "embeddings" and head:
                 continue
@@ -235,7 +243,8 @@ class Step:
             whole += amount
             if each.kind == "fp8" and len(each.shape) == 2 and not any(side % 16 for side in each.shape):
                 low += amount
-        return low / whole if whole else 0.0
+                stored += each.numel * each.count
+        return (low / whole if whole else 0.0), stored
 
     def _update_seconds(self, on_host: bool) -> float:
         """Clipping and the optimizer, which only move bytes, but for Muon's products of matrices.

@@ -277,7 +277,8 @@ def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torc
     """A fake quantized weight as it is kept; None for a parameter that is not quantized.
 
     Quantizing itself needs numbers, so the stored form is made directly: 4-bit pairs with a scale for every 64 weights
-    (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row.
+    (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row,
+    which in fp8 is a byte too.
     Source: https://arxiv.org/abs/2305.14314, section 3.
     """
     if isinstance(parameter, bnb.nn.Params4bit):
