@@ -21,9 +21,15 @@ MEDIA = [
 SYSTEM = ("system", "system_prompt", "system_message")
 MEANINGS = [
     (MEDIA, ["a.png"], FORMATS, "pictures, sound or film", "remove these rows"),
-    (("label", "reward", "score"), False, ANSWERS, "whether the answer is good", "keep the rows that are"),
     (
-        *(("kto_tag", "desirable", "is_desirable", "is_correct", "is_good", "keep"), False, FORMATS),
+        ("label", "reward", "score", "rating", "feedback"),
+        False,
+        ANSWERS,
+        "whether the answer is good",
+        "keep the rows that are",
+    ),
+    (
+        *(("kto_tag", "desirable", "is_desirable", "is_correct", "correct", "is_good", "keep"), False, FORMATS),
         *("whether the answer is good", "keep the rows that are"),
     ),
     (("labels",), [True, False], ANSWERS, "which steps of the answer are right", "keep the right ones"),
@@ -31,7 +37,11 @@ MEANINGS = [
     (("choices", "options"), ["a", "b"], PROMPTS, "choices of a question", "write them into the question"),
     (("documents",), ["a"], ANSWERS, "documents to answer from", "write them into the prompt"),
     (("context",), "a", {"alpaca"}, "a text to answer from", "write it into `input`"),
-    (("mask",), [0, 1], CHATS, "what is not trained", '`"train": false`'),
+    (
+        *(("mask", "masks", "weights", "loss_weights", "loss_mask", "train_mask"), [0, 1], CHATS),
+        *("what is not trained", '`"train": false`'),
+    ),
+    (("train", "trainable"), False, FORMATS, "whether the row is trained", "remove the rows that are not"),
     (("reflection", "corrected"), "b", PROMPTS, "a second answer", "data.columns={output: corrected}"),
     (("history",), [["a", "b"]], CHATS | {"prompt_completion", "source_target"}, "earlier rounds", "as `messages`"),
     (
@@ -53,7 +63,7 @@ MEANINGS = [
     ),
     (("seq_lengths", "position_ids"), [3], {"tokens"}, "documents of a packed row", "a row for each document"),
     (
-        *(("prompt_mask", "special_tokens_mask", "prompt_length", "prompt_len"), [1], {"tokens"}),
+        *(("prompt_length", "prompt_len"), 1, {"tokens"}),
         *("which tokens are not trained", "write -100 as their `labels`"),
     ),
 ]
@@ -129,6 +139,11 @@ def test_what_may_stand_beside_good_answers_alone_is_refused_beside_a_bad_one(co
         assert not refusal("messages", {column: value}), value
 
 
+def test_the_number_of_the_right_choice_is_no_judgement() -> None:
+    assert "whether the answer is good" in refusal("messages", {"correct": "False"})
+    assert not refusal("messages", {"correct": 0}) and not refusal("messages", {"correct": "B"})
+
+
 OTHERWISE = {
     "text": "content document body",
     "prompt": "question query instruction input problem user message_1 article",
@@ -140,7 +155,6 @@ OTHERWISE = {
     "system": "system_prompt system_message",
     "reasoning": "reasoning_content thinking thought",
     "segments": "parts input_output",
-    "loss_mask": "weights loss_weights mask target_mask response_mask train_mask assistant_mask",
 }
 
 
@@ -224,6 +238,14 @@ def test_rows_for_another_trainer_are_refused_unless_mapped(row: dict[str, Any],
         refuse_other_forms(row, set(row) - {ignored}, (), "d.jsonl")
     if mapped:
         refuse_other_forms(row, set(row) - {each.partition(".")[0] for each in mapped}, mapped, "d.jsonl")
+
+
+def test_other_forms_are_known_in_any_case() -> None:
+    for row in ({"messages": [{}], "Rejected": "a"}, {"Prompt": "a", "Chosen": "b", "REJECTED": "c"}):
+        with pytest.raises(UserError, match=r"preference pairs \(chosen, rejected\)") as caught:
+            refuse_other_forms(row, set(row), (), "d")
+        assert f"rename `{list(row)[-1]}` to lower case" in caught.value.change
+    refuse_other_forms(row, {"Prompt", "REJECTED"}, ["Chosen"], "d")
 
 
 def test_a_mapped_column_says_what_the_others_are_for() -> None:

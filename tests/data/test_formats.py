@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.common import UserError
 from toolkit.data.formats import Task, recognise
-from toolkit.data.rows import Chat, Completion, Pair, Row, Text, Tokens, from_json, to_json
+from toolkit.data.rows import Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
 from toolkit.recipe.schema import Source
 
 
@@ -339,7 +339,7 @@ def test_what_is_no_text_is_said(value: Any, what: str) -> None:
     for row in rows:
         said = refused(row)
         assert f"d.jsonl:1: `{list(row)[-1]}` is {what}, not a string" in said
-        assert ("choose the one to learn" if value == ["a", "b"] else '"4" for 4') in said
+        assert ("choose one of them" if value == ["a", "b"] else '"4" for 4') in said
     assert convert({"text": ["a"]}) == Text("a")
 
 
@@ -456,7 +456,9 @@ def test_the_mapping_that_is_proposed_is_accepted(template: bool) -> None:
     assert "prompts alone are for reinforcement learning" in refused({"prompt": "p", "id": 1}, template=template)
 
 
-@pytest.mark.parametrize("column", ["response", "completion", "answer", "output", "Response", "ideal"])
+@pytest.mark.parametrize(
+    "column", ["response", "completion", "answer", "output", "Response", "ideal", "target", "reply", "chosen"]
+)
 @pytest.mark.parametrize("talk", ["messages", "conversations"])
 def test_an_answer_beside_a_conversation_that_ends_without_one(talk: str, column: str) -> None:
     asked = [user("a"), assistant("b"), user("c")]
@@ -467,10 +469,18 @@ def test_an_answer_beside_a_conversation_that_ends_without_one(talk: str, column
     answered = convert(row, columns=dict(pair.split(": ") for pair in setting.split(", ")))
     assert isinstance(answered, Chat) and [each["content"] for each in answered.messages] == list("abcd")
     assert [each.get("train") for each in answered.messages] == [False, False, False, None]
-    assert f"append it to `{talk}`" in refused(row | {"system": "S"})
+    into = f"write it into `{talk}` as the last turn"
+    assert into in refused(row | {"system": "S"}) and into in refused({talk: [*asked, assistant("")], column: "d"})
     # Left out on purpose, empty, or beside an answer: metadata, like the figure that a reasoning task comes to.
     assert convert(row, ignore=[column]) == Chat(asked) == convert(row | {column: ""})
     assert convert({talk: [*asked, assistant("d")], column: "d"}) == Chat([*asked, assistant("d")])
+
+
+def test_calls_beside_a_conversation_are_an_answer() -> None:
+    for name in ("tool_calls", "function_call"):
+        row = {"messages": [user("a")], name: {"name": "f"}}
+        assert "write it into `messages` as the last turn" in refused(row)
+        assert convert(row | {"messages": [user("a"), assistant("", tool_calls=[{"name": "f"}])]})
 
 
 def test_steps_are_joined_where_the_recipe_names_them() -> None:
@@ -490,6 +500,13 @@ def test_proposals_are_of_columns_whose_values_suit_and_name_what_is_read_beside
     chats = {"input": [user("a")], "output": "b"}
     assert "'data.columns={prompt: input, completion: output}'" in refused(chats)
     assert isinstance(convert(chats, columns={"prompt": "input", "completion": "output"}), Chat)
+    written = {"input": json.dumps([user("a")]), "output": "b"}
+    assert "'data.columns={prompt: input, completion: output}'" in refused(written)
+    chat = convert(written, columns={"prompt": "input", "completion": "output"})
+    assert chat == Chat([user("a", train=False), assistant("b")])
+    for text in ('[{"a": 1}]', '[{"role": "clerk"}]', "[1]", '{"role": 5}', '{"role": [1]}', "[user]", "5"):
+        assert convert({"prompt": "List.", "completion": text}) == Completion("List.", text)
+    assert "{output: response}" not in refused({"instruction": "a", "response": ["b", "c"]})
     rounds = {"query": "a", "response": "b", "history": [["c", "d"]]}
     assert (
         "'data.columns={instruction: query, output: response}' if that is what they are (`history` will be read, too)"
@@ -515,8 +532,22 @@ def test_a_mask_says_which_tokens_are_trained(name: str) -> None:
     assert "has 3 numbers" in refused({"input_ids": [5, 6, 7, 8], name: [0, 0, 1]})
 
 
-@pytest.mark.parametrize("name", ["weights", "loss_weights", "response_mask", "Mask", "assistant_mask"])
-def test_a_mask_under_another_name_is_proposed(name: str) -> None:
-    row = {"input_ids": [5, 6, 7], name: [0, 0, 1]}
-    assert f"data.columns={{loss_mask: {name}}}" in refused(row)
-    assert convert(row, columns={"loss_mask": name}) == Tokens([5, 6, 7], [-100, -100, 7])
+@pytest.mark.parametrize("name", ["weights", "response_mask", "Mask", "prompt_mask", "special_tokens_mask", "anything"])
+def test_a_number_for_each_token_is_not_left_unused(name: str) -> None:
+    for mask in ([0, 0, 1], [0.0, 0.0, 1.0], "[0, 0, 1]"):
+        row = {"input_ids": [5, 6, 7], name: mask}
+        assert f"`{name}` has a number for each token" in (said := refused(row))
+        assert f"data.columns={{loss_mask: {name}}}" in said and "write -100 as the `labels`" in said
+        assert convert(row, columns={"loss_mask": name}) == Tokens([5, 6, 7], [-100, -100, 7])
+        assert convert(row, ignore=[name]) == Tokens([5, 6, 7], [-100, 6, 7])
+        assert f"`{name}` has a number for each token" in refused({"input_ids": "[5, 6, 7]", name: mask})
+        assert f"`{name}` has" in refused({"ids": [5, 6, 7], name: mask}, columns={"input_ids": "ids"})
+    assert convert({"input_ids": [], name: []}) == Tokens([], [])
+    for other in ({name: [0, 1]}, {name: ["a", "b", "c"]}, {name: 3}, {"token_type_ids": [0, 0, 0]}):
+        assert convert({"input_ids": [5, 6, 7], **other}) == Tokens([5, 6, 7], [-100, 6, 7])
+
+
+def test_segments_have_nothing_but_a_text_and_a_label() -> None:
+    row = {"segments": [{"text": "a", "label": True}, {"text": "b", "label": True, "weight": 0.5}]}
+    assert "d.jsonl:1: `segments[1]` has `weight`" in refused(row) and "data.ignore=[weight]" in refused(row)
+    assert convert(row, ignore=["weight"]) == Segments([("a", True), ("b", True)])

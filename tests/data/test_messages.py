@@ -125,6 +125,7 @@ def test_parts_that_a_text_model_does_not_see_are_refused(kind: str) -> None:
 )
 def test_fields_that_a_text_model_does_not_see_are_refused_unless_empty(name: str) -> None:
     assert f"has `{name}`: pictures, sound or film" in refused(says("a", **{name: ["a.png"]}))
+    assert f"has `{name.title()}`: pictures, sound or film" in refused(says("a", **{name.title(): "a.png"}))
     assert one(says("a", **{name: []})) == says("a", **{name: []}) and not further_fields(read(says("a", **{name: []})))
     assert one(says("a", **{name: ["a.png"]}), ignored=[name]) == says("a")
 
@@ -178,6 +179,19 @@ def test_a_field_that_may_judge_a_message_or_exclude_it_is_refused(name: str) ->
         assert f"has `{name}" in refused(says([{"type": "text", "text": "a", name: value}]))
     assert one(says("a", **{name: False}), flags=[*FLAGS, name]) == says("a", train=False)
     assert one(says("a", **{name: "greeting"})) == says("a", **{name: "greeting"})
+
+
+@pytest.mark.parametrize("name", ["parts", "message", "response", "Content"])
+def test_a_message_that_says_something_under_another_name_is_not_empty(name: str) -> None:
+    for value in ("a", [{"text": "a"}], {"text": "a"}):
+        said = refused({"role": "assistant", name: value})
+        assert said == refused({"role": "assistant", name: value, "train": True})
+        assert f"has no `content`, but `{name}`" in said and f"data.ignore=[{name}]" in said
+        for speaking in (says(""), says(None), {"role": "assistant", "tool_calls": [CALL]}, says(None, thinking="Hm.")):
+            assert one({**speaking, name: value})[name] == value
+        assert one({"role": "assistant", name: value}, ignored=[name]) == says("")
+    for silent in ({name: ""}, {name: []}, {name: 5}, {"name": "Ann"}, {"id": "a"}, {"function_calls": "f()"}, {}):
+        assert one({"role": "assistant", **silent})["content"] == ""
 
 
 def trained_characters(message: dict[str, Any], field: str = "content") -> list[bool]:

@@ -32,7 +32,6 @@ OFTEN_CALLED = {
     "system": ("system_prompt", "system_message"),
     "reasoning": ("reasoning_content", "thinking", "thought"),
     "segments": ("parts", "input_output"),
-    "loss_mask": ("weights", "loss_weights", "mask", "target_mask", "response_mask", "train_mask", "assistant_mask"),
 }
 """Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
 
@@ -60,8 +59,12 @@ def _is_verdict(value: Any) -> bool:
     return str(value).strip().lower() in (*_GOOD, *_BAD) or _number(value) in (-1, 0, 1)
 
 
+def _says_no(value: Any) -> bool:
+    return str(value).strip().lower() in _BAD
+
+
 def _is_bad(value: Any) -> bool:
-    return str(value).strip().lower() in _BAD or _number(value) <= 0
+    return _says_no(value) or _number(value) <= 0
 
 
 def _number(value: Any) -> float:
@@ -79,7 +82,9 @@ def _are_verdicts(value: Any) -> bool:
 
 JUDGED: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("label", "kto_tag"), _is_verdict),
-    **dict.fromkeys(("desirable", "is_desirable", "is_correct", "is_good", "keep", "reward", "score"), _is_bad),
+    **dict.fromkeys(("desirable", "is_desirable", "is_correct", "is_good", "keep"), _is_bad),
+    **dict.fromkeys(("reward", "score", "rating", "feedback", "preferred", "accepted", "thumbs_up"), _is_bad),
+    "correct": _says_no,  # 0 may be the number of a choice.
 }
 """Columns, and fields of messages, that judge an answer, and which of their values do. What stands only beside good
 answers harms none, so most are refused where they call one bad; those made for such training, whatever they say."""
@@ -113,7 +118,7 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         name: Meaning(
             "whether the answer is good",
             "keep the rows that are",
-            _ANSWERS if name in ("label", "reward", "score") else _ALL,
+            _ANSWERS if name in ("label", "reward", "score", "rating", "feedback") else _ALL,
             is_meant,
         )
         for name, is_meant in JUDGED.items()
@@ -126,7 +131,14 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
     _each(("choices", "options"), Meaning("the choices of a question", "write them into the question", _PROMPTS)),
     _each(("documents",), Meaning("documents to answer from", "write them into the prompt", _ANSWERS)),
     _each(("context",), Meaning("a text to answer from", "write it into `input`", ("alpaca",))),
-    _each(("mask",), Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS)),
+    _each(
+        ("mask", "masks", "weights", "loss_weights", "loss_mask", "train_mask"),
+        Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS),
+    ),
+    _each(
+        ("train", "trainable"),
+        Meaning("whether the row is trained", "remove the rows that are not", _ALL, _is_bad),
+    ),
     _each(
         ("reflection", "corrected"),
         Meaning("a second answer", "set 'data.columns={output: corrected}' to train on the corrected one", _PROMPTS),
@@ -160,7 +172,7 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         Meaning("the documents of a packed row", "write a row for each document, and set `data.packing`", ("tokens",)),
     ),
     _each(
-        ("prompt_mask", "special_tokens_mask", "prompt_length", "prompt_len", "source_len"),
+        ("prompt_length", "prompt_len", "source_len"),
         Meaning("which tokens are not trained", "write -100 as their `labels`", ("tokens",)),
     ),
 )
@@ -213,10 +225,13 @@ def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable
         mapped: Columns in the data that are mapped.
         source: Path of the source.
     """
-    roots = {column.partition(".")[0] for column in mapped}
+    roots = {column.partition(".")[0].lower() for column in mapped}
+    spelt = {name.lower(): name for name in names}
     for form in OTHER_FORMS:
-        if names.issuperset(form.columns) and not roots.intersection(form.known_by_mapping):
-            raise UserError(f"data source `{source}` holds {form.what}", form.change(row))
+        if spelt.keys() >= set(form.columns) and not roots.intersection(form.known_by_mapping):
+            others = [f"`{spelt[name]}`" for name in form.columns if spelt[name] != name]
+            lower = f"rename {', '.join(others)} to lower case: then the setting that trains on one part is printed"
+            raise UserError(f"data source `{source}` holds {form.what}", lower if others else form.change(row))
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:

@@ -23,8 +23,8 @@ from toolkit.data.columns import (
     refuse_other_forms,
     value_at,
 )
-from toolkit.data.messages import FLAGS, read_messages, read_tools
-from toolkit.data.pretokenised import read_segments, read_tokens
+from toolkit.data.messages import FLAGS, ROLES, read_messages, read_tools
+from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 from toolkit.recipe.schema import FORMATS, Source
 
@@ -107,8 +107,9 @@ class RowFormat:
         if self.name in ("messages", "sharegpt"):
             return self._chat(row, required[0], raw, where)
         if self.name == "segments":
-            return read_segments(row["segments"], where)
+            return read_segments(row["segments"], where, self.ignored)
         if self.name == "tokens":
+            refuse_unread_lists({name: raw[name] for name in raw if name not in known}, row["input_ids"], where)
             return read_tokens(row, where)
         is_pair = self.task.objective == "seq2seq"
         if not is_pair and self.name == "prompt_completion":
@@ -149,8 +150,8 @@ class RowFormat:
 
     def _chat(self, row: Mapping[str, Any], column: str, raw: Mapping[str, Any], where: str) -> Chat:
         messages = read_messages(row[column], column, where, self.ignored, self.flags)
-        if messages and messages[-1]["role"] != "assistant":
-            self._refuse_answer_beside(raw, self.columns.get(column, column), where)
+        if messages:
+            self._refuse_answer_beside(messages[-1], raw, self.columns.get(column, column), where)
         if system := _string(row, "system", where):
             if messages and messages[0]["role"] == "system":
                 raise UserError(
@@ -159,17 +160,20 @@ class RowFormat:
             messages.insert(0, {"role": "system", "content": system})
         return self._with_tools(messages, row, where)
 
-    def _refuse_answer_beside(self, raw: Mapping[str, Any], column: str, where: str) -> None:
-        """A conversation that ends with a question, whose answer would be left unused in another column."""
-        names = ("completion", *OFTEN_CALLED["completion"])
+    def _refuse_answer_beside(self, last: Mapping[str, Any], raw: Mapping[str, Any], column: str, where: str) -> None:
+        """A conversation that ends without an answer, which would be left unused in another column."""
+        if last["role"] == "assistant" and any(last.get(key) for key in ("content", "tool_calls")):
+            return
+        calls = ("tool_calls", "function_call")
+        names = ("completion", *OFTEN_CALLED["completion"], "target", "reply", "chosen", *calls)
         left = [name for name in raw if name.lower() in names and name not in self.used_columns() | self.ignored]
         if answer := next((name for name in left if raw[name] not in EMPTY), None):
-            mapping = {"prompt": column, "completion": answer}
-            append = f"append it to `{column}` as the turn of the assistant"
+            change = f"if it is the answer, set {mapping_text({'prompt': column, 'completion': answer})}"
+            if raw.get("system") or last["role"] == "assistant" or answer in calls:  # Nothing that prompts have.
+                change = f"write it into `{column}` as the last turn, of the assistant"
             raise UserError(
                 f"{where}: `{column}` ends without an answer, and `{answer}` would be left unused",
-                f"{append if raw.get('system') else f'if it is the answer, set {mapping_text(mapping)}'}, "
-                f"or set 'data.ignore=[{answer}]' to train without it",
+                f"{change}, or set 'data.ignore=[{answer}]' to train without it",
             )
 
     def _conversational_completion(self, row: Mapping[str, Any], where: str) -> Chat:
@@ -324,8 +328,9 @@ def _suits(column: str, form: str, value: Any) -> bool:
         return True
     if form in ("messages", "sharegpt", "segments"):
         return isinstance(parsed(value), list | dict)
-    is_text = isinstance(value, str | int | float) or _are_texts(value)
-    return is_text or (form == "prompt_completion" and _holds_messages(value))
+    if _holds_messages(value):
+        return form == "prompt_completion"
+    return isinstance(value, str | int | float) or (_are_texts(value) and len(value) == 1)
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
@@ -335,7 +340,10 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _holds_messages(value: Any) -> bool:
-    """Whether a prompt or completion is a message or a list of messages, and no text."""
+    """Whether a prompt or completion is a message or a list of messages, also as JSON, and no text."""
+    if isinstance(value, str):
+        written = _dicts(value) if value.lstrip().startswith(("[", "{")) else []
+        return bool(written) and all(str(each.get("role") or each.get("from")).lower() in ROLES for each in written)
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
@@ -357,7 +365,7 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
         return str(value[0])
     if not isinstance(value, str):
         kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
-        change = "choose the one to learn, or join them" if _are_texts(value) else 'write it as text ("4" for 4)'
+        change = "choose one of them, or join them" if _are_texts(value) else 'write it as text ("4" for 4)'
         raise UserError(
             f"{where}: `{name}` is {kinds.get(type(value), type(value).__name__)}, not a string",
             f"{change}, or choose other columns with `data.columns`",

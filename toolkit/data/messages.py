@@ -35,10 +35,12 @@ FOR_TEMPLATES: dict[str, tuple[tuple[Any, ...], str]] = {
     "channel": (("final",), "write an analysis as `reasoning_content` of the message that follows it"),
     "recipient": (("all", "assistant"), "write it as `tool_calls`"),
     "function_calls": ((), "write them as `tool_calls`"),
-    "tool_plan": ((), "write it as `reasoning_content`"),
-    "reasoning_details": ((), "write their text as `reasoning_content`"),
+    **dict.fromkeys(
+        ("tool_plan", "reasoning_details", "thoughts", "think", "analysis", "chain_of_thought"),
+        ((), "write its text as `reasoning_content`"),
+    ),
     **dict.fromkeys(("tools", "functions"), ((), "write them as `tools` beside the messages")),
-    "documents": ((), "write them into the text"),
+    **dict.fromkeys(("documents", "context", "attachments", "files"), ((), "write it into the text")),
 }
 """Fields that change what should be learnt and that only some templates print: values that change nothing, and what to
 do where the template leaves them out."""
@@ -48,6 +50,10 @@ _READ = ("role", "content", "tool_calls", "reasoning_content", *ASIDE)
 """Fields of a message in this form; it keeps others for the template."""
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 """Names of what a tool is called with."""
+_SPOKEN = ("content", "value", "text", "refusal")
+"""Names of what a message says."""
+_ABOUT = ("name", "id", "tool_call_id")
+"""Fields that a message without a text may have."""
 _TEXTS = ("text", "content", "value", "refusal", "thinking", "reasoning")
 """Names of the text of a part."""
 
@@ -122,15 +128,16 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _message(message: Any, where: str, ignored: Collection[str], flags: Collection[str]) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"{where} is not an object", 'a message is {"role": "user", "content": …}')
+    is_silent = not any(name in message for name in _SPOKEN)
     message = {key: value for key, value in message.items() if value is not None and key not in ignored}
     role = message.pop("role", None) or message.pop("from", None)
     role = role.lower() if isinstance(role, str) else None
     if role not in ROLES:
         raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
-    if media := next((name for name in MEDIA if message.get(name)), None):
+    if media := next((name for name in message if name.lower() in MEDIA and message[name]), None):
         raise _media(where, media)
     flag = _flag(message, where, flags)
-    given = [message.pop(name) for name in ("content", "value", "text", "refusal") if message.get(name)]
+    given = [message.pop(name) for name in _SPOKEN if message.get(name)]
     if len(given) > 1:
         raise UserError(f"{where} has its text twice (content, value, text or refusal)", "keep one of them")
     content = _Content(role, flag, where)
@@ -174,8 +181,20 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
         result["dropped"] = names
     if any(untrained.values()) and flag is not False:
         result["untrained"] = {field: ranges for field, ranges in untrained.items() if ranges}
+    if is_silent and not (calls or result["content"] or reasoning.text):
+        _refuse_unread_text(message, where)
     # An empty field of another spelling takes nothing away.
     return result | message | result
+
+
+def _refuse_unread_text(message: Message, where: str) -> None:
+    """Refuses a message that would be taken for an empty one, though it says something under another name."""
+    known = {*_ABOUT, *FOR_TEMPLATES}
+    given = [name for name in message if name not in known and isinstance(message[name], str | list | dict)]
+    if name := next((name for name in given if message[name] not in EMPTY), None):
+        raise UserError(
+            f"{where} has no `content`, but `{name}`", f"write what it says as `content`, or set 'data.ignore=[{name}]'"
+        )
 
 
 class _Content:

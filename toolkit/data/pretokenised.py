@@ -6,22 +6,22 @@ checked, because nothing later would notice: labels that are shifted already, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import parsed
+from toolkit.data.columns import EMPTY, parsed
 from toolkit.data.rows import IGNORE, Segments, Tokens
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 """Columns that hold 1 for every token that is trained, and 0 for the others."""
 
 
-def read_segments(value: Any, where: str) -> Segments:
+def read_segments(value: Any, where: str, ignored: Collection[str] = ()) -> Segments:
     """Axolotl's `input_output`: parts of a text, each with a `label` that says whether it is trained.
 
     Raises:
-        UserError: A segment is something else.
+        UserError: A segment is something else, or has more than that and is not `ignored`.
     """
     segments = parsed(value) or []
     parts = []
@@ -30,6 +30,12 @@ def read_segments(value: Any, where: str) -> Segments:
         if not isinstance(text, str) or not isinstance(label, bool):
             raise UserError(
                 f"{where}: `segments[{number}]` is no text with a label", 'write {"text": "…", "label": true or false}'
+            )
+        left = [key for key in segment if key not in ("text", "label", *ignored) and segment[key] not in EMPTY]
+        if left:
+            raise UserError(
+                f"{where}: `segments[{number}]` has `{left[0]}`, which segments do not have",
+                f"remove it, or set 'data.ignore=[{left[0]}]'",
             )
         parts.append((text, label))
     return Segments(parts)
@@ -65,6 +71,25 @@ def read_tokens(row: Mapping[str, Any], where: str) -> Tokens:
     visible = lists.get("attention_mask") or [1] * len(ids)
     kept = [(token, label) for token, label, seen in zip(ids, labels, visible, strict=True) if seen]
     return Tokens([token for token, _ in kept], [label if n else IGNORE for n, (_, label) in enumerate(kept)])
+
+
+def refuse_unread_lists(unread: Mapping[str, Any], input_ids: Any, where: str) -> None:
+    """Refuses a column with a number for each token that nothing reads: most often it says what is trained.
+
+    Raises:
+        UserError: With the mapping that has it read.
+    """
+    length = len(parsed(input_ids) or ())
+    for name in (name for name in unread if name != "token_type_ids"):
+        value = parsed(unread[name])
+        if not isinstance(value, list) or not len(value) == length > 0:
+            continue
+        if all(isinstance(each, int | float) for each in value):
+            raise UserError(
+                f"{where}: `{name}` has a number for each token and would be left unused",
+                f"set 'data.columns={{loss_mask: {name}}}' if it is 1 for tokens that are trained, write -100 as the "
+                f"`labels` of those that are not, or set 'data.ignore=[{name}]' to train without it",
+            )
 
 
 def _numbers(row: Mapping[str, Any], name: str, where: str) -> list[Any] | None:

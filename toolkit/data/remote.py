@@ -86,9 +86,9 @@ def find(address: str) -> list[RemoteFile]:
     Raises:
         UserError: There is nothing, the protocol is unknown, or its package is not installed.
     """
-    if urlsplit(address).scheme in ("http", "https"):
-        return [RemoteFile(address, unquote(urlsplit(address).path).rpartition("/")[2], _http_version(address))]
     with _errors(address):
+        if urlsplit(address).scheme in ("http", "https"):
+            return [RemoteFile(address, unquote(urlsplit(address).path).rpartition("/")[2], _http_version(address))]
         system, root = _file_system(address)
         if system.isdir(root):
             paths = system.find(root)
