@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ NOISE = ("Traceback", "CalledProcessError", "ChildFailedError", "torch/distribut
 
 
 def launch(ranks: Ranks, folder: Path, processes: int, *arguments: str, launcher: str = "ours") -> tuple[int, str]:
-    """Exit code and standard error."""
+    """Exit code and standard error; of 0 processes: of one that accelerate does not start."""
+    if not processes:
+        done = ranks.run(folder, *arguments, entry=LAUNCHERS[launcher])
+        return done.returncode, done.stderr
     several = ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else []
     options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no", *several]
     done = ranks.run(folder, *options, "--dynamo_backend", "no", *arguments, entry=LAUNCHERS[launcher])
@@ -44,7 +48,30 @@ def test_accelerates_own_report_ends_with_the_error(tmp_path: Path, ranks: Ranks
     assert root.strip().splitlines()[-2].lstrip().startswith("change ")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+def test_one_process_is_started_as_accelerate_would_without_it(tmp_path: Path) -> None:
+    """With the same environment, and its exit code."""
+    script = tmp_path / "said.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "told = {key: value for key, value in os.environ.items() if key.startswith(('ACCELERATE_', 'OMP_', 'RANK'))}\n"
+        "print(json.dumps(told), sys.argv[1:], file=sys.stderr)\nsys.exit(7)\n"
+    )
+    alone = [sys.executable, "-X", "importtime", "-m", "toolkit.cli.start", str(script), "a=1", "--force"]
+    env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(alone, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7 and not re.search(r"\| +(torch|accelerate)\b", done.stderr)
+    told, words = re.search(r"^({.*}) (.*)$", done.stderr, re.MULTILINE).groups()
+    assert words == "['a=1', '--force']"
+    options = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    line = [sys.executable, "-m", "toolkit.cli.start", *options, str(script)]
+    by_accelerate = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert by_accelerate.returncode == 7
+    theirs = json.loads(re.search(r"^({.*}) ", by_accelerate.stderr, re.MULTILINE)[1])
+    assert json.loads(told).items() <= theirs.items()
+    assert all("DYNAMO" in key for key in theirs.keys() - json.loads(told).keys())
+
+
+@pytest.mark.parametrize("processes", [0, 1, 2])
 def test_process_that_is_killed_gets_a_line(processes: int, tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "killed.py").write_text(
         "import os, signal, time\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -155,7 +155,9 @@ def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
     if 0 < (visible := len(gpu_names())) < cluster.gpus:
         raise UserError(f"--gpus {cluster.gpus}: {visible} can be seen here", f"set --gpus {visible}, or leave it out")
     # The same as what is printed, whose own report of a failure would bury the reason.
-    line = [sys.executable, "-m", "toolkit.cli.start", *command(cluster, rank or 0, arguments)[2:]]
+    alone = cluster.world.world_size == 1
+    words = ["-m", "toolkit.run", *arguments] if alone else command(cluster, rank or 0, arguments)[2:]
+    line = [sys.executable, "-m", "toolkit.cli.start", *words]
     sys.stdout.flush()
     os.execvpe(line[0], line, {**os.environ, **variables(cluster)})
 
