@@ -10,6 +10,7 @@ import torch
 
 from toolkit.cli import doctor
 from toolkit.common import UserError
+from toolkit.distributed.device_limits import check_device, without_bf16
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import World
 from toolkit.models import attention, attention_kernels, device
@@ -67,12 +68,14 @@ def test_tf32_is_on_where_the_device_has_it_and_may_be_switched_off(gpu: str) ->
 
 
 def test_tf32_is_refused_where_it_is_missing(gpu: str) -> None:
+    asked, world = checked("tf32=true", "precision=fp32"), World(0, 0, 1, 1)
     if GPUS[gpu][1]:
+        preflight.check_devices(asked, world)
         device.set_tf32(True)
         assert device.computes_tf32()
         return
     with pytest.raises(UserError, match=r"no TF32(.|\n)*remove tf32"):
-        device.set_tf32(checked("tf32=true").tf32)
+        preflight.check_devices(asked, world)
 
 
 def test_both_interfaces_of_torch_can_be_read_afterwards(gpu: str) -> None:
@@ -93,14 +96,48 @@ def test_the_way_out_of_missing_bf16_leads_to_a_run(gpu: str, own: list[str]) ->
         return
     with pytest.raises(UserError, match="set precision=fp16") as caught:
         preflight.check_devices(recipe, world)
-    changed = recipe.with_values(preflight.without_bf16(recipe))
+    changed = recipe.with_values(without_bf16(recipe))
     preflight.check_devices(changed, world)
     assert check(changed) == []
-    assert all(f"{key}={value}" in str(caught.value) for key, value in preflight.without_bf16(recipe).items())
+    assert all(f"{key}={value}" in str(caught.value) for key, value in without_bf16(recipe).items())
     # Losses are scaled by autocast over fp32 masters, and nothing is left in bf16.
     types = dtypes(changed)
     assert (types.compute, types.autocast, types.master) == ("float16", "float16", "float32")
     assert "bfloat16" not in vars(types).values()
+
+
+@pytest.mark.parametrize("asked", [{"precision": "bf16"}, {"tf32": True}, {"precision": "fp16"}, {"precision": "fp32"}])
+def test_a_plan_refuses_for_a_device_what_a_run_refuses_on_it(gpu: str, asked: dict[str, Any]) -> None:
+    planned, made = find(gpu).device, checked("precision=fp32").with_values(asked)
+    refusals = []
+    for refuses in (
+        lambda: preflight.check_devices(made, World(0, 0, 1, 1)),
+        lambda: check_device(made, planned.kind, planned.capability, planned.title),
+    ):
+        try:
+            refuses()
+            refusals.append("")
+        except UserError as error:
+            refusals.append(str(error).replace(planned.title, "it").replace(device.name(), "it"))
+    assert refusals[0] == refusals[1]
+
+
+def test_a_plan_refuses_attention_that_cannot_run(gpu: str) -> None:
+    """flash-attn may be installed there; but not where nothing of it runs."""
+    planned = find(gpu).device
+    llama = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
+    for backend, runs in (
+        ("torch_varlen", gpu in VARLEN),
+        ("flash_attention_2", gpu in VARLEN or gpu.startswith("mi")),
+    ):
+        if runs:
+            assert attention.planned(backend, llama, "float16", planned.kind, planned.capability) == backend
+            continue
+        with pytest.raises(UserError, match=r"set model\.attention=auto or one of: eager, sdpa") as refused:
+            attention.planned(backend, llama, "float16", planned.kind, planned.capability)
+        reason = attention_kernels.available()[backend]
+        assert backend != "torch_varlen" or reason in refused.value.what
+    assert attention.planned("torch_varlen", llama, "float16", "cuda", None) == "torch_varlen"
 
 
 def test_attention_follows_the_generation_of_nvidia_alone(gpu: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from arithmetic import Arithmetic, recipe
 
+from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics
 from toolkit.planner.advice import MOST, _notes, _other_trainings, _with_devices, advise
 from toolkit.planner.build import estimate
@@ -61,8 +62,8 @@ EIGHT_BITS, PURE = {"optimizer.name": "adamw_8bit"}, {"precision": "pure_bf16"}
             *("h200", {"method": {"name": "lora", "quantization": "fp8"}, "precision": "bf16"}),
             [EIGHT_BITS, {"method.quantization": "nf4"}],
         ),
-        ("t4", {**LORA, "precision": "fp32"}, [EIGHT_BITS, {"method.quantization": "nf4"}]),
-        ("t4", {**LORA, "precision": "bf16"}, [EIGHT_BITS, {"method.quantization": "nf4"}, {"precision": "fp16"}]),
+        ("t4", {**LORA, "precision": "fp32"}, [EIGHT_BITS, {"method.quantization": "nf4"}, {"precision": "fp16"}]),
+        ("t4", {**LORA, "precision": "fp16"}, [EIGHT_BITS, {"method.quantization": "nf4"}]),
         (
             *("h200", {"model": {"path": "m", "attention": "sdpa"}, **LORA, "precision": "bf16"}),
             [EIGHT_BITS, {"method.quantization": "nf4"}, {"model.attention": "auto"}],
@@ -225,8 +226,11 @@ def test_hardware_that_is_advised_can_be_asked_for() -> None:
 
 
 def test_a_card_without_bf16_is_offered_fp16() -> None:
-    """A T4 computes bf16 at the speed of fp32; what is not traced in fp16 is judged by its trace in bf16."""
+    """Also instead of fp32; what is not traced in either is judged by its trace in bf16."""
     loaded = load("llama_3_1_8b_qlora")
+    with pytest.raises(UserError, match="set precision=fp16"):
+        estimate(loaded.recipe, loaded.name, find("t4"))
+    loaded = load("llama_3_1_8b_qlora", ["precision=fp32"])
     plan = estimate(loaded.recipe, loaded.name, find("t4"))
     (half,) = [each for each in plan.advice if each.changes.get("precision") == "fp16"]
     assert half.fits == "yes" and half.step_seconds < plan.work.step_seconds.value / 3
@@ -236,7 +240,7 @@ def test_options_leave_the_micro_batch_to_auto() -> None:
     """Of sampled rows the largest might not fit, which must not hide an option that does with fewer."""
     lengths = tuple(np.linspace(60, 600, 1001).tolist())
     rows = DataStatistics(3000, 990_000, 900_000, 3000, 400_000_000, lengths, sample="a sample")
-    loaded = load("llama_3_1_8b_qlora", ["micro_batch_size=auto"])
+    loaded = load("llama_3_1_8b_qlora", ["micro_batch_size=auto", "precision=fp32"])
     plan = estimate(loaded.recipe, loaded.name, find("t4"), statistics=rows)
     assert plan.micro_batch_size < 4
     assert {"precision": "fp16"} in [each.changes for each in plan.advice]

@@ -265,6 +265,7 @@ def test_what_does_not_fit_is_traced_once_more_for_advice(tmp_path: Path, monkey
     """Of a model that was never planned before only the recipe as it stands is known."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     asked = recipe(method={"name": "lora"}, activation_checkpointing={"mode": "none"}, batch={"seq_len": 8192})
+    asked = asked.with_values({"precision": "fp16"})
 
     def obtain(setting: Setting, tracing: str) -> Trace:
         store.keep(setting, trace(setting))

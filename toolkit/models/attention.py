@@ -95,11 +95,18 @@ def planned(requested: str, config: Mapping[str, Any], compute: str, kind: str, 
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
-        kind: See `on_device`, and so `capability`.
+        kind: See `on_device`, and so `capability`. Where it is not known, what the recipe asks for is taken.
+
+    Raises:
+        UserError: If what the recipe asks for cannot run there, or computes something else.
     """
+    there = on_device(kind, capability)
     if requested != "auto":
-        return requested
-    return resolve("auto", config, compute, on_device(kind, capability))
+        if kind == "cuda" and capability is None:
+            return requested
+        flash = {"cpu": "needs a GPU", "rocm": "ok"}.get(kind, there["torch_varlen"])
+        there |= {name: flash for name in VARLEN if name not in there}
+    return resolve(requested, config, compute, there)
 
 
 def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:

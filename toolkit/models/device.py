@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from toolkit.common import UserError
+from toolkit.distributed import device_limits
 
 
 def kind() -> Literal["cuda", "rocm", "cpu"]:
@@ -31,17 +31,13 @@ def capability() -> str | None:
 
 
 def has_bf16() -> bool:
-    """Whether a GPU has units for bf16; older ones emulate it, slower than fp32."""
-    return kind() == "rocm" or _ampere()
+    """Whether a GPU has units for bf16."""
+    return device_limits.has_bf16(kind(), capability())
 
 
 def has_tf32() -> bool:
     """Whether torch computes fp32 products in TF32 on request."""
-    return _ampere()
-
-
-def _ampere() -> bool:
-    return float(capability() or 0) >= 8
+    return device_limits.has_tf32(kind(), capability())
 
 
 def name() -> str:
@@ -57,12 +53,7 @@ def set_tf32(wanted: bool | Literal["auto"]) -> None:
 
     Args:
         wanted: `auto`, where the device has it.
-
-    Raises:
-        UserError: If it is wanted and not there.
     """
-    if wanted is True and not has_tf32():
-        raise UserError(f"tf32=true: {name()} has no TF32, which NVIDIA's GPUs have from Ampere on", "remove tf32")
     on = has_tf32() if wanted == "auto" else wanted
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on

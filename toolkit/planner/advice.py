@@ -123,10 +123,8 @@ def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
     elif method.quantization in ("none", "fp8"):
         yield {"method.quantization": "nf4"}
     precision, flops = recipe.precision, hardware.device.flops
-    if precision == "fp32" and "bf16" in flops:
-        yield {"precision": "bf16"}
-    elif precision == "bf16" and "bf16" not in flops and "fp16" in flops:
-        yield {"precision": "fp16"}
+    if precision == "fp32" and (shorter := next((each for each in ("bf16", "fp16") if each in flops), "")):
+        yield {"precision": shorter}
     elif precision == "bf16" and flops.get("bf16", math.inf) < flops["fp32"]:
         yield {"precision": "fp32"}
     if recipe.model.attention != "auto":

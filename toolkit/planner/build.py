@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit.common import bytes_text
 from toolkit.data.statistics import DataStatistics, statistics_of
-from toolkit.distributed.cpu_limits import check_cpu
+from toolkit.distributed.device_limits import check_device
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
 from toolkit.models import attention
 from toolkit.planner import kernels
@@ -96,7 +96,9 @@ class _Question:
         ranks, ram = memory(largest), host(largest)
         if counted and counted.sample:
             full = dataclasses.replace(largest, layout=layout, target_len=None, evaluation_len=None)
-            ranks = [up_to(each, most) for each, most in zip(ranks, memory(full), strict=True)]
+            # At the peak of full rows, which may be another, ranks that differ here may be alike.
+            most = memory(full)
+            ranks = [up_to(each, most[min(place, len(most) - 1)]) for place, each in enumerate(ranks)]
         if trace.origin == "formulas":
             ranks, done = [less_sure(each) for each in ranks], slower_or_faster(done)
         return Plan(
@@ -217,8 +219,8 @@ def estimate(
         context: Tokens of a sequence that the trained model is to serve; by default `batch.seq_len`.
 
     Raises:
-        UserError: If nothing fits that `auto` may stand for, the model's config cannot be found, or the batch does not
-            divide over the devices.
+        UserError: If nothing fits that `auto` may stand for, the model's config cannot be found, the batch does not
+            divide over the devices, or these cannot do what the recipe asks for.
         UnknownSize: If the model can be neither traced nor estimated.
     """
     question = _Question(
@@ -228,8 +230,8 @@ def estimate(
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
     known = question.statistics if recipe.knows_engine else None
     recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
-    if hardware.device.kind == "cpu":
-        check_cpu(recipe)
+    device = hardware.device
+    check_device(recipe, device.kind, device.capability, device.title)
     plan = question.plan(recipe, hardware, may_trace=True)
     assert plan is not None
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):

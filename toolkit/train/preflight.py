@@ -16,14 +16,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.common import UserError, cache_dir
-from toolkit.distributed.cpu_limits import check_cpu
+from toolkit.distributed.device_limits import check_device
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
@@ -239,13 +238,8 @@ def check_devices(recipe: Recipe, world: World) -> None:
             f"start all of them with `toolkit launch recipe=… --gpus {gpus}`, or make one visible with "
             "CUDA_VISIBLE_DEVICES=0",
         )
-    if not gpus:
-        check_cpu(recipe, not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16())
-    if "bf16" in recipe.precision and gpus and not device.has_bf16():
-        raise UserError(
-            f"precision={recipe.precision}: {device.name()} has no bf16, which NVIDIA's GPUs have from Ampere on",
-            " and ".join(f"set {key}={value}" for key, value in without_bf16(recipe).items()),
-        )
+    takes_fp16 = bool(gpus) or not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16()
+    check_device(recipe, device.kind(), device.capability(), device.name(), takes_fp16)
     if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
     optimizer.check_available(recipe)
@@ -255,12 +249,6 @@ def check_devices(recipe: Recipe, world: World) -> None:
                 f"logging.trackers: {tracker} is not installed",
                 f"run `pip install {tracker}`, or remove it from the list",
             )
-
-
-def without_bf16(recipe: Recipe) -> dict[str, str]:
-    """What a recipe for bf16 must say instead on GPUs without it: scaled losses, fp32 masters, and nothing in bf16."""
-    instead = {"precision": "fp16", "model.dtype": "auto", "strategy.reduce_dtype": "auto"}
-    return {key: value for key, value in instead.items() if "bf16" in attrgetter(key)(recipe)}
 
 
 def _deepspeed_takes_fp16() -> bool:

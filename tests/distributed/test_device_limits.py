@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed.cpu_limits import check_cpu
+from toolkit.distributed.device_limits import check_cpu
 from toolkit.recipe import Recipe
 
 

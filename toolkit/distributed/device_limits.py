@@ -1,0 +1,82 @@
+"""What does not train on a kind of device, asked by plans for one and by runs on one.
+
+Nothing here asks torch: a plan's device need not be here.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from toolkit.common import UserError
+from toolkit.recipe import Recipe
+
+_AMPERE = 8.0
+
+
+def has_tf32(kind: str, capability: str | None) -> bool:
+    """Whether torch computes fp32 products in TF32 on request. Of an unknown capability it is assumed.
+
+    Args:
+        kind: `cuda`, `rocm` or `cpu`.
+        capability: CUDA's compute capability, such as `9.0`. ROCm reports numbers too, of AMD's generations.
+    """
+    return kind == "cuda" and float(capability or _AMPERE) >= _AMPERE
+
+
+def has_bf16(kind: str, capability: str | None) -> bool:
+    """Whether a GPU has units for bf16, see `has_tf32`; older ones emulate it, slower than fp32."""
+    return kind == "rocm" or has_tf32(kind, capability)
+
+
+def without_bf16(recipe: Recipe) -> dict[str, str]:
+    """What a recipe for bf16 must say instead on GPUs without it: scaled losses, fp32 masters, and nothing in bf16."""
+    instead = {"precision": "fp16", "model.dtype": "auto", "strategy.reduce_dtype": "auto"}
+    return {key: value for key, value in instead.items() if "bf16" in attrgetter(key)(recipe)}
+
+
+def check_device(
+    recipe: Recipe, kind: str, capability: str | None, name: str, deepspeed_takes_fp16: bool = True
+) -> None:
+    """Refuses what does not train on a kind of device.
+
+    Args:
+        kind: See `has_tf32`, and so `capability`.
+        name: Of the device, for people.
+        deepspeed_takes_fp16: See `check_cpu`.
+
+    Raises:
+        UserError: Naming the setting to change.
+    """
+    if kind == "cpu":
+        check_cpu(recipe, deepspeed_takes_fp16)
+    elif "bf16" in recipe.precision and not has_bf16(kind, capability):
+        raise UserError(
+            f"precision={recipe.precision}: {name} has no bf16, which NVIDIA's GPUs have from Ampere on",
+            " and ".join(f"set {key}={value}" for key, value in without_bf16(recipe).items()),
+        )
+    if recipe.tf32 is True and not has_tf32(kind, capability):
+        raise UserError(f"tf32=true: {name} has no TF32, which NVIDIA's GPUs have from Ampere on", "remove tf32")
+
+
+def check_cpu(recipe: Recipe, deepspeed_takes_fp16: bool = True) -> None:
+    """Refuses what does not train on a CPU.
+
+    Args:
+        deepspeed_takes_fp16: Whether DeepSpeed computes in fp16 on this CPU; of another machine that is not known.
+
+    Raises:
+        UserError: Naming the setting to change.
+    """
+    if recipe.precision == "fp16" and not (recipe.strategy.zero_stage and deepspeed_takes_fp16):
+        raise UserError(
+            "precision=fp16 needs a GPU: its loss scaling does not run on a CPU", "set precision=bf16 or fp32"
+        )
+    if recipe.activation_checkpointing.mode == "offload":
+        raise UserError(
+            "activation_checkpointing.mode=offload moves activations from a GPU to host memory; there is no GPU here",
+            "set activation_checkpointing.mode=full",
+        )
+    if recipe.optimizer.traits.gpu_only:
+        raise UserError(f"optimizer.name={recipe.optimizer.name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
+    if recipe.optimizer.args.get("capturable"):
+        raise UserError("optimizer.args.capturable=true needs a GPU, whose graphs it is for", "remove capturable")
