@@ -9,7 +9,7 @@ import pytest
 from harness import write_recipe
 
 from toolkit.recipe import RecipeError, load
-from toolkit.recipe.errors import inline
+from toolkit.recipe.dotted import inline
 from toolkit.recipe.rules import check
 
 ADDED = [(2, "<eos>"), (9, "<tool>"), (5, "str"), (10, "</tool>")]

@@ -10,7 +10,8 @@ import pytest
 
 from recipes import BASE, values, write
 from toolkit.recipe import RecipeError, load
-from toolkit.recipe.compose import Layer, compose_recipe, interpolated, remove, value_at
+from toolkit.recipe.compose import Layer, compose_recipe
+from toolkit.recipe.dotted import interpolated, remove, value_at
 
 pytestmark = pytest.mark.usefixtures("mine")
 

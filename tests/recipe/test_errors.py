@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from harness import environment
 
-from toolkit.recipe import Problem, RecipeError, load
+from toolkit.recipe import Problem, RecipeError, did_you_mean, load
 from toolkit.recipe.rules import load_checked
+from toolkit.recipe.schema import leaf_paths, sections
 
 BASE = "defaults: [{model: smollm2_135m_builtin}, {data: stdlib_docstrings}, _self_]\n"
 
@@ -237,6 +238,70 @@ def test_wrong_override(override: str, words: list[str]) -> None:
     assert "command line" in message or override == "~model"
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("override", "change"),
+    [
+        ("logging=wandb", "write 'logging.trackers=[wandb]'"),
+        *(
+            (f"activation_checkpointing={on}", "write activation_checkpointing.mode=full")
+            for on in ("true", "on", "yes")
+        ),
+        *((f"activation_checkpointing={off}", "write activation_checkpointing.mode=none") for off in ("false", "off")),
+        *((f"strategy={name}", "write strategy.name=zero2") for name in ("deepspeed", "2")),
+        ("strategy=tp", "set strategy.name to zero3 or fsdp"),
+        *((f"evaluation={off}", "set data.eval_split: null") for off in ("false", "none", "off")),
+        ("schedule=3", "write schedule.num_epochs=3"),
+        ("compile=true", "write compile=layers"),
+        ("precision=float16", "write precision=fp16"),
+        ("objective=dpo", "not supported yet"),
+        ("data.eval_split=200", "write 'data={eval_split: 0.05, eval_max_samples: 200}'"),
+        ("data={path: a}", "write 'data.sources=[a]'"),
+        ("extra.model={a: 1}", "`model` stands at the top of a recipe"),
+        ("optimizer.learning_rate=.inf", "write what is allowed"),
+        ("optimizer.learning_rate=2e-4x", "write what is allowed"),
+        ("optimizer.learning_rate='2e-4'", "without quotes"),
+        *((f"{key}=512", "write batch.seq_len=512") for key in ("batch/seq_len", "batch/seq-len", "--batch.seq_len")),
+        *((text, "write seq_len=512") for text in ("seq_len:512", "seq-len=512", ".seq_len=512", " seq_len=512 ")),
+        ("seq_len", "write seq_len=VALUE"),
+        ("data.sources[0].path=x", "write all of it: data.sources=[…]"),
+        ("~foo", "`toolkit show --help` lists all keys"),
+        ("wandb_entity=me", "WANDB_ENTITY=me"),
+        ("report_to=wandb", "write 'logging.trackers=[wandb]'"),
+        ("load_in_4bit=true", "write 'method={name: lora, quantization: nf4}'"),
+    ],
+)
+def test_the_change_of_a_wrong_override(override: str, change: str) -> None:
+    (found,) = re.findall(r"    change   (.*(?:\n {13}.*)*)", problems(BASE, override))
+    assert change in " ".join(found.split())
+
+
+OTHER_KEYS = """
+    roles_to_train processor_type relora_steps token hub_token num_generations beta wandb_watch use_galore use_unsloth
+    use_badam packing_strategy mix_strategy logging_strategy hub_strategy cosine_min_lr_ratio float16 rl type
+    unfrozen_parameters save_safetensors hub_always_push gradient_kwargs model_parallel layer_types
+"""
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS.split())
+def test_a_key_of_another_meaning_is_no_slip_of_typing(key: str) -> None:
+    assert "did you mean" not in problems(BASE + f"{key}: 1\n")
+
+
+@pytest.mark.parametrize("path", sorted(path for paths in leaf_paths().values() for path in paths))
+def test_a_slip_of_typing_leads_to_the_key(path: str) -> None:
+    """A letter left out, one doubled, and two that changed places; unless that is a key too."""
+    section, _, key = path.partition(".")
+    names = set(sections()[section].model_fields)
+    slips = {key[:2] + key[3:], key[:2] + key[1:], key[0] + key[2] + key[1] + key[3:]} if len(key) > 3 else set()
+    for slip in slips - names:
+        assert did_you_mean(slip, names) == key
+
+
+def test_several_recipes_are_compared() -> None:
+    with pytest.raises(RecipeError, match="--compare a b"):
+        load("a,b")
 
 
 def test_an_option_that_an_option_extends_does_not_exist() -> None:

@@ -29,9 +29,10 @@ ELSEWHERE = {
     "report/page": "report/test_run_page",
     "report/run_view": "report/test_run_page",
     "train/arguments": "distributed/test_engines",
+    "recipe/dotted": "recipe/test_compose",
+    "recipe/spelling": "recipe/test_errors",
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
-    "recipe/other_tools": "recipe/test_every_key",
     "recipe/sections": "recipe/test_show",
 }
 """Module to the file with its tests, where that has another name."""

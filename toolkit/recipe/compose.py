@@ -9,7 +9,7 @@ of the result, which origins need, is internal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from toolkit.recipe.dotted import interpolated, remove, value_at
 from toolkit.recipe.errors import (
     COMMAND_LINE,
     Origins,
     Problem,
     RecipeError,
     as_text,
-    did_you_mean,
     from_validation_error,
 )
 from toolkit.recipe.files import (
@@ -42,6 +42,7 @@ from toolkit.recipe.files import (
 )
 from toolkit.recipe.overrides import inherited, parse, replaced, section_word
 from toolkit.recipe.schema import Recipe, sections
+from toolkit.recipe.spelling import did_you_mean
 
 _ENTRY_FORMS = "NAME of a recipe, `GROUP: OPTION`, `override /GROUP: OPTION`, `_self_`"
 
@@ -96,7 +97,11 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
         forget(key, result.origins)
         # A plain value of a file around the key gives way to a mapping.
         around = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
-        plain = [one for one in around if one in result.origins and not _is_mapping(result.values, one)]
+        plain = [
+            one
+            for one in around
+            if one in result.origins and not isinstance(value_at(result.values, one.split(".")), dict)
+        ]
         result.origins |= dict.fromkeys([*plain, key], COMMAND_LINE)
     warnings = [warning for warning in warnings if result.origins.get(warning.path) != COMMAND_LINE]
     return Composed(name, file, _plain(config), result.origins, problems, walk.texts(result) | changes.texts, warnings)
@@ -380,40 +385,6 @@ def _wrong_keys(layer: Layer) -> list[Problem]:
         # A section that says nothing wrong but lacks what its group would have given.
         return [problem for problem in problems if problem.what != "is required"]
     return []
-
-
-def interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path and text of every value that is still to be filled in."""
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        below = f"{path}.{key}" if path else str(key)
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            yield below, value
-        yield from interpolated(value, below)
-
-
-def value_at(data: Any, parts: Sequence[str]) -> Any:
-    """The part of nested values at a dotted path; None if there is none."""
-    for part in parts:
-        if isinstance(data, list):
-            data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
-        else:
-            data = data.get(part) if isinstance(data, dict) else None
-    return data
-
-
-def _is_mapping(data: Any, path: str) -> bool:
-    return isinstance(value_at(data, path.split(".")), dict)
-
-
-def remove(data: Any, path: str) -> bool:
-    """Takes the value at a dotted path out of nested values; False if there is none."""
-    *parents, last = path.split(".")
-    data = value_at(data, parents)
-    if isinstance(data, list) and last.isdigit() and int(last) < len(data):
-        del data[int(last)]
-        return True
-    return isinstance(data, dict) and data.pop(last, data) is not data
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -7,20 +7,22 @@ finding for each alternative of a union.
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import logging
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 
 from toolkit.common import UserError
-from toolkit.recipe.other_tools import translation
-from toolkit.recipe.schema import Recipe, leaf_paths
+from toolkit.recipe.dotted import inline, typed
+from toolkit.recipe.other_tools import habit, translation
+from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.sections import CONTROL, SHELL_VARIABLE, Section
+from toolkit.recipe.spelling import did_you_mean
 
 Origins = dict[str, str]
 """Dotted key to where its value was written, `file:line` or `command line`; a default has none."""
@@ -29,6 +31,8 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 _log = logging.getLogger("toolkit.recipe")
 _WIDTH = 100
+_BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_MAIN_KEYS = {section.main_key for section in sections().values()}
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
 
@@ -125,18 +129,6 @@ class Rule:
     """Where to read about a failure that a test cannot show without the hardware."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The closest known word, or an empty string."""
-    folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
-    initials = [
-        name for name in folded if "_" in name and "".join(part[:1] for part in name.split("_")) == word.lower()
-    ]
-    if len(initials) == 1:  # lr
-        return folded[initials[0]]
-    matches = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=0.6)
-    return folded[matches[0]] if matches else ""
-
-
 def origin_of(path: str, origins: Mapping[str, str]) -> str:
     """Where the value at a dotted path, a part of it, or the nearest part around it was written; empty for defaults."""
     inside = f"{path}."
@@ -183,12 +175,6 @@ def _as_written(value: Any, path: str, texts: Mapping[str, str], *, inside: bool
     return inline([value])[1:-1] if inside else inline(value)
 
 
-def inline(value: Any) -> str:
-    """A value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
-
-
 def from_validation_error(
     error: ValidationError, data: Any, origins: Origins, written: Mapping[str, str], texts: Mapping[str, str]
 ) -> list[Problem]:
@@ -204,7 +190,11 @@ def from_validation_error(
     for finding in error.errors():
         location = _existing(finding["loc"], data, missing_leaf=finding["type"] == "missing")
         by_path.setdefault(".".join(map(str, location)), []).append((finding, location))
-    return [_problem(path, findings, origins, written, texts) for path, findings in by_path.items()]
+    problems = [_problem(path, findings, origins, written, texts) for path, findings in by_path.items()]
+    return [
+        dataclasses.replace(each, hint=typed(each.hint) if each.where == COMMAND_LINE else each.hint)
+        for each in problems
+    ]
 
 
 def _existing(location: tuple[Any, ...], data: Any, missing_leaf: bool) -> list[Any]:
@@ -249,9 +239,10 @@ def _problem(
     close = did_you_mean(str(wrong), choices)
     form = "{}='\"{}\"'" if where == COMMAND_LINE else "{}: '{}'"
     hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled, texts)
+    hint = (not filled and habit(path, given)) or hint
     if close and close == given and "list_type" in kinds:
         hint = f"write [{given}]"
-    if "string_type" in kinds and isinstance(given, bool | int | float):
+    if "string_type" in kinds and isinstance(given, bool | int | float) and not kinds & _BOUNDS:
         hint = f"quote it: {form.format(path, shown)}"
     return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
 
@@ -279,9 +270,14 @@ def _unknown_key(path: str, location: list[Any], value: Any, given: str, where: 
     places = {name: [f"{prefix}.{name}" if prefix else name] for name in section.model_fields}
     close = did_you_mean(key, places)
     if not prefix or not close:
-        places = {**leaf_paths(), **places}
+        # `path`, `name` and such say nothing of another section.
+        places = {**({} if prefix and key in _MAIN_KEYS else leaf_paths()), **places}
         close = key if key in places else did_you_mean(key, places)
     hint = f"did you mean `{'` or `'.join(places[close])}`?" if close else ""
+    if prefix and key in Recipe.model_fields:
+        hint = f"`{key}` stands at the top of a recipe, not below {prefix}"
+    elif prefix and key in _MAIN_KEYS and not close and section.main_key:
+        hint = f"write {prefix}.{section.main_key}: {f'[{given}]' if section.main_key == 'sources' else given}"
     if key not in places or not prefix:
         hint = translation(key, value, given) or hint
     hint = hint or f"remove it; `toolkit schema --markdown` lists the keys{f' of {prefix}' if prefix else ''}"
@@ -350,7 +346,7 @@ def _change(
         return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
     if filled and kinds == {"list_type"}:
         return f"write [{filled[0]}]"
-    if isinstance(given, str) and kinds & {"int_type", "float_type", "bool_type"}:
+    if isinstance(given, str) and kinds & {"int_type", "float_type", "bool_type"} and _is_quoted(given):
         return "write a plain number or true/false, without quotes"
     if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
         return f"write {given:.0f}"
@@ -363,6 +359,14 @@ def _change(
         return f"write [{as_text(given, path, texts)}]"
     default = _default_at(location)
     return f"write what is allowed, or remove it for the default {default}" if default else "write what is allowed"
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether a text is a number or true/false, which only quotes make a text."""
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return text.lower() in ("true", "false", "yes", "no", "on", "off")
 
 
 def _text_change(path: str, kinds: set[str], given: str) -> str:

@@ -16,8 +16,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit.recipe.errors import Origins, Problem, RecipeError, did_you_mean
+from toolkit.recipe.errors import Origins, Problem, RecipeError
 from toolkit.recipe.schema import sections
+from toolkit.recipe.spelling import did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
 _PLAIN = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")
@@ -82,7 +83,9 @@ def find(name: str, folders: list[Path]) -> tuple[str, Path]:
             raise _unusable(name, "lies outside the recipe folders", ", ".join(map(short, folders)), hint)
         return file.resolve().relative_to(root).with_suffix("").as_posix(), file.resolve()
     if not NAME.fullmatch(name):
-        raise _unusable(name, "is not a recipe name", "letters, digits, _ - . and / for sub-folders")
+        names = " ".join(name.split(","))
+        hint = f"one command takes one recipe; `toolkit plan --compare {names}` compares them" if "," in name else ""
+        raise _unusable(name, "is not a recipe name", "letters, digits, _ - . and / for sub-folders", hint)
     known = list_recipes(folders)
     if name in known:
         if not _inside(known[name], folders):

@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from toolkit.recipe.adapter import start_from
-from toolkit.recipe.compose import compose_recipe, interpolated, remove, value_at
+from toolkit.recipe.compose import compose_recipe
+from toolkit.recipe.dotted import interpolated, remove, value_at
 from toolkit.recipe.errors import Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import first_lines, read
 from toolkit.recipe.libraries import flat

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import model_configs
-from toolkit.recipe.errors import Problem, did_you_mean, origin_of
+from toolkit.recipe.errors import Problem, origin_of
 from toolkit.recipe.schema import Model, Recipe
 from toolkit.recipe.sections import Method
+from toolkit.recipe.spelling import did_you_mean
 
 _MANY = re.compile(r"<(\d+)>")
 """In a name of the bundle: so many layers, counted from 0."""

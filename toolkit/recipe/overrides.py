@@ -16,9 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from toolkit.recipe import hydra_habits
-from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, did_you_mean, literals
+from toolkit.recipe.dotted import typed
+from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, literals
 from toolkit.recipe.files import NAME, locate, options, texts_of
+from toolkit.recipe.other_tools import habit
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
+from toolkit.recipe.spelling import did_you_mean
 
 _EITHER = (
     ("schedule.max_steps", "schedule.num_epochs"),
@@ -30,6 +33,8 @@ _EITHER = (
 
 _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
+
+_ALL_KEYS = "`toolkit show --help` lists all keys"
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
 
@@ -76,9 +81,8 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
         match = _FORM.fullmatch(argument)
         if not match or bool(match["equals"]) == (match["sign"] == "~"):
             form = "key=value, or ~key"
-            result.problems.append(
-                Problem(argument, "is not an override", COMMAND_LINE, allowed=form, hint=hydra_habits.hint(argument))
-            )
+            hint = hydra_habits.hint(argument) or _repaired(argument)
+            result.problems.append(Problem(argument, "is not an override", COMMAND_LINE, allowed=form, hint=hint))
             continue
         try:
             key = _full_key(match["key"])
@@ -95,6 +99,23 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
             result.problems += error.problems
     result.removed += replaced(result.values)
     return result
+
+
+def _habit(section: str, value: Any, where: str) -> str:
+    return typed(habit(section, value)) if where == COMMAND_LINE else habit(section, value)
+
+
+def _repaired(argument: str) -> str:
+    """What to write for an argument that means a key of ours and is not written as an override."""
+    match = re.fullmatch(
+        r"(?:--|\.)?(?P<key>[A-Za-z][\w.\-/\[\]]*?) ?(?:(?P<sign>[=:]) ?(?P<text>.*))?", argument.strip()
+    )
+    key = re.sub(r"\[(\d+)\]", r".\1", match["key"]).replace("-", "_").replace("/", ".") if match else ""
+    if not match or key.split(".")[0] not in (*leaf_paths(), *Recipe.model_fields):
+        return f"write key=value, e.g. seq_len=512; {_ALL_KEYS}"
+    if entry := re.search(r"\.\d", key):
+        return f"write all of it: {key[: entry.start()]}=[…]"
+    return f"write {key}={match['text'] if match['sign'] else 'VALUE'}"
 
 
 def section_word(section: str, text: str, value: Any, where: str, search: list[Path]) -> str | dict[str, Any]:
@@ -122,14 +143,16 @@ def section_word(section: str, text: str, value: Any, where: str, search: list[P
     is_name = re.fullmatch(r"[\w-]+", text) and value is not None and not Path(text).exists()
     if known and is_name and text not in known:
         close = did_you_mean(text, known)
-        hint = f"did you mean `{close}`?" if close else ""
-        if not close and main_key and not values:
+        hint = f"did you mean `{close}`?" if close else _habit(section, value, where)
+        if not hint and main_key and not values:
             form = f"{section}.{main_key}={text}" if where == COMMAND_LINE else f"{section}: {{{main_key}: {text}}}"
             hint = f"for something else write {form}"
         raise RecipeError("", [Problem(section, "is not known", where, text, ", ".join(known), hint)])
     if main_key is None or value is None:
         allowed = ", ".join(f"{section}.{field}" for field in sections()[section].model_fields)
-        hint = f"~{section} puts all of it back to its defaults" if value is None else ""
+        hint = _habit(section, value, where)
+        if value is None:
+            hint = f"~{section} puts all of it back to its defaults"
         raise RecipeError("", [Problem(section, "is a section", where, text, allowed, hint)])
     return {main_key: [value] if main_key == "sources" and not isinstance(value, list) else value}
 
@@ -207,7 +230,7 @@ def _remove(key: str, result: Overrides) -> None:
     known = sections()[section].model_fields if section in sections() else None
     if section not in Recipe.model_fields or (leaf and known is not None and leaf.split(".")[0] not in known):
         close = did_you_mean(leaf or section, known or Recipe.model_fields)
-        hint = f"did you mean `~{section + '.' if leaf else ''}{close}`?" if close else ""
+        hint = f"did you mean `~{section + '.' if leaf else ''}{close}`?" if close else _ALL_KEYS
         raise RecipeError("", [Problem(key, "unknown key", COMMAND_LINE, hint=hint)])
     result.groups.pop(key, None)
     kept = [one for one in result.values if one != key and not one.startswith(f"{key}.")]

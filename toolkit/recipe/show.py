@@ -17,7 +17,8 @@ import yaml
 
 from toolkit.common import UserError
 from toolkit.recipe.compose import Composed, compose_recipe
-from toolkit.recipe.errors import DEFAULT, as_text, inline, origin_of
+from toolkit.recipe.dotted import inline
+from toolkit.recipe.errors import DEFAULT, as_text, origin_of
 from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import inherited, parse

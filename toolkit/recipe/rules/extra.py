@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.recipe.errors import Problem, did_you_mean, origin_of
+from toolkit.recipe.errors import Problem, origin_of
 from toolkit.recipe.libraries import PASSED, fields, flat, uncounted
 from toolkit.recipe.other_tools import translated_keys
 from toolkit.recipe.schema import Recipe, leaf_paths
+from toolkit.recipe.spelling import did_you_mean
 
 _CHECKPOINTING = "activation_checkpointing.mode"
 _OWN = {

@@ -1,0 +1,65 @@
+"""Nested values by dotted keys, and as text for a file or a shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+
+def interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and text of every value that is still to be filled in."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        below = f"{path}.{key}" if path else str(key)
+        if isinstance(value, str) and ("${" in value or value == "???"):
+            yield below, value
+        yield from interpolated(value, below)
+
+
+def value_at(data: Any, parts: Sequence[str]) -> Any:
+    """The part of nested values at a dotted path; None if there is none."""
+    for part in parts:
+        if isinstance(data, list):
+            data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
+        else:
+            data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def remove(data: Any, path: str) -> bool:
+    """Takes the value at a dotted path out of nested values; False if there is none."""
+    *parents, last = path.split(".")
+    data = value_at(data, parents)
+    if isinstance(data, list) and last.isdigit() and int(last) < len(data):
+        del data[int(last)]
+        return True
+    return isinstance(data, dict) and data.pop(last, data) is not data
+
+
+def inline(value: Any) -> str:
+    """A value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def typed(change: str) -> str:
+    """A change such as `write batch.seq_len: 512` as it is typed in a shell: `write batch.seq_len=512`."""
+    match = re.fullmatch(r"write (?P<key>[a-z_]+(\.[a-z_]\w*)*): (?P<text>.+)", change)
+    if not match or " or " in change or "${" in change:
+        return change
+    value = yaml.safe_load(match["text"])
+    return f"write {shlex.quote(match['key'] + '=' + (value if isinstance(value, str) else _typed(value)))}"
+
+
+def _typed(value: Any) -> str:
+    """A value, or a part of one, in Hydra's grammar."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_typed, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_typed(each)}' for key, each in value.items())}}}"
+    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./:+*@?%-]+", value)
+    return inline(value) if is_plain else f"'{value}'"

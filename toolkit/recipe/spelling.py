@@ -1,0 +1,47 @@
+"""Which known word a misspelt one means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word of which this is a slip of typing, a part or the long form, or an empty string."""
+    folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
+    initials = [
+        name for name in folded if "_" in name and "".join(part[:1] for part in name.split("_")) == word.lower()
+    ]
+    if len(initials) == 1:  # lr
+        return folded[initials[0]]
+    word = word.lower().replace("-", "_")
+    slips = {name: _slips(word, name) for name in folded if abs(len(name) - len(word)) < 5}
+    nearest = min(slips, key=lambda name: slips[name], default="")
+    if nearest and slips[nearest] <= (len(word) + 2) // 5:
+        return folded[nearest]
+    longer = [name for name in folded if _is_part(word, name) or _spells_out(word, name)]
+    return folded[longer[0]] if len(longer) == 1 else ""
+
+
+def _is_part(word: str, name: str) -> bool:
+    """save_limit of save_total_limit."""
+    return set(word.split("_")) < set(name.split("_")) and 3 * len(word) >= len(name)
+
+
+def _spells_out(word: str, name: str) -> bool:
+    """seq_length for seq_len."""
+    parts, shorts = word.split("_"), name.split("_")
+    pairs = zip(parts, shorts, strict=False)
+    return len(parts) == len(shorts) and all(len(short) > 2 and part.startswith(short) for part, short in pairs)
+
+
+def _slips(word: str, meant: str) -> int:
+    """Letters left out, added, changed, or swapped with their neighbour (Damerau 1964)."""
+    rows = [list(range(len(meant) + 1))]
+    for i, letter in enumerate(word, 1):
+        row = [i]
+        for j, wanted in enumerate(meant, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != wanted)))
+            if i > 1 and j > 1 and (letter, word[i - 2]) == (meant[j - 2], wanted):
+                row[j] = min(row[j], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
