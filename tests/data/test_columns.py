@@ -41,7 +41,11 @@ MEANINGS = [
         *(("mask", "masks", "weights", "loss_weights", "loss_mask", "train_mask"), [0, 1], CHATS),
         *("what is not trained", '`"train": false`'),
     ),
-    (("train", "trainable"), False, FORMATS, "whether the row is trained", "remove the rows that are not"),
+    (
+        *(("train", "trainable", "calculate_loss", "loss_mask"), False, FORMATS),
+        *("whether the row is trained", "remove the rows that are not"),
+    ),
+    (("masked", "ignore_loss"), True, FORMATS, "whether the row is trained", "remove the rows that are not"),
     (("reflection", "corrected"), "b", PROMPTS, "a second answer", "data.columns={output: corrected}"),
     (("history",), [["a", "b"]], CHATS | {"prompt_completion", "source_target"}, "earlier rounds", "as `messages`"),
     (
@@ -93,7 +97,8 @@ def test_a_column_is_refused_in_the_formats_that_leave_it_unused(
             assert f"or set 'data.ignore=[{column}]' to train without it" in said
         else:
             assert not said or any(name in other for _, other, *_ in own if other is not formats)
-        assert not refusal(name, {column: value}, used=(column,)) and not refusal(name, {column: ""})
+        assert not refusal(name, {column: value}, used=(column,))
+        assert not any(refusal(name, {column: nothing}) for nothing in ("", None, [], {}, "[]", "{}", "null"))
         for spelt in (column.upper(), column.title()):
             assert bool(refusal(name, {spelt: value})) == bool(said), spelt
 
@@ -146,11 +151,12 @@ def test_the_number_of_the_right_choice_is_no_judgement() -> None:
 
 OTHERWISE = {
     "text": "content document body",
-    "prompt": "question query instruction input problem user message_1 article",
-    "completion": "answer response output solution assistant generation corrected revision message_2 summary ideal",
-    "instruction": "prompt question query problem message_1 input user",
+    "prompt": "question query instruction input problem user message_1 article inputs",
+    "completion": "answer response output solution assistant generation corrected revision message_2 summary ideal "
+    "targets",
+    "instruction": "prompt question query problem message_1 input user inputs",
     "input": "context article query",
-    "output": "response answer completion solution generation corrected revision message_2 assistant",
+    "output": "response answer completion solution generation corrected revision message_2 assistant targets",
     "messages": "conversation dialog dialogue chat turns",
     "system": "system_prompt system_message",
     "reasoning": "reasoning_content thinking thought",
@@ -238,6 +244,13 @@ def test_rows_for_another_trainer_are_refused_unless_mapped(row: dict[str, Any],
         refuse_other_forms(row, set(row) - {ignored}, (), "d.jsonl")
     if mapped:
         refuse_other_forms(row, set(row) - {each.partition(".")[0] for each in mapped}, mapped, "d.jsonl")
+
+
+def test_rows_that_say_they_are_trained_are() -> None:
+    for name in ("train", "trainable", "calculate_loss", "loss_mask"):
+        assert not refusal("alpaca", {name: True}) and not refusal("alpaca", {name: 1})
+    for name in ("masked", "ignore_loss"):
+        assert not refusal("alpaca", {name: False}) and refusal("alpaca", {name: 1})
 
 
 def test_other_forms_are_known_in_any_case() -> None:

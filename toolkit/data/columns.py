@@ -17,16 +17,16 @@ from toolkit.common import UserError
 
 OFTEN_CALLED = {
     "text": ("content", "document", "body"),
-    "prompt": ("question", "query", "instruction", "input", "problem", "user", "message_1", "article"),
+    "prompt": ("question", "query", "instruction", "input", "problem", "user", "message_1", "article", "inputs"),
     "completion": (
         *("answer", "response", "output", "solution", "assistant", "generation", "corrected", "revision"),
-        *("message_2", "summary", "ideal"),
+        *("message_2", "summary", "ideal", "targets"),
     ),
-    "instruction": ("prompt", "question", "query", "problem", "message_1", "input", "user"),
+    "instruction": ("prompt", "question", "query", "problem", "message_1", "input", "user", "inputs"),
     "input": ("context", "article", "query"),
     "output": (
         *("response", "answer", "completion", "solution", "generation", "corrected", "revision", "message_2"),
-        "assistant",
+        *("assistant", "targets"),
     ),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "system": ("system_prompt", "system_message"),
@@ -37,8 +37,8 @@ OFTEN_CALLED = {
 
 STEPS = "completions"
 """The column of TRL's steps that are judged one by one; who maps it learns all of them, joined."""
-EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values of columns and fields that say nothing; 0 and false do."""
+EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
+"""Values of columns and fields that say nothing, also as JSON in a CSV; 0 and false say something."""
 _SEEN_OR_HEARD = ("image", "img", "picture", "video", "audio", "speech")
 MEDIA = (
     *(f"{name}{suffix}" for name in _SEEN_OR_HEARD for suffix in ("", "s", "_url", "_urls", "_path", "_paths")),
@@ -132,12 +132,16 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
     _each(("documents",), Meaning("documents to answer from", "write them into the prompt", _ANSWERS)),
     _each(("context",), Meaning("a text to answer from", "write it into `input`", ("alpaca",))),
     _each(
-        ("mask", "masks", "weights", "loss_weights", "loss_mask", "train_mask"),
-        Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS),
+        ("train", "trainable", "calculate_loss", "loss_mask"),
+        Meaning("whether the row is trained", "remove the rows that are not", _ALL, _is_bad),
     ),
     _each(
-        ("train", "trainable"),
-        Meaning("whether the row is trained", "remove the rows that are not", _ALL, _is_bad),
+        ("masked", "ignore_loss"),
+        Meaning("whether the row is trained", "remove the rows that are not", _ALL, lambda value: not _is_bad(value)),
+    ),
+    _each(
+        ("mask", "masks", "weights", "loss_weights", "loss_mask", "train_mask"),
+        Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS),
     ),
     _each(
         ("reflection", "corrected"),

@@ -134,7 +134,7 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     role = role.lower() if isinstance(role, str) else None
     if role not in ROLES:
         raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
-    if media := next((name for name in message if name.lower() in MEDIA and message[name]), None):
+    if media := next((name for name in message if name.lower() in MEDIA and message[name] not in EMPTY), None):
         raise _media(where, media)
     flag = _flag(message, where, flags)
     given = [message.pop(name) for name in _SPOKEN if message.get(name)]
