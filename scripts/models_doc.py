@@ -35,7 +35,7 @@ from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, experts
 from toolkit.models.adapters import keep_unpacked, not_linear
 from toolkit.models.fp8_loading import Fp8Config
-from toolkit.models.output_head import HeadChoice, asks_routers, choose
+from toolkit.models.head_choice import add_output_head, asks_routers, choose
 from toolkit.models.tiny import tiny_model
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import run
@@ -124,7 +124,7 @@ def plans(kind: str, objective: str = "sft") -> str:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake_kernels.installed(setting):
         warnings.simplefilter("ignore")
         try:
-            choice = HeadChoice() if objective == "seq2seq" else choose(load_config(setting))
+            choice = choose(load_config(setting), objective=objective)
             run(build(setting, 2, fake), setting, choice, fake, 2, 64)
             whole = build(setting, None, FakeTensorMode()).model
         except Exception:  # A model's own code may raise anything.
@@ -157,7 +157,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         except Exception as error:
             return Architecture(kind, "not built", in_a_line(error))
         assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
-        head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, batch)
+        head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, config, batch)
         nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         in_fp8, quantised = (_quantised(model, batch, settings) for settings in (Fp8Config(), nf4))
         reached = _reached(model, batch)
@@ -224,19 +224,28 @@ def _compare(model: Any, config: Any, batch: dict[str, torch.Tensor]) -> str:
         for row, length in enumerate(lengths)
     ]
     measured = trainer.compute_loss(model, Collator(0, "padded")(rows), num_items_in_batch=following.ne(-100).sum())
+    _check_equal(model, measured, loss, expected)
+    return "fused" if choice.fused else "own"
+
+
+def _compare_pairs(model: Any, config: Any, batch: dict[str, torch.Tensor]) -> str:
+    own, labels = model(**batch, use_cache=False), batch["labels"]
+    loss = F.cross_entropy(own.logits.float().flatten(0, 1), labels.flatten())
+    if model.config.model_type != "prophetnet":  # Whose own loss is of the tokens after the next one, too.
+        torch.testing.assert_close(loss, own.loss, rtol=1e-5, atol=1e-5)
+    expected, choice = _backward(model, loss), choose(config, objective="seq2seq")
+    add_output_head(model, choice, "seq2seq")
+    positions = labels.flatten().ne(-100).nonzero()[:, 0]
+    total, count, _ = EncoderDecoderTrainer.score(None, model, batch | {"label_positions": positions})  # type: ignore[arg-type]
+    _check_equal(model, total / count, loss, expected)
+    return "fused" if choice.fused else "own"
+
+
+def _check_equal(model: Any, measured: torch.Tensor, loss: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(measured, loss, rtol=2e-6, atol=2e-6)
     for name, gradient in _backward(model, measured).items():
         scale = expected[name].abs().max().item()
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * scale + 1e-7, msg=name)
-    return "fused" if choice.fused else "own"
-
-
-def _compare_pairs(model: Any, batch: dict[str, torch.Tensor]) -> str:
-    own = model(**batch, use_cache=False)
-    total, count, _ = EncoderDecoderTrainer.score(None, model, batch)  # type: ignore[arg-type]
-    if model.config.model_type != "prophetnet":  # Whose own loss is of the tokens after the next one, too.
-        torch.testing.assert_close(total / count, own.loss, rtol=1e-5, atol=1e-5)
-    return "own"
 
 
 def _backward(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -342,7 +351,8 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
 - **trains**: loss and gradients of a padded batch equal those of a plain loop over the model's own logits, in fp32.
   *fused*: TRL's fused output head, which never holds all logits, computes what the model does. *own*: it does not
   (another layer, scale or cap before the logits, or routers by other names), so the model's own forward scores the
-  labels. Either way trained tokens alone reach the head wherever the model's code lets them be picked. The run says
+  labels. Of encoder-decoders the model's own head scores in chunks, in place of returning logits. Either way
+  trained tokens alone reach the head wherever the model's code lets them be picked. The run says
   which, the plan counts it, `manifest.json` keeps it (`effective.output_head`), and before the first step both are
   compared once more with the real weights, on the first rows, in the run's precision. BERT and its kin train as
   decoders only, which their config must say (`is_decoder`).

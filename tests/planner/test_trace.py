@@ -23,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
+from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import HeadChoice, choose
+from toolkit.models.output_head import HeadChoice
 from toolkit.models.tiny import shrink as shrunk
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace import fake_kernels, fit, passes, store
@@ -209,7 +210,7 @@ def test_one_trace_serves_rows_of_any_length(kind: str, device: Any) -> None:
     )  # fmt: skip
     found, fake = traced(each), FakeTensorMode(allow_non_fake_inputs=True)
     with fake_kernels.installed(each):
-        choice = HeadChoice() if pairs else choose(load_config(each))
+        choice = choose(load_config(each), objective=each.objective)
         whole = build(each, found.layers, fake)
         for batch, length in ((3, 48), (4, 96), (2, 200), (2, 300)):
             seen = passes.run(whole, each, choice, fake, batch, length).timelines

@@ -27,7 +27,7 @@ import toolkit.train.setup as setup
 from toolkit.models.output_head import HeadChoice
 
 def main(arguments):
-    setup.choose = lambda config, trust_remote_code: HeadChoice()
+    setup.choose = lambda config, trust_remote_code, objective: HeadChoice()
     return cpu_engines.main(arguments)
 """
 """An entry that finds out only from the weights."""
@@ -136,7 +136,7 @@ def test_engines_ask_a_tiny_copy_first(place: Path, ranks: Ranks) -> None:
 def test_the_weights_are_asked_before_the_first_step(
     place: Path, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup, "choose", lambda config, trust_remote_code: HeadChoice())
+    monkeypatch.setattr(setup, "choose", lambda config, trust_remote_code, objective: HeadChoice())
     for model, head in (("modernbert", "own"), ("llama", "fused")):
         overrides = [f"model.path={model}", "max_steps=1", f"precision={precision}", f"output.name={model}"]
         assert main(["recipe=small", *overrides]) == 0

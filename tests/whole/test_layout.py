@@ -23,6 +23,7 @@ ELSEWHERE = {
     "models/adapter_init": "train/test_initial",
     "models/fp8_loading": "models/test_blockwise",
     "models/attention_kernels": "models/test_attention",
+    "models/head_choice": "models/test_output_head",
     "models/tiny": "models/test_output_head",
     "planner/notes": "planner/test_build",
     "planner/plan": "planner/test_build",

@@ -84,9 +84,9 @@ class Collator:
         pairs: as `padded`, for encoder-decoder rows: `labels` (B, longest target) have a length of their own, and the
             model shifts them into decoder inputs itself.
 
-    All but `pairs` have `label_positions`, a multiple of `_POSITIONS` of them: those in the flattened batch whose next
-    token is trained, filled up with the last one, which has none. The output head needs no others; known on the host,
-    they need not be asked of the device.
+    All have `label_positions`: those in the flattened batch whose next token is trained, a multiple of `_POSITIONS` of
+    them, filled up with the last one, which has none; of `pairs` those that are trained. The output head needs no
+    others; known on the host, they need not be asked of the device.
 
     Args:
         pad_token_id: Fills up rows; never trained, never seen by other tokens.
@@ -127,8 +127,7 @@ class Collator:
             "input_ids": self._pad(ids, self.pad_token_id),
             "labels": self._pad(labels, IGNORE),
         }
-        if self.layout != "pairs":
-            batch["label_positions"] = _label_positions(batch["labels"].numpy())
+        batch["label_positions"] = _label_positions(batch["labels"].numpy(), self.layout == "pairs")
         if self.layout in ("padded", "pairs"):
             return batch | {"attention_mask": self._pad([np.ones_like(row) for row in ids], 0)}
         pads = [batch["labels"].shape[1] - len(row) for row in ids]
@@ -151,8 +150,13 @@ class Collator:
         return torch.from_numpy(padded)
 
 
-def _label_positions(labels: NDArray[np.int64]) -> torch.Tensor:
-    """Where the next token is trained. No row begins with a trained token, so rows may be laid end to end in a ring."""
+def _label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:
+    """Where the next token is trained. No row begins with a trained token, so rows may be laid end to end in a ring.
+
+    Of pairs, those of the trained tokens: decoders of encoder-decoders see the token before.
+    """
+    if pairs:
+        return torch.from_numpy(np.flatnonzero(labels != IGNORE))
     trained = np.flatnonzero(np.roll(labels, -1) != IGNORE)
     spare = -len(trained) % _POSITIONS if len(trained) else _POSITIONS
     return torch.from_numpy(np.append(trained, np.full(spare, labels.size - 1)))

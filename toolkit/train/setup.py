@@ -30,8 +30,9 @@ from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
+from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
-from toolkit.models.output_head import HeadChoice, choose
+from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
@@ -87,9 +88,8 @@ def set_up(
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
-    kind: Any = EncoderDecoderTrainer
-    if recipe.objective != "seq2seq":
-        kind = functools.partial(CausalTrainer, choice=_head(source, first))
+    trains = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
+    kind: Any = functools.partial(trains, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available()
@@ -322,7 +322,7 @@ def _for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:
     """How labels are scored, as far as the architecture tells; the weights are asked before the first step."""
-    choice = choose(source.config, source.recipe.model.trust_remote_code)
+    choice = choose(source.config, source.recipe.model.trust_remote_code, source.recipe.objective)
     if first and not choice.fused:
         _log.warning(
             "the model's own forward scores the labels, from the logits of %s: the fused output head is not what a %s "

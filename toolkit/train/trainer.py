@@ -27,7 +27,8 @@ from trl import SFTTrainer
 from toolkit.common import UserError
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
-from toolkit.models.output_head import HeadChoice, add_output_head
+from toolkit.models.head_choice import add_output_head
+from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
@@ -308,11 +309,14 @@ def _unshard_trained_head(model: Any, inputs: Any) -> None:
 
 
 class EncoderDecoderTrainer(_ExactMixin, Seq2SeqTrainer):
-    """Encoder-decoder models."""
+    """Encoder-decoder models, with an output head as `CausalTrainer` has."""
+
+    def __init__(self, model: Any, args: Any, choice: HeadChoice, **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.output_head = add_output_head(base, choice, "seq2seq")
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
         """As `CausalTrainer.score`."""
-        labels = inputs["labels"]
-        logits = model(**inputs, use_cache=False).logits
-        total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-        return total, labels.ne(-100).sum(), None
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        return -outputs.log_probs.sum(), outputs.label_mask.sum(), None

@@ -27,7 +27,7 @@ from toolkit.data.batches import MicroBatches
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
-from toolkit.models import attention, compiled_layers, device, output_head
+from toolkit.models import attention, compiled_layers, device, head_choice
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
 
@@ -43,8 +43,7 @@ class Verify(TrainerCallback):
         self._session, self._has_stepped, self._graphs = session, False, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session.recipe.objective != "seq2seq":
-            check_output_head(self._session)
+        check_output_head(self._session)
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)
@@ -135,13 +134,15 @@ def check_output_head(session: Session) -> None:
     head = trainer.output_head
     prepared = session.prepared
     rows = prepared.eval if session.recipe.data.streaming and prepared.eval is not None else prepared.train
-    tokens = [row["input_ids"][:_SCORED] for row in itertools.islice(iter(rows), 2)]
-    batch = trainer.data_collator([{"input_ids": ids, "labels": [IGNORE, *ids[1:]]} for ids in tokens])
+    first = [{key: row[key][:_SCORED] for key in ("input_ids", "labels")} for row in itertools.islice(iter(rows), 2)]
+    if session.recipe.objective != "seq2seq":
+        first = [{"input_ids": row["input_ids"], "labels": [IGNORE, *row["input_ids"][1:]]} for row in first]
+    batch = trainer.data_collator(first)
     batch = send_to_device(batch, trainer.args.device)
     compute = getattr(torch, session.dtypes.compute)
 
     def equal(fused: bool) -> tuple[bool, str]:
-        difference, reason = output_head.compare(trainer.model_wrapped, batch, head, compute, fused)
+        difference, reason = head_choice.compare(trainer.model_wrapped, batch, head, compute, fused)
         largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
         return largest <= 1, reason
 

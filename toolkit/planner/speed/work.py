@@ -181,8 +181,8 @@ def load_of(
     elif backend == "sdpa" and not recipe.data.packing and size == 1:
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
-    # An encoder-decoder's head is given its targets whole.
-    scored = padded if recipe.objective == "seq2seq" else tokens * trained
+    # Targets are taken to be as long as their sources.
+    scored = tokens if recipe.objective == "seq2seq" else tokens * trained
     return Load(tokens, padded, within, attended, grid, longest, scored)
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
 from toolkit.models.fp8 import Fp8Weight
-from toolkit.models.output_head import HeadChoice, choose
+from toolkit.models.head_choice import choose
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import Micro, run
@@ -47,7 +47,7 @@ def trace(setting: Setting) -> Trace:
     deadline = time.process_time() + _LIMIT
     config = load_config(setting)
     encoder_decoder = setting.objective == "seq2seq"
-    choice = HeadChoice() if encoder_decoder else choose(config, setting.trust_remote_code)
+    choice = choose(config, setting.trust_remote_code, setting.objective)
     shapes = _shapes(setting)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake_kernels.installed(setting):
         warnings.simplefilter("ignore")
@@ -73,11 +73,12 @@ def trace(setting: Setting) -> Trace:
                 block = _lengthen(shapes, runs[0], measure)
     fit = _Fit(shapes, small, large, block)
     tensors, buffers = _inventory(inventory, setting)
+    head = inventory.base.get_output_embeddings().weight.numel()
     return Trace(
         layers=layers,
         tensors=tensors,
         moments=tuple(_moments(runs, fit, layers, setting.chunk)),
-        passes=_passes(runs, fit, choice.fused and not encoder_decoder and setting.device != "cpu"),
+        passes=_passes(runs, fit, head if choice.fused and setting.device != "cpu" else 0, encoder_decoder),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         caches=_caches(setting, config),
@@ -127,7 +128,7 @@ def _shared_pairs(row: list[Micro], shapes: list[tuple[int, int]]) -> bool:
     """
     fit = _Fit(shapes, 0, 1)
     for place in ("last_layer", "head"):
-        parts = [_at(micro.timelines["forward+"], place) for micro in row]
+        parts = _same_turns([_at(micro.timelines["forward+"], place) for micro in row])
         if parts[0][0] and all(names == parts[0][0] for names, _ in parts):
             fullest = np.argmax(parts[0][1][:, _ACTIVATIONS])
             live = [part[fullest, _ACTIVATIONS] for _, part in parts]
@@ -273,15 +274,22 @@ def _undominated(moments: list[Moment]) -> Iterable[Moment]:
             yield moment
 
 
-def _passes(runs: list[list[Micro]], fit: _Fit, forms_logits_again: bool) -> dict[str, Pass]:
+def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool) -> dict[str, Pass]:
+    """What each pass does.
+
+    Args:
+        head: Elements of the output head, if its logits are formed again in the backward pass, else 0.
+    """
+
     def fitted(name: str, kind: str = "work") -> Pass:
         return Pass(*fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs]))
 
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
     again = fitted("backward", "recomputed")
-    if forms_logits_again:
+    if head:
         # That is all that is recomputed outside the layers. No layer is entered for it, so it is not seen.
-        matmul = dataclasses.replace(again.matmul, fixed=passes["forward"].matmul.fixed)
+        products = (0.0, 2.0 * head) if encoder_decoder else passes["forward"].matmul.fixed
+        matmul = dataclasses.replace(again.matmul, fixed=products)
         again = dataclasses.replace(again, matmul=matmul)
     return passes | {"recompute": again}
 

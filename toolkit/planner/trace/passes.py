@@ -16,7 +16,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.attention_kernels import keep_attention
-from toolkit.models.output_head import HeadChoice, OutputHead, asks_routers
+from toolkit.models.head_choice import asks_routers
+from toolkit.models.output_head import HeadChoice, OutputHead
+from toolkit.models.pair_head import PairHead
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
@@ -52,7 +54,7 @@ def run(
     """Takes a micro-batch of `batch` sequences of `length` tokens through the model.
 
     Args:
-        choice: How labels are scored; of no account for an encoder-decoder.
+        choice: How labels are scored.
         fake: The mode in which tensors are made.
         period: So many layers at either end stand for those between them.
         deadline: See `Tracker`.
@@ -61,7 +63,7 @@ def run(
     _prepare(shallow, setting, choice)
     with fake:
         inputs = _inputs(setting, batch, length)
-        if (setting.device == "cpu" or not choice.fused) and setting.objective != "seq2seq":
+        if setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         chunk = setting.chunk if batch * length > setting.chunk else 0
@@ -107,7 +109,9 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:
         offload = kwargs.pop("offload", False)
         kwargs.pop("selective", None)
         base.activation_checkpointing_enable(kwargs, every_n_layers=every, offload=offload)
-    if setting.objective != "seq2seq":
+    if setting.objective == "seq2seq":
+        PairHead(base, choice)
+    else:
         if asks_routers(base.config):
             base.config.get_text_config().output_router_logits = choice.balances
         # With what TRL has it compute beside: a little more than the trainers ask for.
@@ -146,11 +150,6 @@ def _loss(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> torch.T
 
 def _nll(shallow: Shallow, setting: Setting, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Sum over the tokens, their number, and a mixture of experts' own loss."""
-    if setting.objective == "seq2seq":
-        labels = inputs["labels"]
-        logits = shallow.model(**inputs, use_cache=False).logits
-        total = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-        return total, labels.ne(-100).sum(), None
     outputs = shallow.model(**inputs, use_cache=False, fused_lm_head=True)
     return (-outputs.log_probs).sum(), outputs.label_mask.sum(), getattr(outputs, "aux_loss", None)
 

@@ -93,8 +93,10 @@ class Setting:
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
         content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
-        if self.device == "cpu" and self.objective != "seq2seq":
+        if self.device == "cpu":
             content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
+        if self.objective == "seq2seq":
+            content["head"] = "chunked"  # With all logits they would make another trace.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
