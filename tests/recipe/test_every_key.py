@@ -104,6 +104,7 @@ def test_a_control_character_is_one_problem(mine: Path, monkeypatch: pytest.Monk
 
 PATHS = [
     "output.dir",
+    "output.name",
     "strategy.nvme_path",
     "checkpoint.resume",
     "model.tokenizer",

@@ -31,7 +31,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("recipes").mkdir()
     Path("existing").mkdir()
     Path("existing", "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
-    Path("m.gguf").touch()
+    for file in ("m.gguf", "existing/own.gguf", "own.jinja"):
+        Path(file).touch()
     vocabulary = {str(number): number for number in range(49_160)}
     for name, model, added in (
         ("larger", {"vocab": vocabulary}, []),
@@ -40,6 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
     for name, config in (
+        ("falcon", {"model_type": "falcon"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),

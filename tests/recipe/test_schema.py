@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from recipes import recipe_of
+from toolkit.data import encode
 from toolkit.recipe import Recipe
+from toolkit.recipe.schema import CHAT_TEMPLATES
 from toolkit.recipe.sections import Batch, Optimizer
 
 OWN = "data.sources='[{path: a, split: x, format: text, columns: {a: b}, ignore: [c], weight: 2.0, max_samples: 5}]' "
@@ -113,3 +115,7 @@ def taken(key: str, value: Any) -> bool:
 def test_texts_say_something_and_names_are_those_of_arguments(key: str, fitting: list[Any], wrong: list[Any]) -> None:
     assert [value for value in fitting if not taken(key, value)] == []
     assert [value for value in wrong if taken(key, value)] == []
+
+
+def test_built_in_chat_templates_are_those_that_there_are() -> None:
+    assert sorted(CHAT_TEMPLATES) == sorted(encode._BUILT_IN)

@@ -13,6 +13,7 @@ ZERO2_OFFLOAD = [*ZERO2, "strategy.offload_optimizer=cpu"]
 PURE = ["precision=pure_bf16"]
 NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
 NESTEROV = ["optimizer=sgd", "optimizer.args.nesterov=true"]
+FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 
 # Rule, what breaks it, and the fix: what its message says to change, as overrides that replace those of the same key.
@@ -24,6 +25,10 @@ CASES = [
     ("tokenizer-larger", ["model.tokenizer=grown"], ["model.path=resized"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model.gguf_file=null"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model=someone/folder"]),
+    ("gguf-file", ["model.path=existing", "model.gguf_file=x.gguf"], ["~model.gguf_file"]),
+    ("gguf-file", ["model.path=existing", "model.gguf_file=x.gguf"], ["model.gguf_file=own.gguf"]),
+    ("chat-template-file", ["model.chat_template=nope.jinja"], ["model.chat_template=chatml"]),
+    ("chat-template-file", ["model.chat_template=nope"], ["model.chat_template=own.jinja"]),
     ("revision-local", ["model.revision=main"], ["model.revision=null"]),
     ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.revision=0123abc"]),
     ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.trust_remote_code=false"]),
@@ -111,6 +116,7 @@ CASES = [
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=nf4"]),
     ("quantized-experts", ["method=lora_int8", "model=qwen3_30b_a3b"], ["method.quantization=fp8"]),
     ("quantized-weights-read", ["method=qlora", "model=mamba", "target_modules=[x_proj]"], ["quantization=none"]),
+    ("quantized-nothing", ["method=qlora", "model=falcon"], ["method.quantization=none"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["~method.double_quantization"]),
     ("double-quantization", [LORA, "method.double_quantization=false"], ["method.quantization=nf4"]),
     ("8-bit-dora", ["method=lora_int8", "method.use_dora=true"], ["method.quantization=nf4"]),
@@ -321,6 +327,12 @@ CASES = [
     ("compile-unfit", ["compile=layers", *SELECTIVE], ["compile=auto"]),
     ("compile-unfit", ["compile=layers", "method=qlora"], ["compile=auto"]),
     ("compile-unfit", ["compile=layers", "model=mamba"], ["compile=auto"]),
+    ("loraplus-high", [LORA, "loraplus_lr_ratio=1e6"], ["method.loraplus_lr_ratio=16"]),
+    ("checkpointing-beyond", [*FULL_RECOMPUTATION, "every_n_layers=31"], ["every_n_layers=2"]),
+    ("streaming-num-proc", [*STREAM, "data.num_proc=2"], ["~data.num_proc"]),
+    ("save-total-limit", ["checkpoint.save_total_limit=5"], ["checkpoint.save_steps=200"]),
+    ("seq2seq-template", [*SEQ2SEQ, "model.chat_template=chatml"], ["~model.chat_template"]),
+    ("seq2seq-template-kwargs", [*SEQ2SEQ, "data.chat_template_kwargs={a: 1}"], ["~data.chat_template_kwargs"]),
     ("learning-rate-high", ["learning_rate=2"], ["optimizer.learning_rate=3e-5"]),
     ("learning-rate-low", ["learning_rate=1e-12"], ["optimizer.learning_rate=3e-5"]),
     ("learning-rate-high", ["optimizer=sgd", "learning_rate=20"], ["optimizer.learning_rate=1e-3"]),

@@ -52,6 +52,8 @@ _EXPERTS_AS_LAYERS = {
     ),
 }
 """Architectures whose fused experts and routers PEFT adapts by the names that they had as linear layers."""
+_OWN_LAYERS = ("falcon",)
+"""Architectures of Transformers 5.23 whose linear layers are of a class of their own."""
 _READING = ("longcat_flash", "mamba")
 """Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
 _SIZE_KEYS = (
@@ -192,6 +194,11 @@ def fused_experts(config: Mapping[str, Any]) -> int:
     numbers = [place[key] for place in places for key in (*_EXPERT_KEYS, "moe_num_experts") if place.get(key)]
     # Of models with several kinds of layers some state a number for each.
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
+
+
+def hides_linear_layers(config: Mapping[str, Any]) -> bool:
+    """Whether the model's linear layers are of a class of its own, which quantization passes over."""
+    return text_config(config).get("model_type") in _OWN_LAYERS
 
 
 def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) -> bool:

@@ -33,6 +33,8 @@ from toolkit.recipe.sections import (
 
 VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Backends that take documents by their boundaries instead of a mask."""
+CHAT_TEMPLATES = ("chatml",)
+"""Names of built-in chat templates."""
 ATTENTION_BACKENDS = ("auto", "eager", "sdpa", "flex", *VARLEN_ATTENTION)
 _OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -376,7 +376,7 @@ class Output(Section):
 
     dir: Place = "runs"
     """Folder in which run folders are made."""
-    name: str | None = None
+    name: Place | None = None
     """Name of the run folder; by default the recipe's name."""
 
 

@@ -29,6 +29,10 @@ def _held_out(recipe: Recipe) -> bool:
     return recipe.data.eval_split is not None or bool(recipe.data.eval_sources)
 
 
+def _has_chats(recipe: Recipe) -> bool:
+    return recipe.objective != "seq2seq"
+
+
 def _read_by_optimizer(key: str) -> Rule:
     return _ignored(
         f"optimizer.{key}",
@@ -72,6 +76,19 @@ IGNORED_RULES = {
         lambda r: r.evaluation.num_prompts or r.evaluation.generation_metrics,
         "no prompt is answered",
         "evaluation.num_prompts=3",
+    ),
+    "streaming-num-proc": _ignored(
+        "data.num_proc", lambda r: not r.data.streaming, "a stream is tokenised as it is read"
+    ),
+    "save-total-limit": _ignored(
+        "checkpoint.save_total_limit",
+        lambda r: r.checkpoint.save_steps or r.checkpoint.save_epochs,
+        "no checkpoints are saved but where the run is stopped",
+        "checkpoint.save_steps=200",
+    ),
+    "seq2seq-template": _ignored("model.chat_template", _has_chats, "pairs of source and target are no chats"),
+    "seq2seq-template-kwargs": _ignored(
+        "data.chat_template_kwargs", _has_chats, "pairs of source and target are no chats"
     ),
     "data-format": _ignored("data.format", _each_has("format"), "every source has a format of its own"),
     "data-columns": _ignored("data.columns", _each_has("columns"), "every source has columns of its own"),

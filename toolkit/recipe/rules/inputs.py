@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
-from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
+from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Recipe
 
 
 def _is_local(recipe: Recipe) -> bool:
@@ -54,6 +54,12 @@ INPUT_RULES = {
         "it is another model's: of its tokens {tokens_without_embedding}",
         "remove model.tokenizer",
     ),
+    "chat-template-file": Rule(
+        "model.chat_template",
+        lambda r, _: r.model.chat_template not in (None, *CHAT_TEMPLATES) and not Path(r.model.chat_template).is_file(),
+        "there is no such file and no built-in template of this name",
+        f"set model.chat_template to a Jinja file, or to {', '.join(CHAT_TEMPLATES)}",
+    ),
     "new-tokens-twice": Rule(
         "model.new_tokens",
         lambda r, _: len(set(r.model.new_tokens)) < len(r.model.new_tokens),
@@ -65,6 +71,16 @@ INPUT_RULES = {
         lambda r, _: r.model.path.endswith(".gguf") and r.model.gguf_file is not None,
         "model.path names a GGUF file already",
         "remove model.gguf_file, or set model.path to the folder",
+    ),
+    "gguf-file": Rule(
+        "model.gguf_file",
+        lambda r, _: (
+            r.model.gguf_file is not None
+            and Path(r.model.path).is_dir()
+            and not Path(r.model.path, r.model.gguf_file).is_file()
+        ),
+        "model.path has no such file",
+        "set model.gguf_file to a GGUF file in that folder, or remove it",
     ),
     "revision-local": Rule(
         "model.revision",

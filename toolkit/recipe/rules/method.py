@@ -217,6 +217,12 @@ METHOD_RULES = {
         "the code of {model_type} reads weights of linear layers itself, which would find them packed",
         "set method.quantization=none",
     ),
+    "quantized-nothing": Rule(
+        "method.quantization",
+        lambda r, c: r.method.quantization != "none" and c and model_configs.hides_linear_layers(c),
+        "the linear layers of {model_type} are of a class of its own, and would stay in 16 bits",
+        "set method.quantization=none",
+    ),
     "double-quantization": Rule(
         "method.double_quantization",
         lambda r, _: not r.method.double_quantization and r.method.quantization != "nf4",

@@ -8,6 +8,11 @@ from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
 
 
+def _second_rate(recipe: Recipe) -> float:
+    """The learning rate of the second matrices of adapters, under LoRA+."""
+    return recipe.optimizer.learning_rate * (recipe.method.loraplus_lr_ratio or 1)
+
+
 def _all_warmup(recipe: Recipe) -> bool:
     schedule = recipe.schedule
     return schedule.warmup_ratio == 1 or (schedule.warmup_steps or 0) >= (schedule.max_steps or float("inf"))
@@ -50,6 +55,20 @@ UNUSUAL_RULES = {
         lambda r, _: r.optimizer.learning_rate < r.optimizer.traits.usual_rates[0],
         "is far below what {r.optimizer.name} is used with, {usual_rates}; the model will hardly change",
         "set optimizer.learning_rate in that range, e.g. {likely_rate}",
+        warns=True,
+    ),
+    "loraplus-high": Rule(
+        "method.loraplus_lr_ratio",
+        lambda r, _: _second_rate(r) > r.optimizer.traits.usual_rates[1] >= r.optimizer.learning_rate,
+        "gives the second matrices a learning rate far above what {r.optimizer.name} is used with, {usual_rates}",
+        "set method.loraplus_lr_ratio=16, or optimizer.learning_rate lower",
+        warns=True,
+    ),
+    "checkpointing-beyond": Rule(
+        "activation_checkpointing.every_n_layers",
+        lambda r, c: r.activation_checkpointing.every_n_layers > (model_configs.num_layers(c) or float("inf")),
+        "the model has {num_layers} layers, so one of them at most is recomputed",
+        "set activation_checkpointing.every_n_layers=2, or mode=none",
         warns=True,
     ),
     "epsilon-high": Rule(
