@@ -219,6 +219,32 @@ def test_one_trace_serves_rows_of_any_length(kind: str, device: Any) -> None:
                 assert peak(found, Shape(found.layers, batch, length), phase) == pytest.approx(live, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "encoder"),
+    [
+        ("none", 6),
+        *(pytest.param(*each, marks=pytest.mark.matrix) for each in [("full", 6), ("none", 4)]),
+    ],
+)
+def test_an_encoder_as_deep_as_the_decoder_is_traced_as_shallow(checkpointing: str, encoder: int) -> None:
+    """With short rows gradients weigh most, and the peak is where the encoder's backward pass ends."""
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    config = AutoConfig.for_model("bart", d_model=64, vocab_size=512, encoder_layers=encoder, decoder_layers=6, **heads)
+    each = setting(
+        config=config.to_dict() | {"max_position_embeddings": 70_000}, objective="seq2seq", layout="seq2seq",
+        attention="sdpa", masked=True, checkpointing=checkpointing,
+    )  # fmt: skip
+    found, fake = traced(each), FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_kernels.installed(each):
+        assert len(build(each, 3, fake, encoder=True).encoder) == (3 if encoder == 6 else 0)
+        whole = build(each, found.layers, fake)
+        for batch, length in ((2, 32), (4, 256)):
+            seen = passes.run(whole, each, HeadChoice(), fake, batch, length).timelines
+            for phase in ("forward", "backward", "evaluation"):
+                live = max(sum(live) for live in seen[phase].live)
+                assert peak(found, Shape(found.layers, batch, length), phase) == pytest.approx(live, rel=0.01)
+
+
 @pytest.mark.matrix
 def test_one_trace_serves_batches_of_less_than_a_chunk_of_the_loss_too() -> None:
     long, short = (traced(setting(checkpointing="full", long=long)) for long in (True, False))

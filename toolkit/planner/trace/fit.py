@@ -21,7 +21,7 @@ from toolkit.models.fp8 import Fp8Weight
 from toolkit.models.head_choice import choose
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
-from toolkit.planner.trace.passes import Micro, run
+from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, pattern
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
@@ -60,7 +60,7 @@ def trace(setting: Setting) -> Trace:
         for depth in (small, large):
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                shallow = build(setting, depth, fake)
+                shallow = build(setting, depth, fake, bool(inventory.encoder))
             except UserError as error:  # The whole model has what is named, in a layer that this one lacks.
                 raise RuntimeError(error.what) from error
             measure = functools.partial(run, shallow, setting, choice, fake, period=period, deadline=deadline)
@@ -180,7 +180,7 @@ def _moments(runs: list[list[Micro]], fit: _Fit, layers: int, chunk: int) -> Ite
     for name in runs[0][0].timelines:
         phase = name.removesuffix("+")
         timelines = [[micro.timelines[name] for micro in row] for row in runs]
-        for place in ("embeddings", "first_layer", "last_layer", "head"):
+        for place in (*ENCODER_PLACES, "embeddings", "first_layer", "last_layer", "head"):
             turns = [_same_turns([_at(timeline, place) for timeline in row]) for row in timelines]
             seen = [row for row in turns if all(names for names, _ in row)]
             # Of one layer none is the last: of a model of two the deeper one says all.
@@ -188,7 +188,8 @@ def _moments(runs: list[list[Micro]], fit: _Fit, layers: int, chunk: int) -> Ite
                 continue
             parts = _same_depth([seen[0], seen[-1]])
             for amounts in _peaks(parts, fit, layers, chunk):
-                moment = Moment(phase, place, name.endswith("+"), **amounts)  # type: ignore[arg-type]
+                where = "embeddings" if place in ENCODER_PLACES else place
+                moment = Moment(phase, where, name.endswith("+"), **amounts)  # type: ignore[arg-type]
                 moments[moment] = moment
     return _undominated(list(moments))
 

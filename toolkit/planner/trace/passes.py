@@ -24,6 +24,10 @@ from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
 from toolkit.recipe.sections import ActivationCheckpointing
 
+ENCODER_PLACES = ("encoder_first", "encoder_last")
+"""First and last layers of an encoder that is as deep as the decoder; of any other all is `embeddings`."""
+_PLACES = ("first_layer", "last_layer")
+
 
 @dataclass(frozen=True)
 class Micro:
@@ -160,26 +164,27 @@ def _watched(shallow: Shallow, tracker: Tracker, period: int) -> Iterator[None]:
     handles: list[Any] = []
     last = len(shallow.layers) - 1
 
-    def enter(index: int) -> str:
-        return "first_layer" if index < period else "last_layer" if index > last - period else "layer"
+    def enter(index: int, first_place: str, last_place: str) -> str:
+        return first_place if index < period else last_place if index > last - period else "layer"
 
-    def before(index: int, module: Any, args: Any, kwargs: Any) -> None:
+    def before(index: int, places: tuple[str, str], module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         tracker.boundary = hidden.nbytes
-        tracker.place = enter(index)
+        tracker.place = enter(index, *places)
         if hidden.requires_grad and index == 0:
             hidden.register_hook(lambda grad: setattr(tracker, "place", "embeddings"))
 
-    def after(index: int, module: Any, args: Any, output: Any) -> None:
+    def after(index: int, places: tuple[str, str], module: Any, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda grad: setattr(tracker, "place", enter(index)))
+            hidden.register_hook(lambda grad: setattr(tracker, "place", enter(index, *places)))
         if index == last:
-            tracker.place = "head"
+            tracker.place = "head" if places == _PLACES else "embeddings"
 
-    for index, layer in enumerate(shallow.layers):
-        handles.append(layer.register_forward_pre_hook(functools.partial(before, index), with_kwargs=True))
-        handles.append(layer.register_forward_hook(functools.partial(after, index)))
+    for layers, places in ((shallow.encoder, ENCODER_PLACES), (shallow.layers, _PLACES)):
+        for index, layer in enumerate(layers):
+            handles.append(layer.register_forward_pre_hook(functools.partial(before, index, places), with_kwargs=True))
+            handles.append(layer.register_forward_hook(functools.partial(after, index, places)))
 
     def made(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # T5 gives parameters to autograd that end up without.

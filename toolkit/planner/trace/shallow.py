@@ -25,6 +25,7 @@ from toolkit.recipe.sections import Extra, Method
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
+_ENCODER_KEYS = ("encoder_layers", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Shallow:
     Args:
         model: Transformers or PEFT model on fake tensors, ready to train.
         layers: The repeated layers that the depth counts.
+        encoder: Layers of an encoder that has as many as the decoder in the same pattern, and so becomes as shallow.
     """
 
     model: Any
     layers: list[torch.nn.Module]
+    encoder: Sequence[torch.nn.Module] = ()
 
     @property
     def base(self) -> Any:
@@ -89,11 +92,7 @@ def pattern(layers: Sequence[torch.nn.Module], every: int = 1) -> tuple[int, int
     Args:
         every: Of so many layers one is checkpointed, which is part of the pattern.
     """
-    seen: list[Any] = []
-    kinds = []
-    for kind in map(_kind, layers):
-        seen += [kind] * (kind not in seen)
-        kinds.append(seen.index(kind))
+    kinds = _kinds(layers)
     total = len(kinds)
 
     def repeats(once: int, period: int) -> bool:
@@ -104,6 +103,14 @@ def pattern(layers: Sequence[torch.nn.Module], every: int = 1) -> tuple[int, int
     return once, math.lcm(period, every)
 
 
+def _kinds(layers: Sequence[torch.nn.Module]) -> list[int]:
+    """A number for each layer; those that are alike have the same."""
+    seen: list[Any] = []
+    for kind in map(_kind, layers):
+        seen += [kind] * (kind not in seen)
+    return [seen.index(_kind(layer)) for layer in layers]
+
+
 def _kind(layer: torch.nn.Module) -> Any:
     return (
         [(name, type(module).__name__) for name, module in layer.named_modules()],
@@ -111,16 +118,17 @@ def _kind(layer: torch.nn.Module) -> Any:
     )
 
 
-def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
+def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bool = False) -> Shallow:
     """The model of a setting.
 
     Args:
         depth: Number of layers; None for all of them (on the meta device, to count parameters).
         fake: The mode in which its tensors are made.
+        encoder: Whether the whole model has an encoder that becomes as shallow, see `Shallow`.
     """
     config = load_config(setting)
     if depth is not None:
-        _shorten(config, depth)
+        _shorten(config, depth, encoder)
     kind = AutoModelForSeq2SeqLM if setting.objective == "seq2seq" else AutoModelForCausalLM
     recipe = _recipe(setting)
     types = _dtypes(setting)
@@ -137,7 +145,9 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode) -> Shallow:
     trained.train()
     if depth is not None:
         _materialize(trained, fake, types)
-    return Shallow(trained, _layers(model))
+    lists = _repeated(model)
+    twins = setting.objective == "seq2seq" and len(lists) == 2 and _kinds(lists[0]) == _kinds(lists[1])
+    return Shallow(trained, _layers(model), lists[0] if twins else ())
 
 
 def _recipe(setting: Setting) -> Recipe:
@@ -167,13 +177,15 @@ def _depth_key(text: Any) -> str:
     return next(key for key in (*keys, *_DEPTH_KEYS) if isinstance(getattr(text, key, None), int))
 
 
-def _shorten(config: Any, depth: int) -> None:
+def _shorten(config: Any, depth: int, encoder: bool) -> None:
     text = _text(config)
     total = depth_of(config)
     for key, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == total and total > 1 and key.endswith(("types", "layers")):
             setattr(text, key, value[:depth])
-    setattr(text, _depth_key(text), depth)
+    of_encoder = [key for key in _ENCODER_KEYS if encoder and getattr(text, key, None) == total]
+    for key in (_depth_key(text), *of_encoder):
+        setattr(text, key, depth)
 
 
 def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
@@ -190,15 +202,19 @@ def _quantize(model: Any, recipe: Recipe, types: Dtypes) -> None:
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The decoder's layers, or where they are not marked as such, the longest list of modules."""
+    """The decoder's layers."""
+    lists = _repeated(model)
+    # In an encoder-decoder the decoder comes last.
+    return lists[-1] if model.config.is_encoder_decoder else max(lists, key=len)
+
+
+def _repeated(model: PreTrainedModel) -> list[list[torch.nn.Module]]:
+    """Lists of layers that are marked as such, or where none are, all lists of modules."""
     # A model of several modes may have more layers for images than a shallow decoder has.
     inside = model if model.config.is_encoder_decoder else model.get_decoder()
-    marked: list[Any] = [each for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
-    repeated = [each for each in marked if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
-    lists = repeated or marked
-    # In an encoder-decoder the decoder comes last.
-    layers: Any = lists[-1] if model.config.is_encoder_decoder else max(lists, key=len)
-    return list(layers)
+    lists = [[*each] for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
+    marked = [each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
+    return marked or lists
 
 
 def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) -> None:
