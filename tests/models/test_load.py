@@ -59,6 +59,13 @@ def test_gguf_file_of_the_hub_is_all_of_its_model(
     assert source.stop_tokens(source.tokenizer())
 
 
+def test_a_tokenizer_that_is_nowhere_is_not_called_a_model(place: Path) -> None:
+    source = ModelSource.open(recipe(f"model.path={place / 'llama'}", "model.tokenizer=nothing/here"))
+    with pytest.raises(UserError, match=r"^model.tokenizer: nothing/here") as caught:
+        source.tokenizer()
+    assert "Set model.tokenizer" in caught.value.change and "SmolLM2" not in caught.value.change
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [

@@ -52,6 +52,43 @@ def test_the_answer_to_a_multirun_trains_every_combination(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        (["seq_len=range(128,512,128)"], {"128": "seq_len=128", "256": "seq_len=256", "384": "seq_len=384"}),
+        (["method=choice(lora,dora)"], {"lora": "method=lora", "dora": "method=dora"}),
+        (
+            ["data=data/a.jsonl,data/b.jsonl"],
+            {"data_a.jsonl": "data=data/a.jsonl", "data_b.jsonl": "data=data/b.jsonl"},
+        ),
+        (
+            ["method.target_modules=[q_proj],[k_proj,v_proj]"],
+            {
+                "_q_proj_": "method.target_modules=[q_proj]",
+                "_k_proj_v_proj_": "method.target_modules=[k_proj,v_proj]",
+            },
+        ),
+    ],
+)
+def test_a_sweep_of_hydra_becomes_a_loop_over_run_folders(
+    arguments: list[str], runs: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(Usage) as caught:
+        refuse_flags(["recipe=mine", "-m", *arguments])
+    line = caught.value.change.partition("train each: `")[2].rstrip("`")
+    (tmp_path / "toolkit").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "toolkit").chmod(0o755)
+    done = subprocess.run(["bash", "-c", f"PATH={tmp_path}:$PATH; {line}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"launch recipe=mine {key} output.name={name}" for name, key in runs.items()]
+
+
+@pytest.mark.parametrize("argument", ["seq_len=glob(*)", "learning_rate=interval(1e-5,1e-3)"])
+def test_what_is_no_list_of_values_is_named(argument: str) -> None:
+    with pytest.raises(Usage) as caught:
+        refuse_flags(["recipe=mine", "-m", argument])
+    assert caught.value.change.startswith(f"{argument}: write the values")
+
+
+@pytest.mark.parametrize(
     ("override", "hint"),
     [
         ("hydra.run.dir=x", "output.dir"),
@@ -67,7 +104,11 @@ def test_the_answer_to_a_multirun_trains_every_combination(tmp_path: Path) -> No
         ("~method=lora", "~method"),
         ("seq_len=128,256", "--sweep batch.seq_len=128,256"),
         ("seq_len=choice(128,256)", "--sweep"),
-        ("seq_len=range(128,256)", "--sweep"),
+        ("seq_len=range(128,512,128)", "for each: toolkit plan … --sweep batch.seq_len=128,256,384"),
+        ("seq_len=glob(*)", "write one value; glob(…) and interval(…)"),
+        ("learning_rate=interval(1e-5,1e-3)", "write one value"),
+        ("method.target_modules=[q_proj],[k_proj]", "--sweep 'method.target_modules=[q_proj],[k_proj]'"),
+        ("method.target_modules=q_proj,k_proj", "for a list: 'method.target_modules=[q_proj,k_proj]'"),
     ],
 )
 def test_overrides_of_a_hydra_application(override: str, hint: str) -> None:

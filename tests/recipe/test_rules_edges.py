@@ -27,6 +27,9 @@ LOCAL = each("model.path", "builtin:x x.gguf .")
 EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("model-no-folder", "", each("model.path", "./m ../m /m a/b/c m.gguf a/m.gguf"), each("model.path", "m a/b .")),
     ("model-no-folder", "", [r"model.path='a\\b'"], ["model.path=builtin:a/b/c"]),
+    ("model-no-folder", "", ["model.path=nope/", "model.path='a b'", "model.path=a/b/"], ["model.path=a-b/c.d_1"]),
+    ("tokenizer-no-folder", "", ["model.tokenizer=nope/", "model.tokenizer=../t"], ["", "model.tokenizer=a/b"]),
+    ("model-other-file", "", [f"model.path={__file__}"], ["model.path=a/b", "model.path=.", "model.path=a.gguf"]),
     ("revision-local", "model.revision=main ", LOCAL, ["model.path=a/b"]),
     ("remote-code-unpinned", "model.trust_remote_code=true ", [""], ["model.revision=abc", *LOCAL]),
     ("gguf-twice", "model.gguf_file=b.gguf ", ["model.path=a.gguf"], ["model.path=a/b"]),

@@ -20,6 +20,7 @@ SELECTIVE = ["activation_checkpointing.mode=selective"]
 CASES = [
     ("model-no-folder", ["model.path=./nowhere"], ["model.path=existing"]),
     ("model-no-folder", ["model.path=m/x.gguf"], ["model.path=a/b"]),
+    ("model-other-file", ["model.path=recipes/mine.yaml"], ["model.path=a/b"]),
     ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
     ("tokenizer-vocabulary", ["model.tokenizer=larger"], ["~model.tokenizer"]),
     ("tokenizer-larger", ["model.tokenizer=grown"], ["model.path=resized"]),

@@ -246,18 +246,21 @@ def _locate(recipe: Recipe) -> dict[str, Any]:
 
 def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     path = arguments["pretrained_model_name_or_path"]
+    key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
     if Path(path).is_dir() and not any(Path(path).iterdir()):
-        raise UserError(f"model.path: the folder {path} is empty", "set model.path to a folder with config.json")
+        file = "tokenizer.json" if key == "model.tokenizer" else "config.json"
+        raise UserError(f"{key}: the folder {path} is empty", f"set {key} to a folder with {file}")
     try:
         return kind.from_pretrained(**arguments)
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        close = [name for name in model_configs.nearest(recipe.model.path) if name != recipe.model.path][:3]
+        close = [name for name in model_configs.nearest(path) if name != path][:3] if key == "model.path" else []
         change = f"did you mean {' or '.join(close)}? " if close else ""
-        change += "Set model.path to a hub id, a folder with config.json and *.safetensors, or a GGUF file"
+        what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
+        change += f"Set {key} to a hub id, or a folder with {what}"
         if "trust_remote_code=True" in str(error):
             change = "set model.trust_remote_code=true, once you have read that code"
         what = f"cannot be loaded as {kind.__name__}: {first_line(error)}"
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             what = "is neither a folder here nor in the hub's cache"
             change += f"; `hf download {path}` fills the cache where there is a network"
-        raise UserError(f"model.path: {path} {what}", change) from error
+        raise UserError(f"{key}: {path} {what}", change) from error

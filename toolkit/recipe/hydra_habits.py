@@ -10,6 +10,9 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from toolkit.common import UserError
 
 _SHOW = "`toolkit show {rest}` prints the recipe with the origin of every value"
@@ -36,6 +39,10 @@ _SETTINGS = {
 }
 
 
+_VALUE = re.compile(r"""(?:\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^,])+""")
+UNSUPPORTED = "glob(…) and interval(…) stand for no list of values"
+
+
 class Usage(UserError):
     """The command line is not one of ours."""
 
@@ -59,17 +66,47 @@ def refuse_flags(arguments: Sequence[str]) -> None:
 
 def _loop(arguments: Sequence[str]) -> str:
     """A line of shell that trains every combination of the values that are separated by commas."""
-    swept = [argument.partition("=")[::2] for argument in arguments if re.fullmatch(r"[^=]+=[^\[{'\"(]*,.*", argument)]
+    swept = [(argument.partition("=")[0], values) for argument in arguments if (values := swept_values(argument))]
+    if endless := [argument for argument in arguments if swept_values(argument) is None]:
+        return f"{' '.join(endless)}: write the values, as in seq_len=128,256; {UNSUPPORTED}"
     if not swept:
         return "`toolkit plan recipe=NAME --sweep KEY=V1,V2` plans each value; a loop of the shell trains each"
     variables = {key: re.sub(r"\W", "_", key) for key, _ in swept}
-    loops = [f"for {variables[key]} in {' '.join(map(shlex.quote, values.split(',')))}; do" for key, values in swept]
+    loops = [f"for {variables[key]} in {shlex.join(values)}; do" for key, values in swept]
     kept = [shlex.quote(text) for text in arguments if text.partition("=")[0] not in variables]
-    changes = [f"{key}=${variable}" for key, variable in variables.items()]
-    name = "-".join(f"${variable}" for variable in variables.values())
+    changes = [
+        f"{key}=${variables[key]}" if _is_plain(values) else f'{key}="${variables[key]}"' for key, values in swept
+    ]
+    name = "-".join(_in_name(variables[key], values) for key, values in swept)
     line = " ".join([*loops, "toolkit launch", *kept, *changes, f'output.name="{name}"' + "; done" * len(loops)])
-    sweeps = " ".join(f"--sweep {key}={values}" for key, values in swept)
+    sweeps = " ".join(f"--sweep {shlex.quote(key + '=' + ','.join(values))}" for key, values in swept)
     return f"plan each: `toolkit plan {' '.join([*kept, sweeps])}`; train each: `{line}`"
+
+
+def swept_values(argument: str) -> list[str] | None:
+    """The values of `key=1,2`, `key=range(1,5)` and `key=choice(a,b)`; none for one value, None if they have no end."""
+    try:
+        parsed = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return []
+    if not parsed.is_sweep_override():
+        return []
+    if parsed.is_range_sweep():
+        return list(parsed.sweep_string_iterator())
+    text = argument.partition("=")[2]
+    if not parsed.is_choice_sweep() or text.startswith("glob("):
+        return None
+    # As they were typed: Hydra would make 0.001 of 1e-3.
+    return [value.strip() for value in _VALUE.findall(re.sub(r"^choice\((.*)\)$", r"\1", text))]
+
+
+def _in_name(variable: str, values: Sequence[str]) -> str:
+    """A variable of the shell in the name of a run folder: what folders cannot be called becomes `_`."""
+    return f"${variable}" if _is_plain(values) else f"${{{variable}//[^A-Za-z0-9._-]/_}}"
+
+
+def _is_plain(values: Sequence[str]) -> bool:
+    return all(re.fullmatch(r"[\w.-]+", value) for value in values)
 
 
 def hint(argument: str) -> str:

@@ -345,7 +345,7 @@ def _moved(place: str, given: Any, text: str) -> str:
         value = [part.strip() for part in given.split(",")]
         text = f"[{', '.join(value)}]"
     named = place != "model.chat_template" or re.fullmatch(r"chatml|[^{\n]*[./][^{\n]*", str(value))
-    if named and _is_accepted(place, value):
+    if named and is_accepted(place, value):
         return f"write {place}: {text}"
     return _REFUSED.get(place, "set {place}; `toolkit show --help` lists what it takes").format(place=place)
 
@@ -362,7 +362,7 @@ def _source(entry: Any) -> Any:
     return kept
 
 
-def _is_accepted(place: str, value: Any) -> bool:
+def is_accepted(place: str, value: Any) -> bool:
     """Whether the schema takes a value at a dotted key."""
     section, _, key = place.partition(".")
     values: dict[str, Any] = {"model": {"path": "m"}, "data": {"sources": ["d"]}}

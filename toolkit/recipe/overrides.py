@@ -7,6 +7,7 @@ Which keys exist is not asked: pydantic alone decides that.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from toolkit.recipe import hydra_habits
 from toolkit.recipe.dotted import typed
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, literals
 from toolkit.recipe.files import NAME, locate, options, texts_of
-from toolkit.recipe.other_tools import habit
+from toolkit.recipe.other_tools import habit, is_accepted
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean
 
@@ -212,11 +213,21 @@ def _value(key: str, text: str) -> Any:
             raise RecipeError("", [Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)]) from None
         return text
     if parsed.is_sweep_override():
-        hint = (
-            f"for a list: {key}=[{text}], for text: {key}='\"{text}\"', for each: toolkit plan … --sweep {key}={text}"
-        )
+        hint = _one_value(key, text)
         raise RecipeError("", [Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint)])
     return parsed.value()
+
+
+def _one_value(key: str, text: str) -> str:
+    """What to write for several values of a key."""
+    values = hydra_habits.swept_values(f"{key}={text}")
+    if values is None:
+        return f"write one value; {hydra_habits.UNSUPPORTED}"
+    place = f"{key}.{sections()[key].main_key}" if key in sections() else key
+    each = "toolkit plan … --sweep " + shlex.quote(f"{key}={','.join(values)}")
+    ways = [f"for a list: {shlex.quote(f'{key}=[{text}]')}"] if is_accepted(place, values) else []
+    ways += [f"for text: {key}='\"{text}\"'"] if is_accepted(place, text) or place == "data.sources" else []
+    return ", ".join([*ways, f"for each: {each}"])
 
 
 def _set(key: str, value: Any, result: Overrides) -> None:

@@ -19,8 +19,13 @@ def _is_local(recipe: Recipe) -> bool:
 def _no_folder(path: str | None) -> bool:
     """Whether it can only be a local path, and nothing is there: the hub's ids are `name` or `owner/name`."""
     text = path or ""
-    local = text.startswith((".", "/")) or text.count("/") > 1 or "\\" in text or text.endswith(".gguf")
-    return local and not text.startswith("builtin:") and not Path(text).exists()
+    local = not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) or text.endswith(".gguf")
+    return bool(text) and local and not text.startswith("builtin:") and not Path(text).exists()
+
+
+def _no_model(path: str) -> bool:
+    """Whether a path means a file, and none that holds a model."""
+    return Path(path).is_file() and not path.endswith(".gguf")
 
 
 def _twice(columns: Mapping[str, str] | None) -> bool:
@@ -41,6 +46,12 @@ INPUT_RULES = {
         lambda r, _: _no_folder(r.model.path),
         "there is no such folder or file",
         "set model.path to a folder with config.json, a GGUF file, or the id of a model on the hub",
+    ),
+    "model-other-file": Rule(
+        "model.path",
+        lambda r, _: _no_model(r.model.path),
+        "this file is no model: of files only GGUF ones are",
+        "set model.path to the folder with config.json, a GGUF file, or the id of a model on the hub",
     ),
     "tokenizer-no-folder": Rule(
         "model.tokenizer",
