@@ -77,9 +77,12 @@ def test_a_full_model_loads_and_chats_as_the_card_says(
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_loads_as_the_card_says(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     base = tiny_model(LLAMA, tmp_path / "base")
+    # On CPUs with AVX-512 for bf16, bitsandbytes takes rows of whole blocks of 64 only.
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "head_dim": 64}
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **sizes)).save_pretrained(base)
     config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(run / "final")
     AutoTokenizer.from_pretrained(base).save_pretrained(run / "final")
