@@ -271,6 +271,7 @@ def test_what_is_said_to_be_written_can_be(mine: Path, key: str) -> None:
     """Every answer with one change, in a file and typed."""
     Path("runs/first/checkpoints/step-3").mkdir(parents=True)
     Path("runs/first/final").mkdir()
+    Path("mine.jinja").write_text("{{ messages }}")
     Path("runs/first/final/adapter_config.json").write_text(
         '{"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}'
     )

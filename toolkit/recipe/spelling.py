@@ -15,7 +15,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return folded[initials[0]]
     word = word.lower().replace("-", "_")
     slips = {name: _slips(word, name) for name in folded if abs(len(name) - len(word)) < 5}
-    nearest = min(slips, key=lambda name: slips[name], default="")
+    nearest = max(slips, key=lambda name: (-slips[name], name), default="")
     if nearest and slips[nearest] <= (len(word) + 2) // 5:
         return folded[nearest]
     longer = [name for name in folded if _is_part(word, name) or _spells_out(word, name)]
