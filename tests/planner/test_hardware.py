@@ -27,7 +27,8 @@ from toolkit.recipe import RecipeError, list_recipes
 GIB = 2**30
 
 # Multiprocessors (AMD: compute units), boost clock in GHz, dense 16-bit operations of one per cycle with fp32
-# accumulation, gigabytes on the label. From the makers' architecture papers, not the datasheets of the catalogue.
+# accumulation, gigabytes on the label. From the makers' architecture papers and TechPowerUp's database of GPUs, not the
+# datasheets of the catalogue.
 CHIPS = {
     "v100": (80, 1.53, 1024, 16),
     "v100_32gb": (80, 1.53, 1024, 32),
