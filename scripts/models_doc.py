@@ -33,7 +33,7 @@ from trl import SFTConfig
 from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, experts
-from toolkit.models.adapters import keep_unpacked, not_linear
+from toolkit.models.adapters import keep_unpacked, unadaptable
 from toolkit.models.fp8_loading import Fp8Config
 from toolkit.models.head_choice import add_output_head, asks_routers, choose
 from toolkit.models.tiny import tiny_model
@@ -299,7 +299,7 @@ def _reached(model: Any, batch: dict[str, torch.Tensor]) -> str:
     matrices = _matrices(model)
     try:
         adapted: Any = get_peft_model(
-            model, LoraConfig(target_modules="all-linear", exclude_modules=not_linear(model) or None)
+            model, LoraConfig(target_modules="all-linear", exclude_modules=[*unadaptable(model)] or None)
         )
     except Exception:
         return "none"

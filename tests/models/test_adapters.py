@@ -104,7 +104,7 @@ def test_settings_of_peft_reach_it() -> None:
         (["method.name=full", "method.freeze=['*.emb_tokens.*']"], ["freeze", "did you mean 'embed_tokens'?"]),
         ([{"method.alpha_pattern": {"(": 4}}], ["PEFT cannot add", "missing )"]),
         (["method.target_parameters=[experts.w1]"], ["target_parameters", "'experts.w1' matches nothing"]),
-        (["model.path=moe", "lora_dropout=0.1"], ["lora_dropout", "PEFT cannot add"]),
+        (["model.path=moe", "lora_dropout=0.1"], ["dropout", "4 experts of a layer"]),
         (
             ["strategy=fsdp", "model.new_tokens=[new]", "method.modules_to_save=[norm]"],
             ["fsdp divides model.embed_tokens", "zero2"],
@@ -118,10 +118,11 @@ def test_what_matches_nothing_or_cannot_be_adapted_is_refused(overrides: list[An
 
 
 @pytest.mark.parametrize(
-    ("kind", "layer"), [("phimoe", "router"), ("llama4_text", "router"), ("deepseek_v4", "o_a_proj")]
+    ("kind", "layer"),
+    [("phimoe", "router"), ("llama4_text", "router"), ("deepseek_v4", "o_a_proj"), ("mamba", "out_proj")],
 )
-def test_linear_layers_that_return_something_else_get_no_adapter(kind: str, layer: str) -> None:
-    """Routers that return what they chose as well, and products by groups."""
+def test_linear_layers_that_are_no_plain_products_get_no_adapter(kind: str, layer: str) -> None:
+    """Routers that return what they chose as well, products by groups, and weights that kernels read themselves."""
     asked, ids = recipe(), torch.arange(18).view(2, 9)
     model = add_method(tiny_model(models_doc.stated(kind, "sft"), "sft"), asked, dtypes(asked))
     model(input_ids=ids).logits.sum().backward()

@@ -60,12 +60,11 @@ def add_method(
     begun: Any = method.init_lora_weights
     saved, tied = _modules_to_save(model, method.target_modules, method.modules_to_save)
     by_layer = method.layers_to_transform and method.target_modules == "all-linear"
-    others = not_linear(model)
-    for name in others if isinstance(method.target_modules, list) else []:
+    others = unadaptable(model)
+    for name, why in others.items() if isinstance(method.target_modules, list) else ():
         if matches(name, method.target_modules):
             raise UserError(
-                f"method.target_modules: {name} returns something else than a matrix product, to which no adapter can "
-                "be added",
+                f"method.target_modules: no adapter can be added to {name}: {why}",
                 f"remove {name.rpartition('.')[2]} from method.target_modules",
             )
     adapter = LoraConfig(
@@ -88,7 +87,7 @@ def add_method(
         **recipe.extra.lora,
     )
     try:
-        adapted = _wrapped(model, adapter, others)
+        adapted = _wrapped(model, adapter, [*others])
     except (ValueError, RuntimeError, UserWarning, re.error) as error:
         raise UserError(
             f"method: PEFT cannot add these adapters to this {model.config.model_type}: {first_line(error)}",
@@ -221,25 +220,32 @@ def _linear_modules(model: PreTrainedModel) -> list[str]:
     """Last names of the linear layers but the output head: PEFT picks layers among named modules only."""
     head = model.get_output_embeddings()
     linear = {name for name, each in model.named_modules() if isinstance(each, (torch.nn.Linear, Conv1D))}
-    linear -= {*not_linear(model)}
+    linear -= {*unadaptable(model)}
     return sorted({name.rpartition(".")[2] for name in linear if model.get_submodule(name) is not head})
 
 
-def not_linear(model: PreTrainedModel) -> list[str]:
-    """Names of layers that are of a class of linear ones but compute something else: routers that return what they
-    chose as well, or products by groups. The output of an adapter cannot be added to theirs."""
-    theirs = ("torch.", "bitsandbytes.", "toolkit.")
-    return [
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, torch.nn.Linear)
-        and type(each).forward is not torch.nn.Linear.forward
-        and not type(each).__module__.startswith(theirs)
-        and not _maps_rows(each)
-    ]
+def unadaptable(model: PreTrainedModel) -> dict[str, str]:
+    """Names of linear layers that get no adapter, and why not: of some classes that compute something else as well or
+    instead, such as routers that return what they chose, and of those that kernels do not call."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    found, settings = {}, LoraConfig()
+    for name, each in model.named_modules():
+        if isinstance(each, torch.nn.Linear):
+            try:
+                _check_lora_target_modules_mamba(settings, model, name.rpartition(".")[2])
+            except ValueError:
+                found[name] = f"kernels of {model.config.model_type} read its weight without calling it"
+            if not _maps_rows(each):
+                found[name] = "it returns something else than a matrix product"
+    return found
 
 
 def _maps_rows(layer: torch.nn.Linear) -> bool:
+    theirs = ("torch.", "bitsandbytes.")
+    if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(theirs):
+        return True
     twin = copy.copy(layer)
     twin._parameters = {
         name: each if each is None else torch.nn.Parameter(torch.empty(each.shape, device="meta"), requires_grad=False)
