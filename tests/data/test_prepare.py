@@ -412,6 +412,22 @@ def test_template_settings_and_what_is_ignored_are_part_of_what_is_prepared(tmp_
     assert tokenizer.decode(loud.samples[0].input_ids).startswith("LOUD")
 
 
+def test_settings_that_the_template_does_not_read_are_refused(tmp_path: Path, cache: Path) -> None:
+    tokenizer, path = chatml_tokenizer(), write_jsonl(tmp_path / "a.jsonl", [chat_row("b", "c")])
+    with pytest.raises(UserError, match=r"reads no think\n.*remove data.chat_template_kwargs: it reads none"):
+        prepare(recipe(path, chat_template_kwargs={"think": True}), tokenizer, STOP, cache)
+    tokenizer.chat_template = "{% if enable_thinking is defined %}{{ bos_token }}{% endif %}" + tokenizer.chat_template
+    with pytest.raises(
+        UserError, match=r"reads no enable_thinkin\n.*did you mean enable_thinking\? it reads enable_th"
+    ):
+        prepare(recipe(path, chat_template_kwargs={"enable_thinkin": False}), tokenizer, STOP, cache)
+    assert prepare(recipe(path, chat_template_kwargs={"enable_thinking": False}), tokenizer, STOP, cache).train
+    tokenizer.chat_template = None
+    text = write_jsonl(tmp_path / "b.jsonl", [{"text": "b c"}])
+    with pytest.raises(UserError, match="has no chat template"):
+        prepare(recipe(text, chat_template_kwargs={"a": 1}), tokenizer, STOP, cache)
+
+
 def test_a_system_message_that_the_template_leaves_out_is_a_warning(tmp_path: Path, cache: Path) -> None:
     tokenizer = chatml_tokenizer()
     system = {"role": "system", "content": "Be brief."}

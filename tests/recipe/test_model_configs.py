@@ -169,12 +169,14 @@ def test_tokens_without_an_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyP
         place.mkdir(exist_ok=True)
         (place / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "empty").mkdir()
-    own = Model(path="a/b", tokenizer="tokenizer")
+    own, alone = Model(path="a/b", tokenizer="tokenizer"), Model(path="tokenizer")
+    assert model_configs.without_embedding(alone, {"vocab_size": 3}) == ([], ["<tool>"])
     for size, expected in ((4, ([], [])), (3, ([], ["<tool>"])), (2, (["c"], ["<tool>"]))):
         assert model_configs.without_embedding(own, {"vocab_size": size}) == expected
         assert model_configs.without_embedding(own, {"text_config": {"vocab_size": size}}) == expected
     for model, config in (
         (Model(path="a/b"), {"vocab_size": 2}),
+        (Model(path="empty"), {"vocab_size": 2}),
         (own, {}),
         (Model(path="a/b", tokenizer="empty"), {"vocab_size": 2}),
         (Model(path="a/b", tokenizer="c/d"), {"vocab_size": 2}),

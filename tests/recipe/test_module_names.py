@@ -120,3 +120,13 @@ def saved(folder: Path, names: list[str], indexed: bool, **config: object) -> No
     else:
         head = json.dumps({"__metadata__": {}, **{name: {} for name in names}}).encode()
         (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+
+
+@pytest.mark.parametrize("excluded", [["q_prj"], ["q_prj", "v_proj"]])
+def test_modules_to_leave_out_that_match_nothing_are_refused(excluded: list[str]) -> None:
+    """PEFT takes a list of which one does."""
+    values = {"model": {"path": LLAMA}, "data": {"sources": ["a"]}, "method": {"name": "lora"}}
+    recipe = Recipe.model_validate(values | {"extra": {"lora": {"exclude_modules": excluded}}})
+    found = [f"{each.path}: {each.what}; {each.hint}" for each in check(recipe)]
+    said = "extra.lora.exclude_modules: 'q_prj' matches nothing in this model; did you mean 'q_proj'?"
+    assert [said in each for each in found] == [True] * (len(excluded) == 1)

@@ -44,11 +44,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("falcon", {"model_type": "falcon"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
+        ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
         ("encoder", {"model_type": "roberta", "is_decoder": False}),
         ("decoder", {"model_type": "roberta", "is_decoder": True}),
     ):
-        Path(name).mkdir()
+        Path(name).mkdir(exist_ok=True)
         Path(name, "config.json").write_text(json.dumps(config))
     Path("recipes/mine.yaml").write_text(BASE)
 

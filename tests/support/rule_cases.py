@@ -24,6 +24,7 @@ CASES = [
     ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
     ("tokenizer-vocabulary", ["model.tokenizer=larger"], ["~model.tokenizer"]),
     ("tokenizer-larger", ["model.tokenizer=grown"], ["model.path=resized"]),
+    ("own-tokenizer-larger", ["model.path=larger"], ["model.path=resized"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model.gguf_file=null"]),
     ("gguf-twice", ["model=m.gguf", "model.gguf_file=a.gguf"], ["model=someone/folder"]),
     ("gguf-file", ["model.path=existing", "model.gguf_file=x.gguf"], ["~model.gguf_file"]),

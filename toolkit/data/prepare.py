@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ import numpy as np
 import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
+from jinja2.meta import find_undeclared_variables
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError, build_once, cache_dir, write_json
 from toolkit.data import audit as auditing
@@ -35,7 +38,9 @@ from toolkit.data.statistics import DataStatistics, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.recipe import Recipe
+from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.schema import Source
+from toolkit.recipe.spelling import did_you_mean
 
 CODE_VERSION = 4
 """Raise when the same data and settings would give other tokens than before."""
@@ -92,6 +97,7 @@ def prepare(
     """
     datasets.disable_progress_bars()
     data = recipe.data
+    _check_template_kwargs(tokenizer, data.chat_template_kwargs)
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
@@ -123,6 +129,25 @@ def prepare(
         path=path,
         statistics=statistics,
     )
+
+
+def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
+    """Refuses variables that no chat template reads: a slip of typing would leave all as it is."""
+    if not given:
+        return
+    if not tokenizer.chat_template:
+        raise UserError("data.chat_template_kwargs: this tokenizer has no chat template", "set model.chat_template too")
+    template = tokenizer.get_chat_template()
+    environment = _compile_jinja_template(template).environment
+    read = find_undeclared_variables(environment.parse(template)) - set(environment.globals)
+    if unread := sorted(set(given) - read):
+        own = sorted(name for name in read - TEMPLATE_ARGUMENTS if not name.endswith("_token"))
+        close = did_you_mean(unread[0], own)
+        raise UserError(
+            f"data.chat_template_kwargs: the chat template reads no {' and no '.join(unread)}",
+            (f"did you mean {close}? " if close else "")
+            + (f"it reads {', '.join(own)}" if own else "remove data.chat_template_kwargs: it reads none"),
+        )
 
 
 def sequence_lengths(rows: Dataset, pairs: bool = False) -> NDArray[np.int64]:

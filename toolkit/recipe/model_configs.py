@@ -218,13 +218,14 @@ def reads_weights(config: Mapping[str, Any], stored: str = "nf4") -> bool:
 
 
 def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Tokens of a local `model.tokenizer` that the model has no embedding for.
+    """Tokens of a local tokenizer, the model's own unless there is another, that the model has no embedding for.
 
     Returns:
         Those of its vocabulary, and those that were added to it, such as Gemma's for pictures that text never has.
     """
-    file, size = Path(model.tokenizer or "") / "tokenizer.json", text_config(config).get("vocab_size")
-    if not (model.tokenizer and size and file.is_file()):
+    folder, size = Path(model.tokenizer or model.path), text_config(config).get("vocab_size")
+    file = folder / "tokenizer.json"
+    if not (size and file.is_file()):
         return [], []
     added, vocabulary = _tokens(file, file.stat().st_mtime_ns)
     own = [token for token, number in vocabulary.items() if number >= size and token not in added]

@@ -34,7 +34,8 @@ def name_problems(recipe: Recipe, config: Mapping[str, Any], origins: Mapping[st
     if names := parameter_names(recipe.model, config):
         parts = [name.split(".") for name in names]
         modules = {".".join(each[:depth]) for each in parts for depth in range(1, len(each))}
-        for key, what, change in (*unmatched(recipe.method, modules, names), *_idle(recipe.method, {*modules, *names})):
+        idle = (*_idle(recipe.method, {*modules, *names}), *_excluded(recipe.extra.lora, modules))
+        for key, what, change in (*unmatched(recipe.method, modules, names), *idle):
             yield Problem(key, what, origin_of(key, origins), hint=change)
 
 
@@ -61,6 +62,14 @@ def _idle(method: Method, names: Collection[str]) -> Iterator[tuple[str, str, st
             if not any(re.fullmatch(pattern, name) for name in names):
                 change = meant(given, names) or f"names are like {max(names, key=len)}"
                 yield f"method.{key}", f"{given!r} matches nothing in this model", change
+
+
+def _excluded(extra: Mapping[str, Any], modules: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """The same for `exclude_modules`, of which PEFT refuses those that match nothing at all."""
+    asked = extra.get("exclude_modules")
+    if isinstance(asked, list) and asked and not any(matches(path, asked) for path in modules):
+        change = meant(asked[0], modules) or f"names are like {max(modules, key=len)}"
+        yield "extra.lora.exclude_modules", f"{asked[0]!r} matches nothing in this model", change
 
 
 def adapter_patterns(method: Method) -> Iterator[tuple[str, str, str]]:

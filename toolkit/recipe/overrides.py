@@ -194,11 +194,13 @@ def _full_key(key: str) -> str:
         raise RecipeError("", [Problem(key, what, COMMAND_LINE, hint=hydra_habits.hint(key))])
     if head in Recipe.model_fields:
         return key
-    places = leaf_paths().get(head, [])
+    # By itself everybody means the training's, and takes evaluation's name for it.
+    sizes = ["batch.global_batch_size", "batch.micro_batch_size", "evaluation.batch_size"]
+    places = sizes if head == "batch_size" else leaf_paths().get(head, [])
     if len(places) > 1:
         allowed = ", ".join(place + dot + rest for place in places)
-        what = "stands in several sections"
-        raise RecipeError("", [Problem(key, what, COMMAND_LINE, allowed=allowed, hint="write the section too")])
+        what = "can mean several keys"
+        raise RecipeError("", [Problem(key, what, COMMAND_LINE, allowed=allowed, hint="write all of it")])
     return (places[0] if places else head) + dot + rest
 
 

@@ -37,7 +37,9 @@ def _is_number(text: object) -> bool:
     return isinstance(text, str) and bool(re.fullmatch(r"[\d.]+(e-?\d+)?%?", text))
 
 
-_RESERVED = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
+TEMPLATE_ARGUMENTS = {
+    *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
+}
 """Arguments of `apply_chat_template` that follow from the rows and from what they are used for."""
 
 INPUT_RULES = {
@@ -61,7 +63,7 @@ INPUT_RULES = {
     ),
     "tokenizer-vocabulary": Rule(
         "model.tokenizer",
-        lambda r, c: model_configs.without_embedding(r.model, c)[0],
+        lambda r, c: r.model.tokenizer and model_configs.without_embedding(r.model, c)[0],
         "it is another model's: of its tokens {tokens_without_embedding}",
         "remove model.tokenizer",
     ),
@@ -211,9 +213,9 @@ INPUT_RULES = {
     ),
     "template-kwargs-reserved": Rule(
         "data.chat_template_kwargs",
-        lambda r, _: bool(_RESERVED & r.data.chat_template_kwargs.keys()),
+        lambda r, _: bool(TEMPLATE_ARGUMENTS & r.data.chat_template_kwargs.keys()),
         "names what the toolkit itself gives the template",
-        f"leave out {', '.join(sorted(_RESERVED))}",
+        f"leave out {', '.join(sorted(TEMPLATE_ARGUMENTS))}",
     ),
     "seq2seq-packing": Rule(
         "data.packing",

@@ -38,8 +38,15 @@ UNUSUAL_RULES = {
     ),
     "tokenizer-larger": Rule(
         "model.tokenizer",
-        lambda r, c: model_configs.without_embedding(r.model, c)[1],
+        lambda r, c: r.model.tokenizer and model_configs.without_embedding(r.model, c)[1],
         "of its tokens {tokens_without_embedding}; a row that holds one ends the run",
+        "set model.path to a folder where the model was saved after `model.resize_token_embeddings(len(tokenizer))`",
+        warns=True,
+    ),
+    "own-tokenizer-larger": Rule(
+        "model.path",
+        lambda r, c: r.model.tokenizer is None and model_configs.without_embedding(r.model, c)[0],
+        "of the tokens of its tokenizer {tokens_without_embedding}; a row that holds one ends the run",
         "set model.path to a folder where the model was saved after `model.resize_token_embeddings(len(tokenizer))`",
         warns=True,
     ),
