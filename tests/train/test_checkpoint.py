@@ -248,6 +248,18 @@ def test_continued_run_equals_one_that_was_never_stopped(ranks: Ranks, home: Pat
 
 
 @pytest.mark.parametrize(
+    ("engine", "method"), [FAST[0], *(pytest.param(*each, marks=pytest.mark.matrix) for each in (*FAST[1:], SLOW[0]))]
+)
+def test_another_learning_rate_is_said_to_be_without_effect(ranks: Ranks, home: Path, engine: str, method: str) -> None:
+    straight = run(ranks, home, f"{engine}-{method}", engine, *SETTINGS[method])
+    changed = ("learning_rate=1e-5", f"checkpoint.resume={straight / 'checkpoints' / 'checkpoint-3'}")
+    continued = run(ranks, home, f"{engine}-{method}-slower", engine, *SETTINGS[method], *changed)
+    assert losses(continued) == pytest.approx(losses(straight)[3:], rel=1e-6)
+    said = " ".join((continued / "said.txt").read_text(encoding="utf-8").split())
+    assert "optimizer.learning_rate=1e-05 has no effect: checkpoint-3 goes on with" in said
+
+
+@pytest.mark.parametrize(
     ("before", "after", "processes"),
     [
         ("fsdp", "fsdp_grad_op", 4),

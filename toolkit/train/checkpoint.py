@@ -16,6 +16,8 @@ from toolkit.common import UserError, write_json
 from toolkit.recipe import Recipe
 
 _RECORD = "checkpoint.json"
+_IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
+"""Of the optimizer, what its saved state holds."""
 
 
 def seal(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
@@ -24,6 +26,7 @@ def seal(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
     record = {
         "step": step,
         "method": recipe.method.name,
+        "optimizer": recipe.optimizer.model_dump(include=_IN_STATE),
         **writer(recipe, world_size),
         "files": {file.relative_to(checkpoint).as_posix(): size for file, size in files.items()},
     }
@@ -104,6 +107,18 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
             f"{checkpoint} was saved by {_described(saved)}; {_described(now)} cannot read it",
             f"continue with {_described(saved)}, or start anew beside it with checkpoint.resume=never",
         )
+
+
+def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
+    """What the recipe says otherwise of the optimizer than the checkpoint, whose state brings its own back."""
+    now = recipe.optimizer.model_dump(include=_IN_STATE)
+    saved = _record(checkpoint).get("optimizer", now)
+    return [
+        f"optimizer.{key}={value:g} has no effect: {checkpoint.name} goes on with {saved[key]:g}. "
+        "checkpoint.resume=never begins anew"
+        for key, value in now.items()
+        if saved.get(key, value) != value
+    ]
 
 
 def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:

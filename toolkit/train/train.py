@@ -34,6 +34,7 @@ from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.train import preflight
+from toolkit.train.checkpoint import not_changed
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
@@ -98,6 +99,8 @@ def _train(
             session = set_up(loaded, rendezvous, source, folder, swap, progress, start_up, force)
             callbacks = Callbacks(session)
             resume_from = folder.resume_from
+            for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():
+                _log.warning("%s", warning)
             with _not_collected():
                 session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if callbacks.stop.stopped:
