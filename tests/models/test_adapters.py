@@ -54,6 +54,7 @@ SELECTED = {
     "gpt2": ["model.path=gpt2", "method.layers_to_transform=[1]"],
     "tokens": ["model.new_tokens=[new, newer]"],
     "biases": ["model.path=gpt2", "extra.lora.bias=all"],
+    "fp8": ["method.quantization=fp8", "precision=bf16"],
     "excluded": ["extra.lora.exclude_modules=[down_proj]"],
     "seq2seq": ["model.path=blenderbot", "objective=seq2seq", "method.layers_to_transform=[0]"],
 }

@@ -243,8 +243,8 @@ def unadaptable(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _maps_rows(layer: torch.nn.Linear) -> bool:
-    theirs = ("torch.", "bitsandbytes.")
-    if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(theirs):
+    known = ("torch.", "bitsandbytes.", "toolkit.models.fp8")
+    if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(known):
         return True
     twin = copy.copy(layer)
     twin._parameters = {
