@@ -297,10 +297,9 @@ def _quantised(model: Any, batch: dict[str, torch.Tensor], settings: Any) -> str
 def _reached(model: Any, batch: dict[str, torch.Tensor]) -> str:
     """How much of the layers' matrices adapters reach that train."""
     matrices = _matrices(model)
+    settings = LoraConfig(target_modules="all-linear", exclude_modules=[*unadaptable(model)] or None)
     try:
-        adapted: Any = get_peft_model(
-            model, LoraConfig(target_modules="all-linear", exclude_modules=[*unadaptable(model)] or None)
-        )
+        adapted: Any = get_peft_model(model, settings)
     except Exception:
         return "none"
     inputs = batch if model.config.is_encoder_decoder else {key: batch[key] for key in batch if key != "labels"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,23 +72,27 @@ class OutputHead:
         ) -> Any:
             if not fused_lm_head:
                 return forward(*args, labels=labels, **kwargs)
-            if label_positions is None:
-                assert self.fused, "the model's own forward scores the positions of a collator"
-                with scored_on_cpu(labels[:, 1:]):
-                    return forward(*args, fused_lm_head=True, labels=labels, **kwargs)
-            # The first token of a row is never trained, so the last one of the row before has no label.
-            following = at(labels.roll(-1), label_positions)
-            if not (self.fused or self.selects):
-                outputs = forward(*args, **kwargs)
-                outputs.logits = at(outputs.logits, label_positions)
-                return from_logits(outputs, following)
-            with _only(module.base_model, label_positions):
-                if self.fused:
-                    with scored_on_cpu(following):
-                        return forward(*args, fused_lm_head=True, shift_labels=following, **kwargs)
-                return from_logits(forward(*args, **kwargs), following)
+            return self._score(functools.partial(forward, *args, **kwargs), module, labels, label_positions)
 
         model.forward = types.MethodType(scored, model)
+
+    def _score(self, forward: Callable[..., Any], module: Any, labels: torch.Tensor, positions: Any) -> Any:
+        """Scores labels of a batch, of which `forward` has got all else."""
+        if positions is None:
+            assert self.fused, "the model's own forward scores the positions of a collator"
+            with scored_on_cpu(labels[:, 1:]):
+                return forward(fused_lm_head=True, labels=labels)
+        # The first token of a row is never trained, so the last one of the row before has no label.
+        following = at(labels.roll(-1), positions)
+        if not (self.fused or self.selects):
+            outputs = forward()
+            outputs.logits = at(outputs.logits, positions)
+            return from_logits(outputs, following)
+        with _only(module.base_model, positions):
+            if self.fused:
+                with scored_on_cpu(following):
+                    return forward(fused_lm_head=True, shift_labels=following)
+            return from_logits(forward(), following)
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What of a batch the model's own forward takes."""

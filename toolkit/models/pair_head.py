@@ -2,16 +2,14 @@
 
 TRL's fused head knows decoders only: it calls the backbone, and would leave out what lies before or behind the head
 (T5's scale, BART's bias). Here the model's own forward runs, and its head scores labels in place of returning logits,
-so what lies before it stays; whether that is the whole is asked as for decoders (`output_head`). The model's own loss,
+so what lies before it stays; whether that is the whole is asked as for decoders (`head_choice`). The model's own loss,
 of all logits in fp32, is not computed.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,47 +19,24 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
 from toolkit.models.cpu_head import scored_on_cpu
-from toolkit.models.output_head import HeadChoice, OutputHead, at, from_logits
+from toolkit.models.output_head import OutputHead, at, from_logits
 
 
 class PairHead(OutputHead):
-    """Scores labels for `model(..., labels=…, label_positions=…, fused_lm_head=True)`; scores are (1, positions).
+    """The same of an encoder-decoder, whose labels are not shifted."""
 
-    Args:
-        model: An encoder-decoder, without adapters around it.
-        choice: How labels are scored.
-    """
-
-    def __init__(self, model: Any, choice: HeadChoice) -> None:
-        self.fused, self.selects = choice.fused, choice.selects
-        forward = model.forward
-        trl_utils._use_triton = lambda device: False
-
-        # `generate` checks its arguments against the original signature.
-        @functools.wraps(type(model).forward)
-        def scored(
-            module: Any,
-            *args: Any,
-            fused_lm_head: bool = False,
-            labels: Any = None,
-            label_positions: Any = None,
-            **kwargs: Any,
-        ) -> Any:
-            if not fused_lm_head:
-                return forward(*args, labels=labels, **kwargs)
-            following = at(labels, label_positions)
-            if not (self.fused or self.selects):
-                outputs = forward(*args, labels=labels, **kwargs)
-                outputs.logits = at(outputs.logits, label_positions)
-                return from_logits(outputs, following)
-            kwargs["decoder_input_ids"] = _shifted(module, labels)
-            with _scoring(module, label_positions, following) if self.fused else _selecting(module, label_positions):
-                outputs = forward(*args, **kwargs)
-            if not self.fused:
-                return from_logits(outputs, following)
-            return FusedCausalLMOutput(log_probs=outputs.logits[..., 0], label_mask=torch.ones_like(following).bool())
-
-        model.forward = types.MethodType(scored, model)
+    def _score(self, forward: Callable[..., Any], module: Any, labels: torch.Tensor, positions: Any) -> Any:
+        following = at(labels, positions)
+        if not (self.fused or self.selects):
+            outputs = forward(labels=labels)
+            outputs.logits = at(outputs.logits, positions)
+            return from_logits(outputs, following)
+        inputs = _shifted(module, labels)
+        with _scoring(module, positions, following) if self.fused else _selecting(module, positions):
+            outputs = forward(decoder_input_ids=inputs)
+        if not self.fused:
+            return from_logits(outputs, following)
+        return FusedCausalLMOutput(log_probs=outputs.logits[..., 0], label_mask=torch.ones_like(following).bool())
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {key: batch[key] for key in batch if key != "label_positions"}
@@ -79,7 +54,7 @@ def _shifted(module: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _selecting(module: Any, positions: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def _selecting(module: Any, positions: torch.Tensor) -> Iterator[None]:
     """While this context lasts, the head gets hidden states of these positions alone."""
 
     def select(_: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
@@ -87,7 +62,7 @@ def _selecting(module: Any, positions: torch.Tensor) -> Iterator[list[torch.Tens
 
     handle = module.get_output_embeddings().register_forward_pre_hook(select)
     try:
-        yield []
+        yield
     finally:
         handle.remove()
 
