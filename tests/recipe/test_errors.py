@@ -198,7 +198,7 @@ def test_option_that_a_parent_names_does_not_exist() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("name=x", ["several sections", "method.name, strategy.name, optimizer.name, schedule.name, output.name"]),
+        ("name=x", ["several keys", "method.name, strategy.name, optimizer.name, schedule.name, output.name"]),
         ("every_steps=4", ["evaluation.every_steps, logging.every_steps"]),
         ("args.x=1", ["optimizer.args.x, schedule.args.x"]),
         ("seqlen=5", ["did you mean `batch.seq_len`"]),
