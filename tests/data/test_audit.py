@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,38 @@ def test_plain_prompts_for_a_chat_model_are_a_warning(tmp_path: Path) -> None:
     (problem,) = audit(tmp_path, rows).problems
     assert "without the chat template" in problem.what and "`instruction`" in problem.change
     assert audit(tmp_path, rows, plain_tokenizer(), frozenset({0})).problems == []
+
+
+def test_a_template_that_no_row_needs_is_a_warning(tmp_path: Path) -> None:
+    for row, named, warned in (
+        ({"text": "Night fell."}, "chatml", True),
+        ({"text": "Night fell."}, None, False),
+        (chat_row("hi", "yo"), "chatml", False),
+    ):
+        wanted = recipe(write_jsonl(tmp_path / "rows.jsonl", [row])).with_values({"model.chat_template": named})
+        problems = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").audit.problems
+        assert any("model.chat_template is read by none" in problem.what for problem in problems) == warned
+
+
+@pytest.mark.parametrize(
+    ("ignore", "absent"),
+    [
+        (["id", "name", "tools", "deep", "content.cited"], []),
+        (["imagse", "id"], ["imagse"]),
+        (["content.sited", "Name"], ["content.sited", "Name"]),
+    ],
+)
+def test_names_to_ignore_that_no_row_has_are_a_warning(tmp_path: Path, ignore: list[str], absent: list[str]) -> None:
+    part = {"type": "text", "text": "hi", "cited": 1}
+    chats = [{"role": "user", "content": [part], "name": "Ann"}, {"role": "assistant", "content": "yo"}]
+    row = {"messages": json.dumps(chats), "tools": [], "id": 7, "more": {"deep": 1}}
+    other = write_jsonl(tmp_path / "other.jsonl", [chat_row("q", "a")])
+    first = write_jsonl(tmp_path / "first.jsonl", [chat_row("hi", "ho"), row])
+    wanted = recipe(other, first, ignore=ignore)
+    problems = prepare(wanted, chatml_tokenizer(), STOP, tmp_path / "cache").audit.problems
+    what = [problem.what for problem in problems if "data.ignore" in problem.what]
+    names = " or ".join(f"`{name}`" for name in absent)
+    assert what == ([f"no row has {names}, which `data.ignore` names"] if absent else [])
 
 
 def test_more_than_half_without_answer_is_fatal(tmp_path: Path) -> None:

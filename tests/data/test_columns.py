@@ -257,7 +257,8 @@ def test_other_forms_are_known_in_any_case() -> None:
     for row in ({"messages": [{}], "Rejected": "a"}, {"Prompt": "a", "Chosen": "b", "REJECTED": "c"}):
         with pytest.raises(UserError, match=r"preference pairs \(chosen, rejected\)") as caught:
             refuse_other_forms(row, set(row), (), "d")
-        assert f"rename `{list(row)[-1]}` to lower case" in caught.value.change
+        written = "data.ignore=[Rejected]" if "Rejected" in row else "data.columns={prompt: Prompt, completion: Chosen}"
+        assert written in caught.value.change
     refuse_other_forms(row, {"Prompt", "REJECTED"}, ["Chosen"], "d")
 
 

@@ -207,7 +207,7 @@ def test_format_must_suit_train_on_and_the_tokenizer() -> None:
         ({"messages": "hello"}, "`messages` is not a list"),
         ({"messages": ["hello"]}, "`messages[0]` is not an object"),
         ({"messages": [user("a"), {"role": "narrator", "content": "x"}]}, "`messages[1]` has the role 'narrator'"),
-        ({"messages": [{"content": "x"}]}, "has the role None"),
+        ({"messages": [{"content": "x"}]}, "no `role`, no `from`); it has `content`"),
         ({"messages": [user("a", weight=2)]}, "`weight: 2`"),
         ({"messages": [user("a", train="yes")]}, "`train: 'yes'`"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "pictures, sound or film"),

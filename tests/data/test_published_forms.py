@@ -1,4 +1,4 @@
-"""Rows in the form of every demo file that LLaMA-Factory, Axolotl, TRL and OpenAI publish: what is trained, or refused.
+"""Rows in the form of the demo files of LLaMA-Factory, Axolotl, TRL, OpenAI and ms-swift: what is trained, or refused.
 
 The rows are written anew. A form is either trained on exactly the tokens that its project trains, or refused with what
 to write; where that is a mapping, the mapping is tried, too.
@@ -412,7 +412,79 @@ OPENAI: dict[str, Any] = {
     ),
     "legacy prompt and completion": ({"prompt": "Night ->", "completion": " fell. END"}, [" fell. END" + STOP]),
 }
+MS_SWIFT: dict[str, Any] = {
+    "messages with a channel": ({"messages": TALK, "channel": "chat"}, ANSWER),
+    "loss of messages": ({"messages": [ASK, REPLY | {"loss": False}, ASK, REPLY | {"loss": True}]}, ANSWER),
+    "pre-training": ({"messages": [says("assistant", "Night fell.")]}, [f"Night fell.{STOP}"]),
+    "tool_call, tool_response": (
+        {
+            "tools": json.dumps([TOOL]),
+            "messages": [
+                ASK,
+                says("tool_call", json.dumps(CALL)),
+                says("tool_response", "9"),
+                says("assistant", "Nine."),
+            ],
+        },
+        CALLED,
+    ),
+    "query, response, history": (
+        {"query": "And now?", "response": "Yes.", "history": [["Late?", "No."]]},
+        "(`history` will be read, too)",
+        [f"No.{STOP}", f"Yes.{STOP}"],
+    ),
+    "conversation of human and assistant": (
+        {"system": "S", "conversation": [{"human": "Late?", "assistant": "No."}]},
+        "data.columns={messages: conversation}",
+        "(no `role`, no `from`); it has `human`, `assistant`",
+    ),
+    "rejected_response": ({"messages": TALK, "rejected_response": "Yes."}, "'data.ignore=[rejected_response]'"),
+    "rejected_messages": ({"messages": TALK, "rejected_messages": TALK}, "'data.ignore=[rejected_messages]'"),
+    "label": ({"messages": TALK, "label": True}, "`label` is whether the answer is good"),
+    "embedding": ({"messages": [ASK], "positive_messages": [TALK]}, "`positive_messages` is what an embedding"),
+    "grpo": (
+        {"messages": [ASK], "solution": "Not yet."},
+        "data.columns={prompt: messages, completion: solution}",
+        ANSWER,
+    ),
+    "objects": ({"messages": TALK, "objects": {"bbox": [[1, 2, 3, 4]]}}, "`objects` is pictures"),
+}
+WRITTEN = {
+    "messages": (TALK, "data.columns={messages: text}"),
+    "ShareGPT's": (SHARED, "data.columns={messages: text}"),
+    "a row": ({"messages": TALK}, "write its `messages` as a column"),
+    "a row of ShareGPT's": ({"id": 1, "conversations": SHARED}, "write its `conversations` as a column"),
+}
 GENERAL: dict[str, Any] = {
+    "chain of thought beside a question": (
+        {"Question": "Is it late?", "Complex_CoT": "Nine.", "Response": "Not yet."},
+        "{instruction: Question, output: Response, reasoning: Complex_CoT}",
+        [f"<think>Nine.</think>Not yet.{STOP}"],
+    ),
+    "a passage": ({"instruction": "i", "output": "o", "passage": "p"}, "`passage` would be left unused"),
+    "loss_scale of a row": ({"messages": TALK, "loss_scale": [0.5]}, "`loss_scale` is the weight of a row"),
+    "preferences in capitals": (
+        {"Prompt": "Night", "Chosen": " fell.", "Rejected": " rose."},
+        "data.columns={prompt: Prompt, completion: Chosen}",
+        [" fell." + STOP],
+    ),
+    "steps in capitals": (
+        {"prompt": "Late?\n", "Completions": ["Nine.", "No."], "Labels": [True, False]},
+        "data.columns={completion: Completions}",
+        [f"Nine.\nNo.{STOP}"],
+    ),
+    **{f"text that is {kind}": ({"text": json.dumps(value)}, change) for kind, (value, change) in WRITTEN.items()},
+    **{f"text that Python prints, {kind}": ({"text": str(value)}, "as JSON") for kind, (value, _) in WRITTEN.items()},
+    "prompt and completion that Python prints": ({"prompt": str([ASK]), "completion": str([REPLY])}, "as JSON"),
+    "messages that Python prints": ({"messages": str(TALK)}, "`messages` holds a conversation as Python prints it"),
+    "an output that is messages": (
+        {"instruction": "Is it late?", "output": json.dumps([REPLY])},
+        "data.columns={prompt: instruction, completion: output}",
+        ANSWER,
+    ),
+    "a completion that is other JSON": ({"prompt": "p", "completion": '{"role": "x"}'}, [f'{{"role": "x"}}{STOP}']),
+    "text that is nested deep": ({"text": "[" * 9_999}, ["[" * 9_998 + STOP]),
+    "text that begins like one": ({"text": "{'role': of a king}"}, ["'role': of a king}" + STOP]),
     "loss_mask of messages": ({"messages": [ASK, REPLY | {"loss_mask": 0}, ASK, REPLY | {"loss_mask": 1}]}, ANSWER),
     "calculate_loss": ({"messages": [ASK, REPLY | {"calculate_loss": False}, *TALK]}, ANSWER),
     "ignore_loss": ({"messages": [ASK, REPLY | {"ignore_loss": True}, *TALK]}, ANSWER),
@@ -433,16 +505,6 @@ GENERAL: dict[str, Any] = {
     ),
     "tools in a message": ({"messages": [says("system", "S", tools=[TOOL]), *TALK]}, "leaves out `tools` of message 0"),
     "functions in a message": ({"messages": [ASK | {"functions": "[clock]"}, REPLY]}, "leaves out `functions`"),
-    "ms-swift: rejected_response": (
-        {"messages": TALK, "rejected_response": "Yes."},
-        "'data.ignore=[rejected_response]'",
-    ),
-    "ms-swift: query, response, history": (
-        {"query": "And now?", "response": "Yes.", "history": [["Late?", "No."]]},
-        "(`history` will be read, too)",
-        [f"No.{STOP}", f"Yes.{STOP}"],
-    ),
-    "ms-swift: objects": ({"messages": TALK, "objects": {"bbox": [[1, 2, 3, 4]]}}, "`objects` is pictures"),
     "an answer beside messages": (
         {"messages": [*TALK, ASK], "response": "Not yet."},
         "data.columns={prompt: messages, completion: response}",
@@ -467,7 +529,7 @@ GENERAL: dict[str, Any] = {
     ),
     "segments with a weight": ({"segments": [{"label": True, "text": "On"}], "weight": 0.5}, "`weight` is the weight"),
 }
-PROJECTS = {"LLaMA-Factory": LLAMA_FACTORY, "Axolotl": AXOLOTL, "TRL": TRL, "OpenAI": OPENAI}
+PROJECTS = {"LLaMA-Factory": LLAMA_FACTORY, "Axolotl": AXOLOTL, "TRL": TRL, "OpenAI": OPENAI, "ms-swift": MS_SWIFT}
 FORMS = {f"{project}: {name}": case for project, cases in PROJECTS.items() for name, case in cases.items()}
 FORMS |= {f"general: {name}": case for name, case in GENERAL.items()}
 
@@ -485,6 +547,14 @@ def test_a_published_form_is_trained_right_or_refused(name: str) -> None:
         columns = dict(pair.split(": ") for pair in setting.split(", "))
         result = outcome(row, columns=columns)
         assert result == mapped[0] if isinstance(mapped[0], list) else mapped[0] in result
+
+
+def test_conversations_written_as_text_are_trained_as_text_where_that_is_said() -> None:
+    chat = json.dumps(TALK)
+    assert outcome({"text": chat}, format="text") == [chat[1:] + STOP]
+    tokenizer = plain_tokenizer()
+    rows = [{"text": chat}, {"text": "A page on chats."}]
+    assert recognise(rows, Source(path="d"), Task("sft", "auto", bool(tokenizer))).name == "text"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ AUDIT: dict[str, Any] = {
             "empty_rows": 1,
             "unused_columns": ["<u>kind</u>"],
             "unused_fields": ["<i>id</i>"],
+            "ignored": {"images": True},
             "role": "train",
             "used_rows": 3084,
             "repeats": 1.0,
@@ -65,7 +66,7 @@ AUDIT: dict[str, Any] = {
     "deduplicate": False,
     "duplicates": 41,
     "in_train_and_eval": 0,
-    "chat_template": {"source": "the tokenizer's", "needed": True},
+    "chat_template": {"source": "the tokenizer's", "needed": True, "given": False},
     "kinds": ["Chat"],
     "packing": None,
     "problems": [

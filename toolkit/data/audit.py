@@ -42,6 +42,8 @@ class SourceFigures(BaseModel):
     unused_columns: list[str] = []
     unused_fields: list[str] = []
     """Fields of messages that neither the toolkit nor the chat template reads."""
+    ignored: dict[str, bool] = {}
+    """Names in `data.ignore`, and whether a row has them."""
     role: Literal["train", "eval"] = "train"
     used_rows: int = 0
     """Rows that are trained on or held out, with their repeats."""
@@ -128,6 +130,8 @@ class ChatTemplate(BaseModel):
 
     source: str
     needed: bool
+    given: bool = False
+    """Whether the recipe names it."""
 
 
 class Packing(BaseModel):
@@ -219,6 +223,19 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
             "prompts and completions are trained as they are, without the chat template that this model has",
             "for answers in a chat name the columns `instruction` and `output` with `data.columns`; to keep plain "
             "text, ask the trained model in plain text, too",
+        )
+    elif audit.chat_template.given and not audit.chat_template.needed and audit.objective != "seq2seq":
+        yield Problem(
+            "warning",
+            "no row is a conversation, so model.chat_template is read by none and only saved beside the model",
+            "remove model.chat_template, or name the columns of a conversation with `data.columns`",
+        )
+    listed = dict.fromkeys(name for source in audit.sources for name in source.ignored)
+    if absent := [name for name in listed if not any(source.ignored.get(name) for source in audit.sources)]:
+        yield Problem(
+            "warning",
+            f"no row has {' or '.join(f'`{name}`' for name in absent)}, which `data.ignore` names",
+            "write names as they stand in the data, or remove them from `data.ignore`",
         )
     if audit.duplicates and not audit.deduplicate:
         yield Problem("warning", f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,17 @@ OFTEN_CALLED = {
         *("message_2", "summary", "ideal", "targets"),
     ),
     "instruction": ("prompt", "question", "query", "problem", "message_1", "input", "user", "inputs"),
-    "input": ("context", "article", "query"),
+    "input": ("context", "article", "query", "passage", "paragraph", "story"),
     "output": (
         *("response", "answer", "completion", "solution", "generation", "corrected", "revision", "message_2"),
         *("assistant", "targets"),
     ),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "system": ("system_prompt", "system_message"),
-    "reasoning": ("reasoning_content", "thinking", "thought"),
+    "reasoning": (
+        *("reasoning_content", "thinking", "thought", "thoughts", "think"),
+        *("cot", "complex_cot", "chain_of_thought"),
+    ),
     "segments": ("parts", "input_output"),
 }
 """Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
@@ -125,8 +128,12 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
     },
     _each(("labels",), Meaning("which steps of the answer are right", "keep the right ones", _ANSWERS, _are_verdicts)),
     _each(
-        ("weight", "loss_weight", "sample_weight"),
+        ("weight", "loss_weight", "loss_scale", "sample_weight"),
         Meaning("the weight of a row in the loss", "set `weight` of a source, with a file for each weight", _ALL),
+    ),
+    _each(
+        ("positive_messages", "negative_messages"),
+        Meaning("what an embedding is near to or far from, which has no trainer yet", "remove these rows", _CHATS),
     ),
     _each(("choices", "options"), Meaning("the choices of a question", "write them into the question", _PROMPTS)),
     _each(("documents",), Meaning("documents to answer from", "write them into the prompt", _ANSWERS)),
@@ -217,7 +224,7 @@ class OtherForm:
     columns: tuple[str, ...]
     known_by_mapping: tuple[str, ...]
     what: str
-    change: Callable[[Mapping[str, Any]], str]
+    change: Callable[[_AnyCase], str]
 
 
 def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable[str], source: str) -> None:
@@ -233,9 +240,20 @@ def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable
     spelt = {name.lower(): name for name in names}
     for form in OTHER_FORMS:
         if spelt.keys() >= set(form.columns) and not roots.intersection(form.known_by_mapping):
-            others = [f"`{spelt[name]}`" for name in form.columns if spelt[name] != name]
-            lower = f"rename {', '.join(others)} to lower case: then the setting that trains on one part is printed"
-            raise UserError(f"data source `{source}` holds {form.what}", lower if others else form.change(row))
+            raise UserError(f"data source `{source}` holds {form.what}", form.change(_AnyCase(row)))
+
+
+class _AnyCase(dict[str, Any]):
+    """A row by the lower case of its columns, which remembers how they are written."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        super().__init__((name.lower(), value) for name, value in row.items())
+        self.written = {name.lower(): name for name in row}
+
+    def as_written(self, column: str) -> str:
+        """A column, or what lies inside one, as the data has it."""
+        name, dot, inside = column.partition(".")
+        return self.written.get(name, name) + dot + inside
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
@@ -253,28 +271,18 @@ def mapping_text(mapping: Mapping[str, str]) -> str:
     return f"'data.columns={{{', '.join(f'{name}: {actual}' for name, actual in mapping.items())}}}'"
 
 
-def _imitating(chosen: str, rejected: str) -> Callable[[Mapping[str, Any]], str]:
-    def change(row: Mapping[str, Any]) -> str:
+_ASKED = ("conversations", "messages", "input.messages", "prompt", "instruction", "question", "input")
+"""Where public preference data has what was asked, the most telling first."""
+
+
+def _imitating(chosen: str, rejected: str) -> Callable[[_AnyCase], str]:
+    def change(row: _AnyCase) -> str:
         answer = row.get(chosen)
         if answer is None:
-            return f"to imitate the answers that the rows have without it set 'data.ignore=[{rejected}]'"
+            ignore = f"'data.ignore=[{row.as_written(rejected)}]'"
+            return f"to imitate the answers that the rows have without it set {ignore}"
         is_conversation = chosen == "chosen_messages" or (isinstance(answer, list) and len(answer) > 1)
-        asked = next(
-            (
-                name
-                for name in (
-                    "conversations",
-                    "messages",
-                    "input.messages",
-                    "prompt",
-                    "instruction",
-                    "question",
-                    "input",
-                )
-                if value_at(row, name) is not None
-            ),
-            None,
-        )
+        asked = next((name for name in _ASKED if value_at(row, name) is not None), None)
         if is_conversation:
             mapping = {"messages": chosen}
         elif asked is None:
@@ -285,31 +293,34 @@ def _imitating(chosen: str, rejected: str) -> Callable[[Mapping[str, Any]], str]
             mapping = {"prompt": asked, "completion": chosen}
         if asked == "input.messages" and value_at(row, "input.tools"):
             mapping["tools"] = "input.tools"
-        return f"to imitate the chosen answers set {mapping_text(_renamed(mapping))}"
+        return f"to imitate the chosen answers set {_mapping_of(row, mapping)}"
 
     return change
 
 
-def _renamed(mapping: Mapping[str, str]) -> dict[str, str]:
-    return {name: actual for name, actual in mapping.items() if name != actual}
+def _mapping_of(row: _AnyCase, mapping: Mapping[str, str]) -> str:
+    """The setting, with the columns as they are written, without those that need none."""
+    written = {name: row.as_written(column) for name, column in mapping.items()}
+    return mapping_text({name: column for name, column in written.items() if name != column})
 
 
-def _batch_mapping(row: Mapping[str, Any]) -> str:
+def _batch_mapping(row: _AnyCase) -> str:
     if value_at(row, "body.messages") is None:
         return 'write each request with its answer into a row of {"messages": […]}'
     mapping = {"messages": "body.messages"}
     if value_at(row, "body.tools"):
         mapping["tools"] = "body.tools"
-    return f"if its conversations end with the answer to learn, set {mapping_text(mapping)}; else add the answers"
+    return f"if its conversations end with the answer to learn, set {_mapping_of(row, mapping)}; else add the answers"
 
 
-def _says(change: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: change
+def _says(change: str, column: str = "") -> Callable[[_AnyCase], str]:
+    """A change that may name a column, at {}."""
+    return lambda row: change.format(row.as_written(column)) if column else change
 
 
 _SINGLE = (
     'put the messages of each conversation into one row, {{"messages": [{{"role": …, "content": …}}, …]}}; '
-    "to train on single texts set {}"
+    "to train on single texts set 'data.columns={{text: {}}}'"
 )
 _PAIRS = "preference pairs ({}, {}), which have no trainer yet"
 OTHER_FORMS = (
@@ -326,7 +337,7 @@ OTHER_FORMS = (
         ("completions", "labels"),
         ("completions",),
         "steps that are judged one by one (completions, labels), which have no trainer yet",
-        _says("to imitate all steps, right or wrong, set 'data.columns={completion: completions}'"),
+        _says("to imitate all steps, right or wrong, set 'data.columns={{completion: {}}}'", "completions"),
     ),
     OtherForm(
         ("custom_id", "body"), ("body",), "requests to a model (custom_id, body), without answers", _batch_mapping
@@ -347,13 +358,13 @@ OTHER_FORMS = (
         ("role", "content"),
         ("content",),
         "single messages (it has a column `role`), not conversations",
-        _says(_SINGLE.format("'data.columns={text: content}'")),
+        _says(_SINGLE, "content"),
     ),
     OtherForm(
         ("role", "text"),
         ("text",),
         "single messages (it has a column `role`), not conversations",
-        _says(_SINGLE.format("'data.columns={text: text}'")),
+        _says(_SINGLE, "text"),
     ),
 )
 
@@ -363,9 +374,18 @@ def parsed(value: Any) -> Any:
     while isinstance(value, str):
         try:
             decoded = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # Also numbers of thousands of digits.
             return value or None
         if decoded == value:
             return value
         value = decoded
     return value
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Every key inside a value, also where it is written as JSON."""
+    value = parsed(value)
+    if isinstance(value, Mapping):
+        yield from value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from names_in(part)

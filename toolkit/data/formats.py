@@ -23,7 +23,7 @@ from toolkit.data.columns import (
     refuse_other_forms,
     value_at,
 )
-from toolkit.data.messages import FLAGS, ROLES, read_messages, read_tools
+from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
 from toolkit.recipe.schema import FORMATS, Source
@@ -91,8 +91,8 @@ class RowFormat:
                     "correct the row, or set `data.format` and `data.columns`",
                 )
         unmapped = [name for name in optional if name not in self.columns]
-        steps = [name for name, column in self.columns.items() if column == STEPS]
-        known = self.used_columns() | self.ignored | ({"labels"} if steps else set())
+        steps = [name for name, column in self.columns.items() if column.lower() == STEPS]
+        known = self.used_columns() | self.ignored | {column for column in raw if steps and column.lower() == "labels"}
         refuse_meaning(raw, known, unmapped, self.name, where)
         row = {
             name: value_at(raw, self.columns.get(name, name))
@@ -113,7 +113,7 @@ class RowFormat:
             return read_tokens(row, where)
         is_pair = self.task.objective == "seq2seq"
         if not is_pair and self.name == "prompt_completion":
-            if any(_holds_messages(row[name]) for name in required):
+            if any(holds_messages(row[name]) for name in required):
                 return self._conversational_completion(row, where)
             if given := next((name for name in FORMATS["prompt_completion"][1] if row.get(name)), None):
                 raise UserError(
@@ -179,7 +179,7 @@ class RowFormat:
     def _conversational_completion(self, row: Mapping[str, Any], where: str) -> Chat:
         messages = []
         for column, role, trained in (("prompt", "user", self.task.trains_prompts), ("completion", "assistant", True)):
-            value = row[column] if _holds_messages(row[column]) else {"role": role, "content": row[column]}
+            value = row[column] if holds_messages(row[column]) else {"role": role, "content": row[column]}
             turns = read_messages(value, column, where, self.ignored, self.flags)
             messages += turns if trained else [turn | {"train": False} for turn in turns]
         return self._with_tools(messages, row, where)
@@ -232,11 +232,13 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
             f"data source `{source.path}` holds chats, but the tokenizer has no chat template",
             "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
         )
+    if source.format in (None, "auto"):
+        _refuse_written_chats(rows, name, columns, source)
     _check_task(name, source, task)
     if flag is None:
         return RowFormat(name, columns, task, ignored)
     places = [columns.get(column, column) for column in FORMATS[name][0]]
-    if not any(flag in message for row in rows for place in places for message in _dicts(value_at(row, place))):
+    if not any(flag in message for row in rows for place in places for message in dicts(value_at(row, place))):
         raise UserError(
             f"data source `{source.path}`: no message of the first rows has the field `{flag}` that `data.columns` "
             "names for `train`",
@@ -298,6 +300,28 @@ def _proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) 
     return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
 
 
+def _refuse_written_chats(
+    rows: Iterable[Mapping[str, Any]], name: str, columns: Mapping[str, str], source: Source
+) -> None:
+    """Refuses texts that are conversations, all of them, as CSV files and dumps of data bases have them."""
+    rows = list(rows)
+    for column in FORMATS[name][0] if name in ("text", "prompt_completion", "alpaca") else ():
+        actual = columns.get(column, column)
+        texts = [text for row in rows if (text := value_at(row, actual)) not in EMPTY]
+        mapping = {"messages": actual}
+        if name == "alpaca":
+            asked, answered = (columns.get(each, each) for each in FORMATS["alpaca"][0])
+            mapping = {"prompt": asked, "completion": answered}
+        changes = [isinstance(text, str) and conversation_in(text, mapping) for text in texts]
+        # Prompts and completions may be messages, as JSON too.
+        if texts and all(changes) and not (name == "prompt_completion" and all(map(holds_messages, texts))):
+            raise UserError(
+                f"data source `{source.path}`: `{actual}` holds conversations, and would be trained as the plain text "
+                "that they are written as",
+                f"{changes[0]}, or set `data.format: {name}` if that is meant",
+            )
+
+
 def _check_task(name: str, source: Source, task: Task) -> None:
     """Refuses rows that the objective or `data.train_on` cannot use."""
     where = f"data source `{source.path}` ({name})"
@@ -328,23 +352,9 @@ def _suits(column: str, form: str, value: Any) -> bool:
         return True
     if form in ("messages", "sharegpt", "segments"):
         return isinstance(parsed(value), list | dict)
-    if _holds_messages(value):
+    if holds_messages(value):
         return form == "prompt_completion"
     return isinstance(value, str | int | float) or (_are_texts(value) and len(value) == 1)
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    """The messages that a column may hold."""
-    value = parsed(value)
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
-
-
-def _holds_messages(value: Any) -> bool:
-    """Whether a prompt or completion is a message or a list of messages, also as JSON, and no text."""
-    if isinstance(value, str):
-        written = _dicts(value) if value.lstrip().startswith(("[", "{")) else []
-        return bool(written) and all(str(each.get("role") or each.get("from")).lower() in ROLES for each in written)
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
 def _rounds(history: Any, where: str) -> list[tuple[str, str]]:
@@ -366,6 +376,8 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str):
         kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
         change = "choose one of them, or join them" if _are_texts(value) else 'write it as text ("4" for 4)'
+        if isinstance(value, list) and holds_messages(value):
+            change = "name the column of a whole conversation as `messages` in `data.columns`"
         raise UserError(
             f"{where}: `{name}` is {kinds.get(type(value), type(value).__name__)}, not a string",
             f"{change}, or choose other columns with `data.columns`",

@@ -9,11 +9,11 @@ parts of a content are put into one form, so their further keys reach no templat
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, JUDGED, MEDIA, MEDIA_PARTS, parsed
+from toolkit.data.columns import EMPTY, JUDGED, MEDIA, MEDIA_PARTS, mapping_text, parsed
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -54,6 +54,11 @@ _SPOKEN = ("content", "value", "text", "refusal")
 """Names of what a message says."""
 _ABOUT = ("name", "id", "tool_call_id")
 """Fields that a message without a text may have."""
+_PRINTED = re.compile(
+    r"\s*(\[?\s*\{\s*'(role|from|content|value)'|\{[^{}\[\]]*'(messages|conversations)')\s*:\s*['\"\[{]"
+)
+"""How Python prints a conversation, which is no JSON: so pandas writes lists into a CSV."""
+_AS_JSON = "write it as JSON (`json.dumps`), or save the table as JSONL or Parquet, which keep lists"
 _TEXTS = ("text", "content", "value", "refusal", "thinking", "reasoning")
 """Names of the text of a part."""
 
@@ -81,9 +86,40 @@ def read_messages(
     if value is None:
         return []
     messages = [value] if isinstance(value, dict) else value
+    if isinstance(messages, str) and _PRINTED.match(messages):
+        raise UserError(f"{where}: `{column}` holds a conversation as Python prints it, which is no JSON", _AS_JSON)
     if not isinstance(messages, list):
         raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
     return [_message(message, f"{where}: `{column}[{n}]`", ignored, flags) for n, message in enumerate(messages)]
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """The messages that a column may hold."""
+    value = parsed(value)
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
+
+
+def holds_messages(value: Any) -> bool:
+    """Whether a prompt or completion is a message or a list of messages, also as JSON, and no text."""
+    if isinstance(value, str):
+        written = dicts(value) if value.lstrip().startswith(("[", "{")) else []
+        return bool(written) and all(str(each.get("role") or each.get("from")).lower() in ROLES for each in written)
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+
+
+def conversation_in(text: str, mapping: Mapping[str, str]) -> str:
+    """What to do with a text that is a conversation; empty for any other.
+
+    Args:
+        mapping: The `data.columns` with which it is read as one, if it is a list of messages as JSON.
+    """
+    if _PRINTED.match(text):
+        return _AS_JSON
+    if holds_messages(text):
+        return f"set {mapping_text(mapping)}"
+    inside = dicts(text) if text.lstrip().startswith("{") else []
+    named = [name for each in inside for name in ("messages", "conversations") if holds_messages(each.get(name))]
+    return f"write its `{named[0]}` as a column of the row" if named else ""
 
 
 def further_fields(messages: Iterable[Message]) -> list[str]:
@@ -131,8 +167,14 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     is_silent = not any(name in message for name in _SPOKEN)
     message = {key: value for key, value in message.items() if value is not None and key not in ignored}
     role = message.pop("role", None) or message.pop("from", None)
-    role = role.lower() if isinstance(role, str) else None
-    if role not in ROLES:
+    if not role:
+        keys = ", ".join(f"`{key}`" for key in message) or "nothing"
+        raise UserError(
+            f"{where} says nothing of who speaks (no `role`, no `from`); it has {keys}",
+            'write each message as {"role": "user", "content": …}, then {"role": "assistant", "content": …}',
+        )
+    role = role.lower() if isinstance(role, str) else role
+    if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
     if media := next((name for name in message if name.lower() in MEDIA and message[name] not in EMPTY), None):
         raise _media(where, media)

@@ -231,7 +231,7 @@ def _build(
         duplicates=mixture.duplicates,
         in_train_and_eval=int(np.isin(content[chosen_eval], content[mixture.train]).sum()),
         chat_template=auditing.ChatTemplate(
-            source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds
+            source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds, given=bool(named)
         ),
         kinds=tokens.kinds,
     )

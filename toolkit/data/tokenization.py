@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
+from toolkit.data.columns import names_in
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import RowFormat, Task, recognise
 from toolkit.data.messages import further_fields
@@ -67,7 +68,8 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
 
     Returns:
         The table (columns: row, where, source, content), and for every source its format, rows, rows without
-        content, unused columns, and fields of messages that are left to the chat template.
+        content, unused columns, fields of messages that are left to the chat template, and which of `data.ignore`
+        there are.
     """
     sources = []
     with (
@@ -78,10 +80,14 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
         for number, reader in enumerate(readers):
             row_format, rows = open_rows(reader, task)
             figures = SourceFigures(path=reader.source.path, split=reader.source.split, format=row_format.name)
+            absent = set(reader.source.ignore or ())
             columns: dict[str, None] = {}
             fields: dict[str, None] = {}
             while batch := list(itertools.islice(rows, 1000)):
                 columns.update(dict.fromkeys(name for _, raw in batch for name in raw))
+                for _, raw in batch if absent else ():
+                    present = set(names_in(raw))
+                    absent = {name for name in absent if not {name, name.rpartition(".")[2]} & present}
                 converted = [(row_format.convert(raw, where), where) for where, raw in batch]
                 records = [_record(row, where, number) for row, where in converted if not is_empty(row, task)]
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
@@ -92,6 +98,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                 progress.update(len(batch))
             figures.unused_columns = [name for name in columns if name not in row_format.used_columns()]
             figures.unused_fields = list(fields)
+            figures.ignored = {name: name not in absent for name in reader.source.ignore or ()}
             sources.append(figures)
     return Dataset.from_file(str(path)), sources
 
