@@ -39,6 +39,13 @@ def test_rounding_costs_what_three_bits_of_mantissa_do_whatever_the_size_of_a_ro
     assert torch.equal(restored(stored_in_fp8(restored(stored))), restored(stored)), "nothing is lost twice"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_the_smallest_numbers_of_a_type_are_kept(dtype: torch.dtype) -> None:
+    finest = torch.finfo(dtype)
+    weight = torch.tensor([[1.0, -2.0, 0.0], [6.0, 1.0, -0.5]]) * max(finest.tiny * finest.eps * 4, 2.0**-126)
+    assert torch.equal(restored(stored_in_fp8(weight.to(dtype))), weight)
+
+
 @pytest.mark.parametrize("shape", [(48, 32), (4, 48, 32)])
 def test_memory_is_planned_to_the_byte(shape: tuple[int, ...]) -> None:
     stored, empty = stored_in_fp8(torch.randn(shape)), empty_in_fp8(fp8.Fp8Weight(torch.empty(shape)), torch.float32)

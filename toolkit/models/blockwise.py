@@ -20,7 +20,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.adapters import keep_unpacked
-from toolkit.models.fp8 import Fp8Weight
+from toolkit.models.coverage import is_quantized
+from toolkit.models.fp8 import Stored
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Weights:
     def restored(self, name: str, place: torch.device) -> torch.Tensor:
         """The same in fp32, restored from its quantized form."""
         weight = self.read(name, place)
-        if not _is_quantized(weight):
+        if not is_quantized(weight):
             return weight.float()
         plain = _restored(weight)
         return (plain.T.contiguous() if issubclass(self._layer(name).source_cls, Conv1D) else plain).float()
@@ -123,18 +124,14 @@ def _is_replaced(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and hasattr(layer, "source_cls")
 
 
-def _is_quantized(weight: torch.Tensor) -> bool:
-    return type(weight).__name__ in ("Params4bit", "Int8Params", "Fp8Weight")
-
-
 def _restored(weight: Any) -> torch.Tensor:
     from bitsandbytes import functional
 
-    if isinstance(weight, Fp8Weight):
-        assert weight.quant_state
-        return weight.quant_state.restored(weight, weight.quant_state.dtype)
-    if type(weight).__name__ == "Params4bit":
-        return functional.dequantize_4bit(weight.data, weight.quant_state)
+    state = getattr(weight, "quant_state", None)
+    if isinstance(state, Stored):
+        return state.restored(weight, state.dtype)
+    if state is not None:
+        return functional.dequantize_4bit(weight.data, state)
     return functional.int8_vectorwise_dequant(weight.data, weight.SCB)
 
 

@@ -36,7 +36,7 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
         seen.add(parameter)
         counts["total"] += count
         counts["trainable"] += count if parameter.requires_grad else 0
-        counts["quantized"] += count if _is_quantized(parameter) else 0
+        counts["quantized"] += count if is_quantized(parameter) else 0
     if hasattr(model, "peft_config"):
         adapted = {id(each): each for each in _adapted(model)}.values()
         rows = sum(_numel(each) for name, each in model.named_parameters() if _TOKEN_ROWS in name)
@@ -58,7 +58,7 @@ def require_quantized(model: Any, recipe: Recipe) -> None:
     outside = {id(each) for module in _outside(model) for each in module.parameters(recurse=False)}
     inside = [each for each in model.parameters() if id(each) not in outside]
     total = sum(map(_numel, inside))
-    quantized = sum(_numel(each) for each in inside if _is_quantized(each))
+    quantized = sum(_numel(each) for each in inside if is_quantized(each))
     if quantized < model_configs.QUANTIZED_SHARE * total:
         raise UserError(
             f"method.quantization={method.quantization} reaches {quantized / total:.0%} of the parameters in the "
@@ -91,7 +91,8 @@ def _adapted(model: torch.nn.Module) -> Iterable[Any]:
             yield parameter
 
 
-def _is_quantized(parameter: Any) -> bool:
+def is_quantized(parameter: Any) -> bool:
+    """Whether a tensor is stored in 4 bits or fp8, which have a `quant_state`, or in bitsandbytes' int8."""
     return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, "SCB")
 
 

@@ -86,7 +86,8 @@ def _parametrized(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     found = []
     for module in list(model.modules()):
-        names = [name for name, each in module.named_parameters(recurse=False) if _is_quantized(each)]
+        named: Any = module.named_parameters(recurse=False)
+        names = [name for name, each in named if getattr(each, "quant_state", None) is not None]
         if names and not isinstance(module, Linear4bit | Fp8Linear | parametrize.ParametrizationList):
             found.append(module)
             for name in names:
@@ -94,10 +95,6 @@ def _parametrized(model: torch.nn.Module) -> list[torch.nn.Module]:
                 restored = (Restored if isinstance(state, Stored) else Bnb4bitParametrization)(state)
                 parametrize.register_parametrization(module, name, restored, unsafe=True)
     return found
-
-
-def _is_quantized(parameter: Any) -> bool:
-    return getattr(parameter, "quant_state", None) is not None
 
 
 class _Quantizer(Bnb4BitHfQuantizer):

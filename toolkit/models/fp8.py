@@ -12,6 +12,7 @@ restored.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +72,11 @@ def stored_in_fp8(weight: torch.Tensor) -> Fp8Weight:
     """
     largest = weight.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(largest.float())
-    # The least power of two by which the largest number of a row becomes at most 448, 0.875 times 2**9.
-    exponent = (exponent - 9 + (mantissa > _LARGEST / 512)).clamp(1 - _BIAS, _BIAS - 1) + _BIAS
+    # The least power of two by which the largest number of a row becomes at most 448, 0.875 times 2**9, and which the
+    # weight's type has: fp16 ends at 2**-24.
+    finest = torch.finfo(weight.dtype)
+    least = max(1 - _BIAS, round(math.log2(finest.tiny * finest.eps)))
+    exponent = (exponent - 9 + (mantissa > _LARGEST / 512)).clamp(least, _BIAS - 1) + _BIAS
     numbers = (weight / (exponent << 23).view(torch.float32).to(weight.dtype)).to(_FP8)
     data = torch.cat([numbers.view(torch.uint8).flatten(), exponent.to(torch.uint8).flatten()])
     return _of_bytes(data[:, None], Stored(weight.shape, weight.dtype))
