@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import ON_CPU, Ranks
 from small import LORA, place_with
 
 from toolkit.train.checkpoint import newest
@@ -47,6 +48,29 @@ def test_run_ends_where_its_numbers_end(
     # The report shows where it was.
     broken = [row["step"] for row in rows if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
     assert broken == [int(says.split()[2])] if says.startswith("at ") else broken == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    ("settings", "says", "good"),
+    [
+        pytest.param([*SUDDEN, "save_steps=1"], "at step 3 the ", "checkpoint-2", id="every"),
+        pytest.param([*SUDDEN, *LORA], "at step 3 the ", None, id="adapter"),
+        pytest.param([*TOO_LARGE, "max_steps=1"], "after step 1 trained weights are not finite", None, id="unsaved"),
+    ],
+)
+def test_all_processes_of_an_engine_end_there(
+    engine: str, settings: list[str], says: str, good: str | None, tmp_path: Path, place: Path, ranks: Ranks
+) -> None:
+    own = [f"strategy={engine}", "batch.micro_batch_size=1", f"output.dir={tmp_path}", *settings]
+    done = ranks.run(place, "recipe=small", *own, processes=2, entry=ON_CPU)
+    assert done.codes == [1, 1], done.stderr[-3000:]
+    assert " ".join(done.stderr.rpartition("error: ")[2].split()).startswith(says), done.stderr[-3000:]
+    folder = RunFolder(tmp_path / "small")
+    assert not folder.final.exists() and folder.manifest().status == "failed"
+    last, _ = newest(folder.checkpoints)
+    assert (last and last.name) == good
 
 
 def test_weights_that_are_not_trained_may_be_anything() -> None:

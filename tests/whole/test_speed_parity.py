@@ -1,0 +1,95 @@
+"""What makes training quick changes no result: the same training with all of it, and with none of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import small
+from harness import metrics
+from ranks import Ranks
+
+SLOW = """
+import toolkit.train.main as run
+import toolkit.train.setup as setup
+from toolkit.data.batches import MicroBatches
+from toolkit.models.output_head import HeadChoice
+
+class ByNumber(MicroBatches):
+    def __iter__(self):
+        rows = self.order.between(0, self.steps * self.global_batch_size).reshape(-1, self.micro_batch_size)
+        return iter(rows.tolist())
+
+def by_number(arguments):
+    setup.MicroBatches = ByNumber
+    return run.main(arguments)
+
+def main(arguments):
+    setup.choose = lambda *_: HeadChoice(fused=False, selects=False)
+    setup.StepCasts = lambda: None
+    setup.ALIGNED = 1
+    return by_number([*arguments, "compile=off", "model.attention=sdpa"])
+"""
+"""Rows as they come, cut by number and not by tokens; and all logits, attention that was not chosen by measurement,
+without what compiled layers or adapters that are cast once in a step would save."""
+
+# Nor do updates of a size of their own follow from rounding, see `matrix.py`.
+CAREFUL = ["optimizer.learning_rate=1e-3", "optimizer.eps=1e-5"]
+LORA = ["method.name=lora", "method.lora_dropout=0"]
+FP32, BF16 = {"loss": 1e-6, "grad_norm": 1e-6}, {"loss": 6e-4, "grad_norm": 2e-2}  # As `test_matrix` has for engines.
+
+place = small.place_with("llama")
+
+
+@pytest.fixture(autouse=True)
+def entry(place: Path) -> None:
+    """A module beside the data with the slow ways."""
+    (place / "slow.py").write_text(SLOW, encoding="utf-8")
+    (place / "by_number.py").write_text("from slow import by_number as main\n", encoding="utf-8")
+
+
+def trained(place: Path, ranks: Ranks, name: str, entry: str, *overrides: str) -> tuple[dict[str, list[float]], dict]:
+    """Losses and norms of gradients of the steps of a run on two processes, and what of it really ran."""
+    settings = ["recipe=small", "max_steps=3", "batch.global_batch_size=8", *CAREFUL, *overrides]
+    folder = ranks.folder / "-".join([name, *overrides]).translate(str.maketrans("=./", "---"))
+    done = ranks.run(place, *settings, f"output.dir={folder}", processes=2, entry=entry)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [row for row in metrics(folder / "small") if "loss" in row]
+    manifest = json.loads((folder / "small" / "manifest.json").read_text(encoding="utf-8"))
+    return {key: [row[key] for row in rows] for key in FP32}, manifest
+
+
+def check_equal(one: dict[str, list[float]], other: dict[str, list[float]], limits: dict[str, float]) -> None:
+    assert len(one["loss"]) == 3
+    for key, limit in limits.items():
+        assert one[key] == pytest.approx(other[key], rel=limit, abs=0), key
+
+
+def test_rows_dealt_by_tokens_train_as_rows_dealt_by_number(place: Path, ranks: Ranks) -> None:
+    by_tokens, _ = trained(place, ranks, "tokens", "toolkit.run")
+    by_number, _ = trained(place, ranks, "number", "by_number")
+    check_equal(by_tokens, by_number, FP32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled", "limits"),
+    [
+        pytest.param([*LORA, "precision=bf16"], "off", BF16, id="lora-bf16"),
+        pytest.param([], "layers", FP32, id="full-fp32-compiled", marks=pytest.mark.matrix),
+        pytest.param(LORA, "layers", FP32, id="lora-fp32-compiled", marks=pytest.mark.matrix),
+        pytest.param([*LORA, "precision=bf16"], "layers", BF16, id="lora-bf16-compiled", marks=pytest.mark.matrix),
+        pytest.param(
+            [*LORA, "activation_checkpointing=full"], "layers", FP32, id="recomputed", marks=pytest.mark.matrix
+        ),
+    ],
+)
+def test_all_that_is_quick_trains_as_nothing_of_it_does(
+    overrides: list[str], compiled: str, limits: dict[str, float], place: Path, ranks: Ranks
+) -> None:
+    quick, ran = trained(place, ranks, "quick", "toolkit.run", *overrides, f"compile={compiled}", "attention=eager")
+    slow, ran_slow = trained(place, ranks, "slow", "slow", *overrides)
+    ways = ("output_head", "attention", "compile")
+    assert [ran["effective"][key] for key in ways] == ["fused", "eager", compiled]
+    assert [ran_slow["effective"][key] for key in ways] == ["own", "sdpa", "off"]
+    check_equal(quick, slow, limits)
