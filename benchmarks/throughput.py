@@ -114,7 +114,7 @@ class Bench:
         metrics = self.folder / "runs" / "job" / "metrics.jsonl"
         shutil.rmtree(self.folder / "runs", ignore_errors=True)
         metrics.parent.mkdir(parents=True)
-        make = self._peer if who in PEERS else self._recipe
+        make = self._peer if who.split("+")[0] in PEERS else self._recipe
         command = make(who, job, model, data, metrics)
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TOKENIZERS_PARALLELISM": "true"}
         begun, log = time.monotonic(), self.folder / "log.txt"
@@ -152,7 +152,7 @@ class Bench:
 
     def _recipe(self, who: str, job: Job, model: str, data: Path, metrics: Path) -> list[str]:
         text = {
-            "objective": "language_modelling" if job.packing else "chat",
+            "objective": "language_modelling" if job.packing else "sft",
             "model": {"path": model},
             "data": {"sources": [str(data)], "packing": job.packing},
             "method": job.method,
@@ -171,8 +171,10 @@ class Bench:
 
     def _peer(self, who: str, job: Job, model: str, data: Path, metrics: Path) -> list[str]:
         described = asdict(job) | {"model": model, "data": str(data), "metrics": str(metrics), "steps": self.steps}
+        name, *settings = who.split("+")
+        described |= dict(setting.split("=", 1) for setting in settings)
         (self.folder / "job.json").write_text(json.dumps(described), encoding="utf-8")
-        return [sys.executable, str(HERE / "peers.py"), who, str(self.folder / "job.json")]
+        return [sys.executable, str(HERE / "peers.py"), name, str(self.folder / "job.json")]
 
     def _material(self, job: Job) -> tuple[str, Path]:
         """Where model and rows lie; made in another process, which would hold a part of the device from then on."""
@@ -263,7 +265,7 @@ def main() -> int:
             written = json.dumps({"about": about, "results": kept}, indent=2) + "\n"
             file.with_suffix(".json").write_text(written, encoding="utf-8")
     print(f"\n{table(results)}\nwritten to {file}.md")
-    own = [result for found in results.values() for who, result in found.items() if who not in PEERS]
+    own = [result for found in results.values() for who, result in found.items() if who.split("+")[0] not in PEERS]
     return 1 if any(result.error for result in own) else 0
 
 

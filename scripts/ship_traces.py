@@ -35,6 +35,8 @@ _STRATEGIES = ("ddp", "zero2")
 """Autocast over fp32 masters, and 16-bit parameters."""
 _ON_CPU = "builtin:"
 _OLD, _NEW, _CPU = ("cuda", "7.5"), ("cuda", "9.0"), ("cpu", None)
+_FASTEST = {_OLD: ("fp16",), _NEW: ("bf16",), _CPU: ("bf16", "fp32")}
+"""What `precision: auto` may come to on them."""
 
 
 def settings() -> dict[str, Setting]:
@@ -45,9 +47,11 @@ def settings() -> dict[str, Setting]:
         assert config is not None, "the models of shipped recipes are bundled"
         for device in (_NEW, _OLD, _CPU) if recipe.model.path.startswith(_ON_CPU) else (_NEW, _OLD):
             for variant in (recipe, *(variants if device != _OLD else ())):
-                backend = attention.planned(variant.model.attention, config, dtypes(variant).compute, *device)
-                each = setting_of(variant, config, device[0], backend, batch_layout(variant, 1))
-                found[each.key()] = each
+                for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
+                    decided = variant.with_values({"precision": precision})
+                    backend = attention.planned(decided.model.attention, config, dtypes(decided).compute, *device)
+                    each = setting_of(decided, config, device[0], backend, batch_layout(decided, 1))
+                    found[each.key()] = each
     return found
 
 

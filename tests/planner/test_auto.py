@@ -23,7 +23,7 @@ from small import RECIPE, populate
 from toolkit.cli.main import main as toolkit
 from toolkit.common import UserError
 from toolkit.distributed.layout import batch_layout, micro_batch_sizes
-from toolkit.planner.auto import resolve
+from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.search import TIE
@@ -112,6 +112,28 @@ def test_the_answer_does_not_depend_on_what_was_planned_before() -> None:
         made, chosen = resolve(recipe(**AUTO), find("h200x8"), known)
         assert made.strategy.name == "zero1"
     assert chosen == resolve(recipe(**AUTO), find("h200x8"), Arithmetic(8))[1]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "cpu_factor", "expected"),
+    [("h100", None, "bf16"), ("t4", None, "fp16"), ("mi300x", None, "bf16"), ("cpu", 4, "bf16"), ("cpu", 0.5, "fp32")],
+)
+def test_precision_is_what_the_device_computes_fastest(hardware: str, cpu_factor: float | None, expected: str) -> None:
+    machine = find(hardware)
+    if cpu_factor:
+        flops = {"fp32": 2e11, "bf16": cpu_factor * 2e11}
+        machine = dataclasses.replace(machine, device=machine.device.model_copy(update={"flops": flops}))
+    made, chosen = fastest_precision(recipe(precision="auto"), machine)
+    assert (made.precision, made.batch.micro_batch_size) == (expected, "auto")
+    assert chosen["precision"].startswith(f"{expected}: ")
+    stated = recipe(precision="fp32")
+    assert fastest_precision(stated, machine) == (stated, {})
+
+
+def test_precision_goes_with_the_rest_of_the_recipe() -> None:
+    weights = {"model": {"path": "m", "dtype": "fp16"}, "method": {"name": "lora"}, "precision": "auto"}
+    assert fastest_precision(recipe(**weights), find("h100"))[0].precision == "fp16"
+    assert not check(recipe(**weights))
 
 
 def test_nothing_fits() -> None:
@@ -254,6 +276,12 @@ def test_a_run_takes_it_and_says_so(place: Path, capsys: pytest.CaptureFixture[s
     assert manifest["batch"]["micro_batch_size"] == 4
     assert manifest["chosen"].keys() == {"batch.micro_batch_size", "data.num_workers"}
     assert losses(place / "runs" / "default") == pytest.approx(losses(run), rel=1e-5)
+    # Precision is decided before the engine, and kept for whoever continues the run elsewhere.
+    assert main(["recipe=small", "precision=auto", "output.name=precision"]) == 0
+    manifest = json.loads((place / "runs" / "precision" / "manifest.json").read_text())
+    kept = yaml.safe_load((place / "runs" / "precision" / "recipe.yaml").read_text())
+    assert kept["precision"] in ("bf16", "fp32")
+    assert manifest["chosen"]["precision"].startswith(f"{kept['precision']}: ")
 
 
 def test_the_value_may_come_from_the_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
     ("gradient_checkpointing", True, "write activation_checkpointing.mode: full"),
     ("gradient_checkpointing", False, "write activation_checkpointing.mode: none"),
     ("gradient_checkpointing", "offload", "write activation_checkpointing.mode: offload"),
-    *(("bf16", True, "write precision: bf16"), ("bf16", "auto", "write precision: bf16")),
+    *(("bf16", True, "write precision: bf16"), ("bf16", "auto", "write precision: auto")),
     *(
         ("bf16", False, "remove it, or write precision: fp32 if fp16 is false too"),
         ("fp16", True, "write precision: fp16"),

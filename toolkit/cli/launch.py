@@ -88,13 +88,14 @@ def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
         UserError: If the recipe's strategy or batch does not fit the machines; or if nothing would that the recipe
             leaves to the plan.
     """
-    if not recipe.knows_engine and not cluster.elsewhere:
-        from toolkit.planner.build import decide, launched_on
+    # Processes are started alike for every precision and micro-batch.
+    if set(recipe.undecided) - {"precision", "batch.micro_batch_size"} and not cluster.elsewhere:
+        from toolkit.planner.build import decide_engine, launched_on
 
         environment = os.environ if cluster.gpus else {"ACCELERATE_USE_CPU": "true"}
-        recipe, _ = decide(recipe, launched_on(cluster.world, folder, environment))
+        recipe, _ = decide_engine(recipe, launched_on(cluster.world, folder, environment))
     # Of other machines it is only certain how the batch divides over them.
-    plainest = {"strategy.name": "ddp", "activation_checkpointing.mode": "none"}
+    plainest = {"precision": "bf16", "strategy.name": "ddp", "activation_checkpointing.mode": "none"}
     values = {key: value for key, value in plainest.items() if key in recipe.undecided}
     check_launch(recipe.with_values(values), cluster.world, {})
 

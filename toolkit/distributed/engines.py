@@ -78,7 +78,7 @@ def deepspeed_config(recipe: Recipe, further: Mapping[str, Any] | None = None) -
         further: Settings that a recipe has no key for, by dotted key, see `launcher.Launch.taken_over`.
 
     Example:
-        >>> recipe = load_checked("smollm2_135m_lora_demo", ["strategy=zero2"]).recipe
+        >>> recipe = load_checked("smollm2_135m_lora_demo", ["precision=bf16", "strategy=zero2"]).recipe
         >>> deepspeed_config(recipe)["zero_optimization"]["stage"]
         2
     """

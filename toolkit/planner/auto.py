@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from toolkit.common import UserError
+from toolkit.distributed.device_limits import check_device
 from toolkit.planner.advice import remedies
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.search import (
@@ -30,6 +31,8 @@ from toolkit.planner.search import (
 )
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
+from toolkit.recipe.rules import check
+from toolkit.recipe.sections import PRECISIONS
 
 _SECTIONS = {
     "strategy": "no other goes with these devices and the rest of the recipe",
@@ -69,6 +72,32 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
     if best is None:
         raise _nothing_fits(recipe, hardware, estimate, explored)
     return best.recipe, _reasons(best, explored)
+
+
+def fastest_precision(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, dict[str, str]]:
+    """Decides `precision: auto` by the peaks of the device's matrix products, which need no plan.
+
+    Returns:
+        See `resolve`. Where none goes with the rest of the recipe it is the fastest; the plan then says what is wrong.
+    """
+    if recipe.precision != "auto":
+        return recipe, {}
+    flops, title = hardware.device.flops, hardware.device.title
+    names = sorted((name for name in PRECISIONS if name in flops), key=lambda name: -flops[name])
+    each = {name: recipe.with_values({"precision": name}) for name in names}
+    name = next((name for name in names if not check(each[name]) and _trains_on(each[name], hardware)), names[0])
+    times = flops[name] / flops["fp32"]
+    reason = f"computed {times:.2g} times as fast as fp32" if times > 1 else "nothing shorter is faster"
+    return each[name], {"precision": f"{name}: {reason} on {title}"}
+
+
+def _trains_on(recipe: Recipe, hardware: Hardware) -> bool:
+    device = hardware.device
+    try:
+        check_device(recipe, device.kind, device.capability, device.title)
+    except UserError:
+        return False
+    return True
 
 
 def _values(recipe: Recipe, paths: Iterable[str]) -> Changes:

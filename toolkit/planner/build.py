@@ -23,7 +23,7 @@ from toolkit.distributed.layout import BatchLayout, World, batch_layout
 from toolkit.models import attention
 from toolkit.planner import kernels
 from toolkit.planner.advice import advise
-from toolkit.planner.auto import resolve
+from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
 from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
@@ -40,7 +40,7 @@ from toolkit.planner.trace.store import Tracing
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, compilation, model_configs
 
-__all__ = ["decide", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
+__all__ = ["decide_engine", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +227,7 @@ def estimate(
         name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing, context
     )  # fmt: skip
     asked = recipe
+    recipe, precision = fastest_precision(recipe, hardware)
     # An engine must be known before the data is prepared, and be the same when the run is continued; a micro-batch not.
     known = question.statistics if recipe.knows_engine else None
     recipe, chosen = decide(recipe, hardware, config=question.config, statistics=known, tracing=tracing)
@@ -251,7 +252,7 @@ def estimate(
         notes.append(f"the model has positions for {most:,} tokens: to serve more they must be scaled, as YaRN does")
     lengths = question.lengths(recipe, hardware, plan)
     return plan.model_copy(
-        update={"chosen": chosen | plan.chosen, "lengths": lengths, "advice": suggestions, "notes": notes}
+        update={"chosen": precision | chosen | plan.chosen, "lengths": lengths, "advice": suggestions, "notes": notes}
     )
 
 
@@ -274,15 +275,20 @@ def decide(
     return resolve(recipe, hardware, question.plan)
 
 
+def decide_engine(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with all that an engine depends on decided, and the reasons; raises as `decide`."""
+    recipe, precision = fastest_precision(recipe, hardware)
+    recipe, chosen = (recipe, {}) if recipe.knows_engine else decide(recipe, hardware)
+    return recipe, precision | chosen
+
+
 def decide_for_launch(loaded: Loaded, world: World, folder: str | Path | None = None) -> Loaded:
-    """The recipe with what it leaves to the plan decided for a launch. All processes come to the same answer.
+    """The recipe with all that an engine depends on decided for a launch. All processes come to the same answer.
 
     Raises:
         UserError: If nothing fits, or these processes cannot take the recipe.
     """
-    if not loaded.recipe.undecided:
-        return loaded
-    return loaded.decided(*decide(loaded.recipe, launched_on(world, folder)))
+    return loaded.decided(*decide_engine(loaded.recipe, launched_on(world, folder)))
 
 
 def launched_on(

@@ -173,7 +173,7 @@ _BY_VALUE: dict[str, dict[str, str]] = {
     "stage": _OBJECTIVES,
     "gradient_checkpointing": _CHECKPOINTING,
     "bf16": {
-        **{"true": "precision: bf16", "auto": "precision: bf16", "full": "precision: pure_bf16"},
+        **{"true": "precision: bf16", "auto": "precision: auto", "full": "precision: pure_bf16"},
         "false": "remove it, or write precision: fp32 if fp16 is false too",
     },
     "fp16": {"true": "precision: fp16", "false": "remove it, or write precision: fp32 if bf16 is false too"},

@@ -203,9 +203,10 @@ class Recipe(Section):
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders."""
     method: Method = Method()
-    precision: Literal["fp32", "fp16", "bf16", "pure_bf16"] = "bf16"
+    precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "auto"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
-    `pure_bf16`, which holds weights, gradients and optimizer state in bf16."""
+    `pure_bf16`, which holds weights, gradients and optimizer state in bf16. `auto`: the one of the first three that the
+    device computes fastest, bf16 among equals; the losses are then those of that type."""
     tf32: bool | Literal["auto"] = "auto"
     """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
     on NVIDIA's GPUs from Ampere on."""
@@ -236,7 +237,7 @@ class Recipe(Section):
     @property
     def undecided(self) -> tuple[str, ...]:
         """Keys that are left to the plan; empty for a recipe that can run."""
-        keys = ("strategy.name", "activation_checkpointing.mode", "batch.micro_batch_size")
+        keys = ("precision", "strategy.name", "activation_checkpointing.mode", "batch.micro_batch_size")
         return tuple(key for key in keys if attrgetter(key)(self) == "auto")
 
     @property

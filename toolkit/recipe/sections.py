@@ -17,6 +17,8 @@ from pydantic_core import PydanticCustomError
 from toolkit.recipe.arguments import POSITIVE, SHARE, Argument, count, number, one_of
 from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
+PRECISIONS = ("bf16", "fp16", "fp32")
+"""What `precision: auto` chooses from; bf16 comes before fp16, whose losses must be scaled."""
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 _WAVES = {"num_cycles": POSITIVE}
 _LOWEST = {"min_lr": number(0), "min_lr_rate": SHARE}

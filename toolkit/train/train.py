@@ -51,10 +51,11 @@ def train(loaded: Loaded, force: bool = False) -> None:
     """Trains a recipe: sets up, takes the steps, writes what comes out.
 
     Args:
+        loaded: With an engine that is known, see `planner.build.decide_for_launch`.
         force: Whether to start also what would not fit by the plan.
 
     Example:
-        >>> train(load_checked("smollm2_135m_lora_demo", ["max_steps=5"]))
+        >>> train(load_checked("smollm2_135m_lora_demo", ["precision=bf16", "max_steps=5"]))
 
     Raises:
         UserError: Any error the user can fix.

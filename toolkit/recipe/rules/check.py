@@ -30,7 +30,7 @@ from toolkit.recipe.rules.training import (
 )
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import Recipe, sections
-from toolkit.recipe.sections import SCHEDULES, STRATEGIES, Section
+from toolkit.recipe.sections import PRECISIONS, SCHEDULES, STRATEGIES, Section
 
 RULES: dict[str, Rule] = INPUT_RULES | METHOD_RULES | TRAINING_RULES | STRATEGY_RULES | IGNORED_RULES | UNUSUAL_RULES
 """Every rule by its stable name, in the order in which problems are reported."""
@@ -79,7 +79,11 @@ def check(
 
 def _decided(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with each choice for what it leaves to the plan; the rules know decided recipes only."""
-    choices = {"strategy.name": STRATEGIES[1:], "activation_checkpointing.mode": ("none", "full")}
+    choices = {
+        "precision": PRECISIONS,
+        "strategy.name": STRATEGIES[1:],
+        "activation_checkpointing.mode": ("none", "full"),
+    }
     undecided = [key for key in recipe.undecided if key in choices]
     for values in itertools.product(*(choices[key] for key in undecided)):
         yield recipe.with_values(dict(zip(undecided, values, strict=True)))
