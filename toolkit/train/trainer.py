@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate.accelerator
 import accelerate.optimizer
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -128,6 +129,8 @@ class _ExactMixin:
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)
             _decide_releases_anew()
+        if self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            _share_buffers()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -297,6 +300,32 @@ def _gather_for_dora(model: Any) -> None:
             for neighbour in (module.base_layer, module.lora_A[name], module.lora_B[name]):
                 for parameter in neighbour.parameters():
                     deepspeed.zero.register_external_parameter(magnitude, parameter)
+
+
+@functools.cache
+def _share_buffers() -> None:
+    """Where one process reads the model, accelerate 1.15 sends its parameters to the others, and fails over buffers
+    that are saved with them, such as those that balance a router's experts. It keeps those that are not saved: so these
+    are sent here, and count among them until the model is sharded."""
+    prepare = accelerate.accelerator.fsdp2_prepare_model
+
+    def with_buffers(accelerator: Any, model: Any) -> Any:
+        saved = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        for module, name in saved:
+            module._buffers[name] = module._buffers[name].to(accelerator.device)
+            torch.distributed.broadcast(module._buffers[name], 0)
+            module._non_persistent_buffers_set.add(name)
+        model = prepare(accelerator, model)
+        for module, name in saved:
+            module._non_persistent_buffers_set.discard(name)
+        return model
+
+    accelerate.accelerator.fsdp2_prepare_model = with_buffers
 
 
 def _unshard_trained_head(model: Any, inputs: Any) -> None:
