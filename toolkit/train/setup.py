@@ -132,6 +132,7 @@ def set_up(
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
+    set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, recipe)
 
