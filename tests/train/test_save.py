@@ -9,11 +9,13 @@ import pytest
 import torch
 from matrix import ENGINES, METHODS
 from ranks import ON_CPU, Ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small import SEQ2SEQ, populate
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
+from toolkit.train.main import main as train
 
 # Adam moves weights whose gradient is nearly zero either way.
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.3"]
@@ -88,6 +90,41 @@ def test_adapter_of_every_engine_answers_and_merges(
     assert cli(["merge", str(folder)]) == 0
     proof = json.loads((folder / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
     assert proof["distance"] < 1e-5 < proof["effect"]
+
+
+@pytest.mark.parametrize(
+    "engine", ["fsdp", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("ddp", "zero2", "zero3"))]
+)
+def test_what_balances_experts_is_trained_and_saved_as_it_is(ranks: Ranks, home: Path, engine: str) -> None:
+    """A buffer in fp32: in bf16 the router would choose other experts."""
+    bias = _with_bias(home)
+    kept = _weights(run(ranks, home, engine, "biased", "model.path=biased") / "final")
+    saved = dict(kept)[_BIAS]
+    assert saved.dtype == torch.float32 and torch.equal(saved, bias)
+
+
+def test_what_balances_experts_is_merged_as_it_is(home: Path, monkeypatch: pytest.MonkeyPatch, formulas: None) -> None:
+    bias = _with_bias(home)
+    monkeypatch.chdir(home)
+    assert train(["recipe=small", *SHORT, *METHODS["lora"], "model.path=biased", "output.name=one"]) == 0
+    assert cli(["merge", "runs/one"]) == 0
+    assert torch.equal(dict(_weights(Path("runs/one/merged")))[_BIAS], bias)
+
+
+_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def _with_bias(home: Path) -> torch.Tensor:
+    """Saves a tiny DeepSeek-V3 with figures as in a trained one: large, and apart by less than bf16 resolves."""
+    file, bias = home / "biased" / "model.safetensors", 13.01 + torch.arange(8) / 100
+    if not file.exists():
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+        ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        others = {"v_head_dim": 8, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
+        tiny_model({"model_type": "deepseek_v3", **sizes, **ranks, **heads, **others}, home / "biased")
+        save_file(load_file(file) | {_BIAS: bias}, file, metadata={"format": "pt"})
+    return bias
 
 
 def _weights(final: Path) -> list[tuple[str, torch.Tensor]]:

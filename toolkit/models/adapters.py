@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -184,6 +184,12 @@ def _load_adapter(adapted: Any, folder: str) -> None:
             f"model.adapter: {folder} and this model differ in {len(missing)} weights, such as {missing[0]}",
             "set model.path to the model that it was trained on",
         )
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Whether Transformers keeps the tensor of a name in fp32 when it loads a model in this type."""
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: str) -> None:

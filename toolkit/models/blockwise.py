@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.models.adapters import keep_unpacked
+from toolkit.models.adapters import keep_unpacked, kept_in_fp32
 from toolkit.models.coverage import is_quantized
 from toolkit.models.fp8 import Stored
 
@@ -233,13 +233,14 @@ class Merged(Mapping[str, torch.Tensor]):
 
     Args:
         adapted: The model with adapters.
-        dtype: What they are given in, on the host.
+        dtype: What they are given in, on the host, but for those that Transformers keeps in fp32.
     """
 
     def __init__(self, adapted: Blockwise, dtype: torch.dtype) -> None:
         from peft.utils import ModulesToSaveWrapper
 
         self._adapted, self._dtype = adapted, dtype
+        self._kept = kept_in_fp32(adapted.model.get_base_model(), dtype)
         self._holders = {name: (block, part, key) for block in adapted.blocks for name, part, key in block.parameters}
         self._trained = {
             f"{_plain(path)}.{name}": parameter
@@ -250,14 +251,15 @@ class Merged(Mapping[str, torch.Tensor]):
         self._block: Block | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        dtype = torch.float32 if self._kept(name) else self._dtype
         if name in self._trained:
-            return self._trained[name].detach().to("cpu", self._dtype)
+            return self._trained[name].detach().to("cpu", dtype)
         block, part, key = self._holders[name]
         if block is not self._block:
             self.close()
             self._adapted.fill(block)
             self._block = block
-        return part._parameters[key].detach().to("cpu", self._dtype)
+        return part._parameters[key].detach().to("cpu", dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._holders)

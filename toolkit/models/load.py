@@ -7,7 +7,6 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from toolkit.data import hub
 from toolkit.data.encode import load_chat_template, no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention, attention_kernels, device, experts
-from toolkit.models.adapters import keep_unpacked, quantization_config
+from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
 from toolkit.recipe import Recipe, model_configs
 
@@ -192,10 +191,12 @@ class ModelSource:
         files = next(each.dataset for each in maps if each is not None)
         remove_hook_from_submodules(model)
         del model.hf_device_map
-        for name in files:
-            # Of weights that are kept in fp32, the offload knows nothing.
-            if any(re.search(pattern.replace("*", ".*"), name) for pattern in model._get_dtype_plan(dtype)):
-                files.index[name]["dtype"] = "float32"
+        # Of what is kept in fp32, the offload knows nothing.
+        for name in filter(kept_in_fp32(model, dtype), files):
+            files.index[name]["dtype"] = "float32"
+        for name, buffer in model.named_buffers():
+            if name in files:
+                buffer.copy_(files[name])
         if self.vocab_size != self._saved_vocab_size:
             model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
         return Weights(files, model, AutoHfQuantizer.from_config(quantization) if quantization else None)

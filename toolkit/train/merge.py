@@ -26,7 +26,7 @@ from toolkit.common import UserError, build_once, write_json
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes
-from toolkit.models.adapters import cast_parameters
+from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.load import ModelSource
 from toolkit.planner.hardware.detect import ram
@@ -226,7 +226,8 @@ def place_for(adapted: Any, logits: int) -> tuple[torch.device, str]:
 
 def _save(model: Any, merged: Merged, dtype: str, folder: Path) -> None:
     """Has Transformers write a model that is not in memory, file by file, as one whose weights were offloaded."""
-    cast_parameters(model.parameters(), dtype)
+    kept = kept_in_fp32(model, getattr(torch, dtype))
+    cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtype)
     model.config.use_cache = True
     model.hf_device_map, model._hf_hook = {"": "disk"}, SimpleNamespace(weights_map=merged)
     with warnings.catch_warnings():

@@ -1,7 +1,8 @@
 """The trained model or adapter as Hugging Face files, gathered from however the engine holds it.
 
-Full weights are written in the type the model computes in, adapters as their masters. The engines' own checkpoints are
-something else, see `checkpoint`: they hold optimizer state and are read by the engine that wrote them.
+Full weights are written in the type the model computes in, but for those that Transformers keeps in fp32, such as the
+biases that balance experts; adapters as their masters. The engines' own checkpoints are something else, see
+`checkpoint`: they hold optimizer state and are read by the engine that wrote them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models.adapters import cast_parameters, on_whole_base
+from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
 
 
 def publish(trainer: Any, folder: Path, dtypes: Dtypes, start: dict[str, torch.Tensor]) -> None:
@@ -30,12 +31,16 @@ def publish(trainer: Any, folder: Path, dtypes: Dtypes, start: dict[str, torch.T
         trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
         state = on_whole_base(dict(trained) if state is None else state, start) if state != {} else state
     if not adapter:
+        dtype = getattr(torch, dtypes.export)
+        kept = kept_in_fp32(model, dtype)
         if state is None:
             # The masters have done their work. In place, so that what is evaluated is what was saved.
-            cast_parameters(model.parameters(), dtypes.export)
+            cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtypes.export)
             state = model.state_dict()
-        dtype = getattr(torch, dtypes.export)
-        state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        state = {
+            name: value.to(dtype) if value.is_floating_point() and not kept(name) else value
+            for name, value in state.items()
+        }
     if trainer.accelerator.is_main_process:
         model.save_pretrained(folder, state_dict=state)
         if not adapter:
