@@ -41,6 +41,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["data.eval_split=validation"], ["data.eval_split: ", "command line", "no split `validation`"]),
         (["data.eval_sources=[held.jsonl]"], ["data.eval_sources.0: ", "does not exist"]),
         (["objective=language_modelling", "data.format=text"], ["no column `text`"]),
+        (["data=[nowhere://bucket/rows.jsonl]"], ["data.sources.0: ", "no file system for `nowhere://`", "s3"]),
+        (["output.dir=rows.jsonl"], ["output.dir: ", "rows.jsonl is a file", "command line"]),
+        (["output.dir=rows.jsonl/runs", "output.name=a"], ["output.dir: ", "rows.jsonl is a file"]),
+        (["output.dir=.", "output.name=rows.jsonl"], ["output.name: ", "rows.jsonl is a file"]),
     ],
 )
 def test_what_the_run_would_refuse_is_said_by_validate(

@@ -141,7 +141,7 @@ def test_a_server_that_tells_no_version(server: tuple[str, Path, list[str]]) -> 
 def test_what_is_not_there(server: tuple[str, Path, list[str]]) -> None:
     assert "404" in refused(f"{server[0]}/nothing.jsonl")
     assert "unknown extension" in refused("memory://a.xlsx") or "cannot be read" in refused("memory://a.xlsx")
-    assert "Protocol not known" in refused("nowhere://a.jsonl")
+    assert "no file system for `nowhere://`" in refused("nowhere://a.jsonl")
     assert "`http://[::1/a.jsonl` cannot be read: Invalid IPv6" in refused("http://[::1/a.jsonl")
     assert "127.0.0.1:1" in refused("http://127.0.0.1:1/a.jsonl")
     assert "`memory://nothing.jsonl` cannot be read" in refused("memory://nothing.jsonl")

@@ -140,6 +140,13 @@ def test_origin_of_every_value() -> None:
     assert origins["schedule.max_steps"] == "recipes/origins.yaml:5"
     assert origins["schedule.name"] == "recipes/origins.yaml:6"
     assert origins["batch.seq_len"] == origins["data.packing"] == "command line"
+    write("mapped", BASE + "optimizer:\n  args:\n    amsgrad: true\n    maximize: false\n")
+    mapped = load("mapped", ["optimizer.args={maximize: true, capturable: false}"])
+    places = {key.rpartition(".")[2]: place for key, place in mapped.origins.items() if "args." in key}
+    file, typed = "recipes/mapped.yaml:4", "command line"
+    assert places == {"amsgrad": file, "maximize": typed, "capturable": typed}
+    assert mapped.recipe.optimizer.args == {"amsgrad": True, "maximize": True, "capturable": False}
+    assert load("mapped", ["optimizer.args={}"]).recipe.optimizer.args == {}
     assert origins["method.quantization"] == "shipped:method/qlora.yaml:2"
     assert origins["data.sources.0"].startswith("shipped:data/stdlib_docstrings.yaml:")
     assert "data.eval_split" not in origins

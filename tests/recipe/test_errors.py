@@ -261,7 +261,25 @@ def test_wrong_override(override: str, words: list[str]) -> None:
         ("extra.model={a: 1}", "`model` stands at the top of a recipe"),
         ("optimizer.learning_rate=.inf", "write what is allowed"),
         ("optimizer.learning_rate=2e-4x", "write what is allowed"),
-        ("optimizer.learning_rate='2e-4'", "without quotes"),
+        ("optimizer.learning_rate='2e-4'", "write optimizer.learning_rate=2e-4"),
+        *((("seed=007", "write seed=7"), ("tf32=yes", "write tf32=true"))),
+        *((("checkpoint.resume=true", "write checkpoint.resume=auto"), ("data.eval_split=0", "nothing is held out"))),
+        ("logging.trackers=none", "write 'logging.trackers=[]'"),
+        ("model.dtype=bfloat16", "write model.dtype=bf16"),
+        ("evaluation.prompts='Hello, world'", "write ['Hello, world']"),
+        ("data.sources={path: a}", "write [{path: a}]"),
+        ("description=${", "${section.key} for another value"),
+        *((f"{key}=4", "write batch.micro_batch_size=4") for key in ("per-device-train-batch-size", "MicroBatch")),
+        ("--per_device_train_batch_size=4", "write batch.micro_batch_size=4"),
+        ("Load_In_4Bit=true", "write 'method={name: lora, quantization: nf4}'"),
+        (
+            "training_args={num_train_epochs: 3, max_steps: 4}",
+            "write schedule.num_epochs=3; write schedule.max_steps=4",
+        ),
+        (
+            "datasets=[{path: a/b, ds_type: json}]",
+            "leave out ds_type, which a source does not take, and write data.sources",
+        ),
         *((f"{key}=512", "write batch.seq_len=512") for key in ("batch/seq_len", "batch/seq-len", "--batch.seq_len")),
         *((text, "write seq_len=512") for text in ("seq_len:512", "seq-len=512", ".seq_len=512", " seq_len=512 ")),
         ("seq_len", "write seq_len=VALUE"),
@@ -275,6 +293,35 @@ def test_wrong_override(override: str, words: list[str]) -> None:
 def test_the_change_of_a_wrong_override(override: str, change: str) -> None:
     (found,) = re.findall(r"    change   (.*(?:\n {13}.*)*)", problems(BASE, override))
     assert change in " ".join(found.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "change"),
+    [
+        ("batch.seq_len: 4", "batch.seq_len", "write batch: {seq_len: 4}"),
+        ("schedule.args.num_cycles: 2", "schedule.args.num_cycles", "write schedule: {args: {num_cycles: 2}}"),
+        ("schedule: {args.num_cycles: 2}", "schedule.args.num_cycles", "write args: {num_cycles: 2}"),
+        ("? [a, b]\n: 4", "recipe", "write `key: value`"),
+        ("'': 4", "recipe", "write `key: value`"),
+        ("description: 'of ${'", "description", "${section.key} for another value"),
+        (f"extra: {{training_arguments: {'{a: ' * 99}1{'}' * 99}}}", "extra", "close brackets"),
+        (f"description: {'[' * 3000}{']' * 3000}", "recipe", "brackets that are not closed"),
+    ],
+    ids=lambda value: "",
+)
+def test_what_yaml_allows_and_a_recipe_does_not(line: str, path: str, change: str) -> None:
+    message = problems(BASE + line + "\n")
+    assert "1 problem\n" in message and f"\n{path}: " in message, message
+    assert change in " ".join(message.partition("    change   ")[2].split())
+
+
+@pytest.mark.parametrize("character", "\u200b\u2028\u202e\u2060\u2066\ufeff")
+def test_characters_that_no_editor_shows_are_refused_and_shown(character: str) -> None:
+    message = problems(BASE, f"output.name=a{character}b")
+    assert "control characters" in message and f"a\\u{ord(character):04x}b" in message.lower().replace(
+        "\\u2028  b", "\\u2028b"
+    )  # YAML breaks its line there.
+    load("mine", ["output.name=é\u200d漢"])
 
 
 OTHER_KEYS = """

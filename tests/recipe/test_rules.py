@@ -30,8 +30,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipes").mkdir()
     Path("existing").mkdir()
+    Path("bare").mkdir()
     Path("existing", "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
-    for file in ("m.gguf", "existing/own.gguf", "own.jinja"):
+    for file in ("m.gguf", "existing/own.gguf", "bare/own.gguf", "own.jinja"):
         Path(file).touch()
     vocabulary = {str(number): number for number in range(49_160)}
     for name, model, added in (
@@ -44,6 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("falcon", {"model_type": "falcon"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
+        ("existing", {"model_type": "llama"}),
         ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
         ("encoder", {"model_type": "roberta", "is_decoder": False}),
@@ -115,6 +117,32 @@ def test_broken_rule_names_no_line_for_a_default_whatever_else_its_section_says(
     Path("recipes/mine.yaml").write_text(BASE + "method:\n  name: full\n  r: 5\n")
     (problem,) = broken_by(("seed=2",))
     assert problem.startswith("method: ") and "recipes/mine.yaml:4" in problem
+
+
+@pytest.mark.parametrize(
+    ("written", "typed", "warned"),
+    [
+        ("schedule: {max_steps: 5}\ncheckpoint: {save_steps: 6}\n", [], True),
+        ("schedule: {max_steps: 5}\n", ["save_steps=6"], True),
+        ("checkpoint: {save_steps: 6}\n", ["max_steps=5"], False),
+        ("checkpoint: {save_steps: 6}\n", ["max_steps=5", "save_steps=7"], True),
+        ("checkpoint: {option: rare}\nschedule: {max_steps: 5}\n", [], True),
+    ],
+)
+def test_steps_beyond_the_run_are_warned_of_where_they_are_not_meant_for_a_longer_one(
+    written: str, typed: list[str], warned: bool
+) -> None:
+    Path("recipes/checkpoint").mkdir()
+    Path("recipes/checkpoint/rare.yaml").write_text("save_steps: 6\n")
+    Path("recipes/mine.yaml").write_text(BASE + written)
+    assert [each.path for each in load_checked("mine", typed).warnings] == ["checkpoint.save_steps"] * warned
+
+
+def test_what_a_shipped_recipe_says_of_steps_is_meant_for_its_own_length() -> None:
+    recipe = load_checked("mine", ["max_steps=5", "save_steps=6"]).recipe
+    places = {"checkpoint.save_steps": "shipped:mine.yaml:3", "schedule.max_steps": "recipes/mine.yaml:2"}
+    assert check(recipe, places, warns=True) == []
+    assert check(recipe, places | {"checkpoint.save_steps": "recipes/mine.yaml:3"}, warns=True)
 
 
 def test_schedule_arguments_are_those_of_transformers() -> None:

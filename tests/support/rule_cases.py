@@ -20,6 +20,8 @@ SELECTIVE = ["activation_checkpointing.mode=selective"]
 CASES = [
     ("model-no-folder", ["model.path=./nowhere"], ["model.path=existing"]),
     ("model-no-folder", ["model.path=m/x.gguf"], ["model.path=a/b"]),
+    ("model-no-config", ["model.path=bare"], ["model.path=existing"]),
+    ("model-no-config", ["model.path=bare"], ["model.gguf_file=own.gguf"]),
     ("model-other-file", ["model.path=recipes/mine.yaml"], ["model.path=a/b"]),
     ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
     ("tokenizer-vocabulary", ["model.tokenizer=larger"], ["~model.tokenizer"]),
@@ -340,6 +342,10 @@ CASES = [
     ("learning-rate-high", ["optimizer=sgd", "learning_rate=20"], ["optimizer.learning_rate=1e-3"]),
     ("epsilon-high", ["optimizer.eps=0.1"], ["optimizer.eps=1e-8"]),
     ("weight-decay-high", ["optimizer.weight_decay=1e4"], ["optimizer.weight_decay=0.1"]),
+    ("save-beyond", ["max_steps=5", "save_steps=6"], ["checkpoint.save_steps=5"]),
+    ("save-beyond", ["max_steps=5", "save_steps=6"], ["~checkpoint.save_steps"]),
+    ("evaluate-beyond", ["max_steps=5", "eval_split=0.1", "evaluation.every_steps=6"], ["evaluation.every_steps=5"]),
+    ("log-beyond", ["max_steps=5", "logging.every_steps=6"], ["logging.every_steps=5"]),
     ("warmup-too-long", ["max_steps=5", "warmup_steps=5"], ["schedule.warmup_steps=1"]),
     ("warmup-all", ["schedule.warmup_ratio=1"], ["schedule.warmup_ratio=0.03"]),
     (

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "recipe/spelling": "recipe/test_errors",
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
+    "recipe/other_names": "recipe/test_other_tools",
     "recipe/sections": "recipe/test_show",
 }
 """Module to the file with its tests, where that has another name."""

@@ -87,13 +87,13 @@ def show(options: argparse.Namespace) -> None:
 @_command(_RECIPE, _FOLDER, _flag("--all", "validate all your recipes (without any: the shipped ones)"))
 def validate(options: argparse.Namespace) -> int:
     """Report every problem of a recipe."""
-    from toolkit.cli.local_data import data_problems
+    from toolkit.cli.local_data import local_problems
     from toolkit.recipe import RecipeError, list_recipes, recipe_folders
     from toolkit.recipe.rules import load_checked
 
     if not options.all:
         loaded = _load(options)
-        if problems := data_problems(loaded):
+        if problems := local_problems(loaded):
             raise RecipeError(loaded.name, problems)
         print(f"recipe {loaded.name}: valid")
         return 0

@@ -1,20 +1,42 @@
-"""What is known of data that may lie on this machine; nothing is imported where it cannot."""
+"""What is known of data that may lie on this machine, and of where a run here would write.
+
+Nothing is imported where it cannot be known.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from toolkit.data.statistics import DataStatistics, statistics_of
-from toolkit.recipe import Loaded, Problem, Recipe
+from toolkit.recipe import Loaded, Problem, Recipe, origin_of
 
 
-def data_problems(loaded: Loaded) -> list[Problem]:
-    """See `toolkit.data.check`."""
-    if not any(map(_may_be_local, _paths(loaded.recipe))):
+def local_problems(loaded: Loaded) -> list[Problem]:
+    """What a run on this machine would refuse of its data, see `toolkit.data.check`, and of its output folder."""
+    return [*_data_problems(loaded), *_output_problems(loaded)]
+
+
+def _data_problems(loaded: Loaded) -> list[Problem]:
+    if not any(_may_be_local(path) or "://" in path for path in _paths(loaded.recipe)):
         return []
     from toolkit.data import check
 
     return check.data_problems(loaded.recipe, loaded.origins)
+
+
+def _output_problems(loaded: Loaded) -> list[Problem]:
+    output = loaded.recipe.output
+    folder = Path(output.dir, output.name or "").absolute()
+    nearest = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    key = "output.name" if output.name and nearest == folder else "output.dir"
+    if not nearest.is_dir():
+        what = f"{nearest} is a file, so no folder can be made there"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        what = f"{nearest} cannot be written"
+    else:
+        return []
+    return [Problem(key, what, origin_of(key, loaded.origins), hint=f"set {key} to a folder you own")]
 
 
 def row_lengths(recipe: Recipe) -> DataStatistics | None:

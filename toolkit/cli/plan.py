@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from toolkit.cli.local_data import data_problems, row_lengths
+from toolkit.cli.local_data import local_problems, row_lengths
 from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
@@ -62,7 +62,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None, se
         UserError: With every problem of the recipe, or for unknown hardware.
     """
     loaded, overrides, hardware = _parts(arguments, folder, load_checked)
-    warn([*loaded.warnings, *data_problems(loaded)])
+    warn([*loaded.warnings, *local_problems(loaded)])
     _check_launch(loaded.recipe, hardware)
     figures = row_lengths(loaded.recipe)
     return estimate(

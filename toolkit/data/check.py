@@ -1,7 +1,7 @@
 """What a run would refuse of its data, from the names and the first rows of local files, in a moment.
 
-Hub data sets, addresses and built-in data are left to the run, and so is whatever needs the tokenizer. A file that can
-only be read whole is opened if it is small.
+Hub data sets, built-in data and files at addresses are left to the run, and so is whatever needs the tokenizer. A file
+that can only be read whole is opened if it is small.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from toolkit.common import UserError
-from toolkit.data import readers
+from toolkit.data import readers, remote
 from toolkit.data.formats import Task, recognise
 from toolkit.data.sources import open_source
 from toolkit.recipe import Problem, Recipe, origin_of
@@ -49,7 +49,9 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:
 
 
 def _check(source: Source, task: Task) -> None:
-    if "://" in source.path or source.path.startswith("builtin:"):
+    if "://" in source.path:
+        return remote.require_known(source.path)
+    if source.path.startswith("builtin:"):
         return
     reader = open_source(source, streaming=True)
     files = reader.local_files()

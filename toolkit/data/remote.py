@@ -105,6 +105,24 @@ def find(address: str) -> list[RemoteFile]:
     return found
 
 
+def require_known(address: str) -> None:
+    """Refuses an address of a kind that no file system is for; that of a known one may need a package still.
+
+    Raises:
+        UserError: With the kinds that are known best.
+    """
+    protocol = urlsplit(address).scheme or address.partition("://")[0]
+    if protocol in ("http", "https"):
+        return
+    from fsspec.registry import known_implementations, registry
+
+    if protocol not in {*known_implementations, *registry, *PACKAGES}:
+        raise UserError(
+            f"data source `{address}`: there is no file system for `{protocol}://`",
+            f"use https, hf, or one of {', '.join(PACKAGES)}, or download the file and name its local path",
+        )
+
+
 def _http_version(url: str) -> str | None:
     with _errors(url):
         try:
@@ -125,17 +143,16 @@ def _file_system(address: str) -> tuple[Any, str]:
             f"data source `{address}` lies on the hub, which is not reached",
             "check the network and HF_ENDPOINT, or download the file and name its local path",
         )
+    require_known(address)
     try:
         system, root = fsspec.core.url_to_fs(protocol + address[len(protocol) :])  # `S3://` is `s3://`
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # A kind of address may come with its package.
+        if isinstance(error, ValueError) and "Protocol not known" not in str(error):
+            raise
         package = PACKAGES.get(protocol)
         change = f"pip install {package}" if package else first_line(error)
         raise UserError(
             f"data source `{address}`: `{protocol}://` needs a package that is not installed", change
-        ) from error
-    except ValueError as error:
-        raise UserError(
-            f"data source `{address}`: {first_line(error)}", f"use https, hf, or one of {', '.join(PACKAGES)}"
         ) from error
     return system, root
 

@@ -28,6 +28,7 @@ from toolkit.recipe.errors import (
     from_validation_error,
 )
 from toolkit.recipe.files import (
+    INTERPOLATION,
     NAME,
     Read,
     find,
@@ -90,11 +91,16 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
     config, problems = OmegaConf.create(result.values), list(changes.problems)
     for key, value in changes.values.items():
         try:
-            OmegaConf.update(config, key, value, force_add=True)
+            # A mapping is laid on the one that stands there; an empty one takes its place.
+            there = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+            OmegaConf.update(config, key, value, force_add=True, merge=value != {} and OmegaConf.is_dict(there))
         except (OmegaConfBaseException, ValueError) as error:
-            problems.append(Problem(key, first_lines(error), COMMAND_LINE))
+            hint = INTERPOLATION if "${" in str(value) else ""
+            problems.append(Problem(key, first_lines(error), COMMAND_LINE, hint=hint))
             continue
-        forget(key, result.origins)
+        for part in [f"{key}.{name}" for name in value] if isinstance(value, dict) and value else [key]:
+            forget(part, result.origins)
+            result.origins[part] = COMMAND_LINE
         # A plain value of a file around the key gives way to a mapping.
         around = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
         plain = [

@@ -48,7 +48,9 @@ def inline(value: Any) -> str:
 
 def typed(change: str) -> str:
     """A change such as `write batch.seq_len: 512` as it is typed in a shell: `write batch.seq_len=512`."""
-    match = re.fullmatch(r"write (?P<key>[a-z_]+(\.[a-z_]\w*)*): (?P<text>.+)", change)
+    if "; write " in change:
+        return "; ".join(map(typed, change.split("; ")))
+    match = re.fullmatch(r"write (?P<key>[a-z_]\w*(\.[a-z_]\w*)*): (?P<text>.+)", change)
     if not match or " or " in change or "${" in change:
         return change
     value = yaml.safe_load(match["text"])

@@ -33,6 +33,7 @@ _log = logging.getLogger("toolkit.recipe")
 _WIDTH = 100
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _MAIN_KEYS = {section.main_key for section in sections().values()}
+_NUMBERS = {"int_type", "float_type", "bool_type"}
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
 
@@ -59,7 +60,7 @@ class Problem:
             lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
         parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
         text = "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
-        return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def warn(problems: Iterable[Problem]) -> None:
@@ -123,6 +124,9 @@ class Rule:
     """The nearest allowed change."""
     warns: bool = False
     """Whether the recipe is trained all the same: it may be meant."""
+    own: bool = False
+    """Whether only a value counts that the user wrote: what is shipped, or stands in a file while a trial is typed, is
+    meant for longer runs."""
     keys: Callable[[Recipe], Iterable[str]] | None = None
     """The keys that break it, where `path` is a section."""
     reference: str = ""
@@ -239,11 +243,13 @@ def _problem(
     close = did_you_mean(str(wrong), choices)
     form = "{}='\"{}\"'" if where == COMMAND_LINE else "{}: '{}'"
     hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled, texts)
-    hint = (not filled and habit(path, given)) or hint
     if close and close == given and "list_type" in kinds:
         hint = f"write [{given}]"
+    if where == COMMAND_LINE and isinstance(given, str) and kinds & _NUMBERS and (plain := _unquoted(given)):
+        hint = f"write {path}: {plain}"
     if "string_type" in kinds and isinstance(given, bool | int | float) and not kinds & _BOUNDS:
         hint = f"quote it: {form.format(path, shown)}"
+    hint = (not filled and habit(path, given)) or hint
     return Problem(path, "is not valid", where, f"{shown}{_type_name(given)}", allowed, hint)
 
 
@@ -342,11 +348,11 @@ def _change(
     """What to write instead of a value of a wrong kind."""
     if kinds & _TEXT_KINDS:
         return _text_change(path, kinds, ", ".join(filled) or str(given))
-    if filled and kinds & {"int_type", "float_type", "bool_type"}:
+    if filled and kinds & _NUMBERS:
         return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
     if filled and kinds == {"list_type"}:
         return f"write [{filled[0]}]"
-    if isinstance(given, str) and kinds & {"int_type", "float_type", "bool_type"} and _is_quoted(given):
+    if isinstance(given, str) and kinds & _NUMBERS and _unquoted(given):
         return "write a plain number or true/false, without quotes"
     if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
         return f"write {given:.0f}"
@@ -356,17 +362,23 @@ def _change(
     if is_one and not filled and ("literal_error" not in kinds or given[0] in literals(*location)):
         return f"write {path}: {as_text(given[0], f'{path}.0', texts)}"
     if isinstance(given, str | int | float) and kinds == {"list_type"}:
+        # A text with a comma is one entry.
+        return f"write {inline([given]) if isinstance(given, str) else f'[{as_text(given, path, texts)}]'}"
+    entry = _section_at([*location, 0])
+    if kinds == {"list_type"} and entry and isinstance(given, Mapping) and given.keys() <= {*entry.model_fields}:
         return f"write [{as_text(given, path, texts)}]"
     default = _default_at(location)
     return f"write what is allowed, or remove it for the default {default}" if default else "write what is allowed"
 
 
-def _is_quoted(text: str) -> bool:
-    """Whether a text is a number or true/false, which only quotes make a text."""
+def _unquoted(text: str) -> str:
+    """The number or true/false that a text is, as it is written without quotes; empty if it is none."""
     try:
-        return math.isfinite(float(text))
+        return str(int(text)) if text.isdigit() else text.strip() if math.isfinite(float(text)) else ""
     except ValueError:
-        return text.lower() in ("true", "false", "yes", "no", "on", "off")
+        return {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}.get(
+            text.lower(), ""
+        )
 
 
 def _text_change(path: str, kinds: set[str], given: str) -> str:

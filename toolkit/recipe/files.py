@@ -7,13 +7,13 @@ PyYAML's nodes know their lines and OmegaConf reads the values, so a file is rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, grammar_parser
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.recipe.errors import Origins, Problem, RecipeError
@@ -183,6 +183,9 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     except yaml.YAMLError as error:
         not_yaml(error, text)
         return result
+    except RecursionError:
+        problem("is nested too deep to be read", hint="look for brackets that are not closed")
+        return result
     if not isinstance(node, yaml.MappingNode):
         what = "is empty" if node is None else "must be a mapping of keys"
         # A group option may be empty: it then stands for the section's defaults.
@@ -272,11 +275,26 @@ def first_lines(error: Exception) -> str:
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Set the environment")))
 
 
+INTERPOLATION = (
+    "write ${section.key} for another value, ${oc.env:NAME} for an environment variable, \\${ for the characters"
+)
+_DEEPEST = 20
+"""Levels of nesting; no key of a recipe or of a library needs a quarter of them."""
+
+
 def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple[yaml.Node, str, str, str]]:
     """What YAML allows and a recipe does not, anywhere below a node."""
     if node in around:
         yield around[-1], path, "an alias leads to a part around it", "write the values out"
         return
+    if len(around) == _DEEPEST:
+        yield node, path.partition(".")[0], f"is nested more than {_DEEPEST} levels deep", "close brackets sooner"
+        return
+    if isinstance(node, yaml.ScalarNode) and "${" in node.value:
+        try:
+            grammar_parser.parse(node.value)
+        except OmegaConfBaseException:
+            yield node, path, f"{node.value} is no interpolation that can be read", INTERPOLATION
     if node.tag not in _PLAIN_TAGS:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         yield node, path, f"the YAML tag {tag} is not allowed", "write plain values"
@@ -284,8 +302,18 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
         names: set[str] = set()
         for key, value in node.value:
             below = f"{path}.{key.value}" if path else str(key.value)
-            if key.tag not in _TEXT_TAGS:
+            if not isinstance(key, yaml.ScalarNode):
+                yield key, path, "a list or a mapping stands where a key must", "write `key: value`"
+                continue
+            if not key.value:
+                yield key, path, "a key is empty", "write `key: value`"
+            elif key.tag not in _TEXT_TAGS:
                 yield key, path, f"the key {key.value!r} is not text", "write it in quotes"
+            elif "." in key.value and key.value.partition(".")[0] in _keys_below(path):
+                section, _, inside = key.value.rpartition(".")
+                given = value.value if isinstance(value, yaml.ScalarNode) else "…"
+                nested = f"{section.replace('.', ': {')}: {{{inside}: {given}}}" + "}" * section.count(".")
+                yield key, below, "dotted keys are for the command line", f"write {nested}"
             elif key.value in names and key.value != "<<":
                 merge = f"write one `{below}:` with all its keys; a ready-made option is its key `option`"
                 yield key, below, "is given twice", merge if below in sections() else "remove one of them"
@@ -294,6 +322,11 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _slips(value, f"{path}.{index}", [*around, node])
+
+
+def _keys_below(path: str) -> Container[str]:
+    """The names that keys may have at the top of a recipe or in a section; none deeper."""
+    return sections()[path].model_fields if path in sections() else () if path else sections()
 
 
 def _plainly(error: yaml.YAMLError) -> str:

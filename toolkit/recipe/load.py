@@ -22,7 +22,7 @@ from toolkit.recipe.adapter import start_from
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.dotted import interpolated, remove, value_at
 from toolkit.recipe.errors import Origins, Problem, RecipeError, from_validation_error, origin_of
-from toolkit.recipe.files import first_lines, read
+from toolkit.recipe.files import INTERPOLATION, first_lines, read
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import Section
@@ -186,8 +186,7 @@ def _interpolation_error(error: Exception) -> tuple[str, str]:
         name = text.split("'")[1]
         hint = f"export it, or give a default: ${{oc.env:{name},default}}"
         return f"the environment variable {name} is not set", hint
-    hint = "write ${section.key} for another value, ${oc.env:NAME} for an environment variable"
-    return text[:1].lower() + text[1:], hint
+    return text[:1].lower() + text[1:], INTERPOLATION
 
 
 def _overlay(values: Any, written: Any) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -20,7 +21,7 @@ from toolkit.recipe import hydra_habits
 from toolkit.recipe.dotted import typed
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, literals
 from toolkit.recipe.files import NAME, locate, options, texts_of
-from toolkit.recipe.other_tools import habit, is_accepted
+from toolkit.recipe.other_tools import habit, is_accepted, translation
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean
 
@@ -113,10 +114,18 @@ def _repaired(argument: str) -> str:
     )
     key = re.sub(r"\[(\d+)\]", r".\1", match["key"]).replace("-", "_").replace("/", ".") if match else ""
     if not match or key.split(".")[0] not in (*leaf_paths(), *Recipe.model_fields):
+        value = match["text"] if match and match["sign"] else "VALUE"
+        if answer := translation(key, yaml.safe_load(value) if _is_plain(value) else value, value):
+            return typed(answer)
         return f"write key=value, e.g. seq_len=512; {_ALL_KEYS}"
     if entry := re.search(r"\.\d", key):
         return f"write all of it: {key[: entry.start()]}=[…]"
     return f"write {key}={match['text'] if match['sign'] else 'VALUE'}"
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text is a word or a number, which YAML can read."""
+    return re.fullmatch(r"[\w.+/-]+", text) is not None
 
 
 def section_word(section: str, text: str, value: Any, where: str, search: list[Path]) -> str | dict[str, Any]:
@@ -194,9 +203,7 @@ def _full_key(key: str) -> str:
         raise RecipeError("", [Problem(key, what, COMMAND_LINE, hint=hydra_habits.hint(key))])
     if head in Recipe.model_fields:
         return key
-    # By itself everybody means the training's, and takes evaluation's name for it.
-    sizes = ["batch.global_batch_size", "batch.micro_batch_size", "evaluation.batch_size"]
-    places = sizes if head == "batch_size" else leaf_paths().get(head, [])
+    places = leaf_paths().get(head, [])
     if len(places) > 1:
         allowed = ", ".join(place + dot + rest for place in places)
         what = "can mean several keys"
@@ -210,7 +217,7 @@ def _value(key: str, text: str) -> Any:
         parsed = OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException as error:
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
-            why = str(error).splitlines()[0]
+            why = str(error).splitlines()[0].partition(" expecting")[0]
             hint = f"close every bracket and quote; text with commas or brackets is written {key}='\"a, [b]\"'"
             raise RecipeError("", [Problem(key, f"cannot be read: {why}", COMMAND_LINE, text, hint=hint)]) from None
         return text

@@ -264,9 +264,13 @@ def sections() -> dict[str, type[Section]]:
     }
 
 
+_MEANT = {"batch_size": ["batch.global_batch_size", "batch.micro_batch_size"]}
+"""Names by which keys are meant that are called otherwise."""
+
+
 def leaf_paths() -> dict[str, list[str]]:
-    """Leaf key to the dotted paths it stands at: `seq_len` to `["batch.seq_len"]`, `name` to several."""
-    paths: dict[str, list[str]] = {}
+    """Leaf key to the dotted paths it may mean: `seq_len` to `["batch.seq_len"]`, `name` to several."""
+    paths = {key: list(places) for key, places in _MEANT.items()}
     for section, kind in sections().items():
         for key in kind.model_fields:
             paths.setdefault(key, []).append(f"{section}.{key}")

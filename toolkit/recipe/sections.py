@@ -55,7 +55,8 @@ Arguments = dict[ArgumentName, Scalar]
 
 
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffe\uffff]")
+"""Characters that no editor shows: those that steer a device, spaces of no width, and what turns text round."""
 _LINES = re.compile(r"[\t\n\r]")
 
 

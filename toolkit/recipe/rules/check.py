@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import compilation, model_configs
-from toolkit.recipe.errors import Problem, RecipeError, Rule, as_text, origin_of
+from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
@@ -58,6 +58,8 @@ def check(
 
     def broken(decided: Recipe) -> tuple[list[Rule], list[Problem]]:
         rules = [rule for rule in RULES.values() if rule.warns == warns and rule.broken(decided, config)]
+        if origins is not None:
+            rules = [rule for rule in rules if not rule.own or _is_own(rule.path, origins)]
         return rules, list(of_extra(decided, origins or {}))
 
     choices = ((decided, *broken(decided)) for decided in _decided(recipe))
@@ -166,6 +168,12 @@ def _place(rule: Rule, recipe: Recipe, origins: Mapping[str, str]) -> str:
     keys = [*(rule.keys(recipe) if rule.keys else ()), rule.path]
     origins = {key: place for key, place in origins.items() if key not in sections() or key == rule.path}
     return next((place for key in keys if (place := origin_of(key, origins))), "")
+
+
+def _is_own(path: str, origins: Mapping[str, str]) -> bool:
+    """Whether the user wrote a key, and not for another length of the run than he typed."""
+    place, typed = origin_of(path, origins), origins.get("schedule.max_steps") == COMMAND_LINE
+    return bool(place) and not place.startswith("shipped:") and (place == COMMAND_LINE or not typed)
 
 
 def _value(recipe: Recipe, path: str, texts: Mapping[str, str] | None) -> str:

@@ -49,6 +49,15 @@ INPUT_RULES = {
         "there is no such folder or file",
         "set model.path to a folder with config.json, a GGUF file, or the id of a model on the hub",
     ),
+    "model-no-config": Rule(
+        "model.path",
+        lambda r, _: (
+            Path(r.model.path).is_dir() and not r.model.gguf_file and not Path(r.model.path, "config.json").is_file()
+        ),
+        "this folder holds no model: it has no config.json",
+        "set model.path to a folder with config.json; a GGUF file in it is named by model.gguf_file, and a folder with "
+        "adapter_config.json by model.adapter",
+    ),
     "model-other-file": Rule(
         "model.path",
         lambda r, _: _no_model(r.model.path),

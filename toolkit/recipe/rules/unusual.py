@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from toolkit.recipe import model_configs
 from toolkit.recipe.compilation import unfit
 from toolkit.recipe.errors import Rule
@@ -28,7 +30,23 @@ def _decays_before_the_start(recipe: Recipe) -> bool:
     )
 
 
+def _beyond(key: str, effect: str, instead: str) -> Rule:
+    """A number of steps that a run of `max_steps` never comes to."""
+    steps = attrgetter(key)
+    return Rule(
+        key,
+        lambda r, _: (steps(r) or 0) > (r.schedule.max_steps or float("inf")),
+        f"is more than schedule.max_steps={{r.schedule.max_steps}}, so {effect}",
+        f"set {key} lower{instead}",
+        warns=True,
+        own=True,
+    )
+
+
 UNUSUAL_RULES = {
+    "save-beyond": _beyond("checkpoint.save_steps", "no checkpoint is saved on the way", ", or remove it"),
+    "evaluate-beyond": _beyond("evaluation.every_steps", "rows are evaluated only before and after", ", or remove it"),
+    "log-beyond": _beyond("logging.every_steps", "no step is logged", ""),
     "compile-unfit": Rule(
         "compile",
         lambda r, c: r.compile == "layers" and bool(unfit(r, c)),

@@ -1,0 +1,278 @@
+"""What Transformers, TRL, Axolotl and LLaMA-Factory call keys of ours, and what they write there."""
+
+from __future__ import annotations
+
+SAME = {
+    "batch.micro_batch_size": (
+        *("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu"),
+        "micro_batch",
+    ),
+    "batch.global_batch_size": ("train_batch_size",),
+    "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
+    "batch.seq_len": (
+        *(
+            "sequence_len",
+            "max_seq_length",
+            "max_seq_len",
+            "max_length",
+            "cutoff_len",
+            "model_max_length",
+            "block_size",
+            "sequence_length",
+        ),
+        "max_source_length",
+    ),
+    "schedule.num_epochs": ("num_train_epochs", "epochs", "n_epochs", "max_epochs"),
+    "schedule.name": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
+    "schedule.args": ("lr_scheduler_kwargs",),
+    "optimizer.name": ("optim", "optimizer_name"),
+    "optimizer.args": ("optim_args",),
+    "optimizer.beta1": ("adam_beta1",),
+    "optimizer.beta2": ("adam_beta2",),
+    "optimizer.eps": ("adam_epsilon", "adam_eps"),
+    "optimizer.max_grad_norm": ("gradient_clipping", "gradient_clip_val", "grad_clip", "clip_grad_norm"),
+    "method.r": ("lora_r", "lora_rank", "rank"),
+    "method.lora_dropout": ("lora_dropout_rate",),
+    "method.target_modules": ("lora_target_modules", "lora_target"),
+    "method.double_quantization": ("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
+    "method.modules_to_save": ("lora_modules_to_save", "additional_target"),
+    "method.use_dora": ("peft_use_dora", "lora_use_dora"),
+    "method.use_rslora": ("peft_use_rslora", "lora_use_rslora"),
+    "model.path": ("model_name_or_path", "base_model", "model_name", "pretrained_model_name_or_path", "model_id"),
+    "model.revision": ("model_revision", "revision_of_model"),
+    "model.tokenizer": ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_config"),
+    "model.chat_template": ("template", "chat_template_jinja", "chat_template_path"),
+    "model.adapter": ("lora_model_dir", "adapter_name_or_path"),
+    "model.new_tokens": (
+        *("new_special_tokens", "additional_special_tokens", "add_special_tokens", "add_tokens", "tokens"),
+    ),
+    "model.attention": ("attn_implementation", "flash_attn", "attn_impl"),
+    "model.dtype": ("torch_dtype",),
+    "data.sources": ("datasets", "dataset", "dataset_name", "train_file", "dataset_path", "train_data"),
+    "data.eval_sources": ("test_datasets", "eval_dataset", "validation_file"),
+    "data.eval_split": ("val_set_size", "val_size", "validation_split", "test_size"),
+    "data.packing": ("sample_packing", "padding_free", "neat_packing"),
+    "data.over_long": ("excess_length_strategy",),
+    "data.train_on": ("roles_to_train",),
+    "data.deduplicate": ("dataset_exact_deduplication",),
+    "data.max_samples": ("max_train_samples",),
+    "data.eval_max_samples": ("max_eval_samples",),
+    "data.num_workers": ("dataloader_num_workers", "num_dataloader_workers"),
+    "data.num_proc": ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"),
+    "checkpoint.save_steps": ("save_interval",),
+    "checkpoint.resume": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    "evaluation.every_steps": ("eval_steps", "eval_interval"),
+    "evaluation.num_beams": ("generation_num_beams", "eval_num_beams"),
+    "evaluation.generation_metrics": ("predict_with_generate",),
+    "logging.every_steps": ("logging_steps", "log_interval"),
+    "logging.trackers": ("report_to", "log_with"),
+    "output.dir": ("output_dir",),
+    "output.name": ("run_name", "wandb_name", "experiment_name"),
+    "seed": ("data_seed", "random_seed"),
+    "activation_checkpointing.mode": ("gradient_checkpointing_mode",),
+}
+"""A key of ours to those that mean the same and take the same value."""
+
+LISTS = (
+    "logging.trackers",
+    "model.new_tokens",
+    "data.sources",
+    "data.eval_sources",
+    "data.train_on",
+    "method.modules_to_save",
+    "method.target_modules",
+)
+_OWN_TEMPLATE = "remove it: the tokenizer's own template is taken; model.chat_template names a file, or `chatml`"
+_NO_PREFERENCES = "remove it: training on preferences or rewards (DPO, KTO, ORPO, PPO, GRPO) is not supported yet"
+_STEPS = "set {place} to a number of steps: a share of them is not taken"
+VALUES: dict[str, dict[str, str]] = {
+    "model.attention": {
+        **dict.fromkeys(("true", "fa2", "flash_attn_2", "flash-attn"), "flash_attention_2"),
+        **dict.fromkeys(("kernels-community/flash-attn", "kernels-community/flash-attn2"), "flash_attention_2"),
+        **dict.fromkeys(("fa3", "flash_attn_3", "kernels-community/flash-attn3"), "flash_attention_3"),
+        **{"kernels-community/vllm-flash-attn3": "flash_attention_3", "flex_attention": "flex"},
+        **{"disabled": "eager", "false": "auto"},
+    },
+    "model.dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
+    "model.chat_template": {"tokenizer_default": _OWN_TEMPLATE},
+    "model.new_tokens": dict.fromkeys(("true", "false"), "remove it: templates and formats add what belongs there"),
+    "method.target_modules": {"all": "all-linear"},
+    "data.over_long": {"raise": "error"},
+    "data.train_on": {"gpt": "[assistant]", "all": "all"},
+    "data.eval_split": dict.fromkeys(("0", "0.0"), "remove it: nothing is held out by default"),
+    "schedule.name": {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"},
+    "schedule.num_epochs": dict.fromkeys(("-1", "0"), "remove it: schedule.max_steps counts where it is set"),
+    "optimizer.name": {
+        **dict.fromkeys(("adam", "adamw_hf", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
+        **{"adamw_apex_fused": "adamw_torch_fused", "paged_adamw": "paged_adamw_32bit", "lion_pytorch": "lion"},
+        **{"ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit"},
+    },
+    "checkpoint.resume": {"true": "auto", "false": "never"},
+    "evaluation.every_steps": {"0": "remove it: rows are evaluated at the end in any case"},
+    "logging.trackers": {
+        **dict.fromkeys(("none", "false"), "[]"),
+        **dict.fromkeys(("all", "true"), "set logging.trackers to those that you use, e.g. [tensorboard]"),
+    },
+}
+"""A key of ours to other tools' values for it, and what stands for them; a sentence is said as it is."""
+
+REFUSED = {
+    "data.eval_split": "set data.eval_split to a fraction of the rows, e.g. 0.05",
+    "data.sources": "set data.sources to a list of files, folders or hub ids",
+    **dict.fromkeys(("evaluation.every_steps", "checkpoint.save_steps", "logging.every_steps"), _STEPS),
+    "model.chat_template": _OWN_TEMPLATE,
+}
+"""A key of ours to what is said of values that it does not take."""
+
+_QLORA, _INT8 = (f"method: {{name: lora, quantization: {kind}}}" for kind in ("nf4", "int8"))
+_LORA = {
+    "true": "method.name: lora",
+    "lora": "method.name: lora",
+    "false": "method.name: full",
+    "full": "method.name: full",
+}
+_PRECISIONS = {
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "bf16-mixed"), "precision: bf16"),
+    **dict.fromkeys(("fp16", "float16", "torch.float16", "half", "16", "16-mixed"), "precision: fp16"),
+    **dict.fromkeys(("fp32", "float32", "torch.float32", "no", "none", "32", "32-true"), "precision: fp32"),
+    "bf16-true": "precision: pure_bf16",
+}
+_OBJECTIVES = {
+    "sft": "objective: sft",
+    **dict.fromkeys(("pt", "clm", "causal_lm", "pretrain"), "objective: language_modelling"),
+    **dict.fromkeys(("dpo", "kto", "ppo", "rm", "orpo", "simpo", "grpo"), _NO_PREFERENCES),
+}
+_STAGES = {"0": "strategy.name: ddp", **{str(stage): f"strategy.name: zero{stage}" for stage in (1, 2, 3)}}
+_CHECKPOINTING = {
+    **{"true": "activation_checkpointing.mode: full", "false": "activation_checkpointing.mode: none"},
+    **dict.fromkeys(("offload", "unsloth"), "activation_checkpointing.mode: offload"),
+}
+BY_VALUE: dict[str, dict[str, str]] = {
+    "load_in_4bit": {"true": _QLORA, "false": "method.quantization: none"},
+    "load_in_8bit": {"true": _INT8, "false": "method.quantization: none"},
+    "quantization_bit": {"4": _QLORA, "8": _INT8},
+    "bnb_4bit_quant_type": {"nf4": "method.quantization: nf4"},
+    "bnb_4bit_compute_dtype": _PRECISIONS,
+    "adapter": {"lora": "method: {name: lora}", "qlora": _QLORA},
+    **dict.fromkeys(("finetuning_type", "use_peft", "peft"), _LORA),
+    "stage": _OBJECTIVES,
+    "gradient_checkpointing": _CHECKPOINTING,
+    "bf16": {
+        **{"true": "precision: bf16", "auto": "precision: auto", "full": "precision: pure_bf16"},
+        "false": "remove it, or write precision: fp32 if fp16 is false too",
+    },
+    "fp16": {"true": "precision: fp16", "false": "remove it, or write precision: fp32 if bf16 is false too"},
+    "bfloat16": {"true": "precision: pure_bf16"},
+    "float16": {"true": "precision: fp16"},
+    "mixed_precision": _PRECISIONS,
+    "train_on_inputs": {"true": "data.train_on: all", "false": "data.train_on: auto"},
+    "train_on_prompt": {"true": "data.train_on: all", "false": "data.train_on: auto"},
+    "assistant_only_loss": {"true": "data.train_on: assistant", "false": "data.train_on: all"},
+    "completion_only_loss": {"true": "data.train_on: completion", "false": "data.train_on: all"},
+    "mask_history": {"true": "data.train_on: last_assistant", "false": "data.train_on: assistant"},
+    "torch_compile": {"true": "compile: layers", "false": "compile: 'off'", "auto": "compile: auto"},
+    "flash_attention": {"true": "model.attention: flash_attention_2", "false": "model.attention: auto"},
+    "xformers_attention": {"true": "model.attention: sdpa"},
+    "sdp_attention": {"true": "model.attention: sdpa"},
+    "flex_attention": {"true": "model.attention: flex"},
+    "lora_target_linear": {"true": "method.target_modules: all-linear"},
+    "zero_stage": _STAGES,
+    "group_by_length": {"true": "data.packing: true"},
+    "use_wandb": {"true": "logging.trackers: [wandb]"},
+    "use_galore": {"true": "optimizer.name: galore_adamw"},
+    "use_apollo": {"true": "optimizer.name: apollo_adamw"},
+    "logging_strategy": {"steps": "logging.every_steps: 10"},
+}
+"""Keys whose values have other names in a recipe. Of values that are not listed only the places are told; `false` that
+is not listed is what a recipe does without the key."""
+
+_LAUNCH = "remove it: processes are the launcher's, and strategy.name says what is sharded over them"
+_UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
+_LAST = "remove it: the last model is kept, and evaluations are in the report"
+_EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
+ADVICE = {
+    **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
+    **dict.fromkeys(("max_prompt_length", "max_completion_length", "reward_funcs"), _NO_PREFERENCES),
+    **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), _LAUNCH),
+    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map", "num_processes"), _LAUNCH),
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _LAST),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _EVALUATION),
+    **dict.fromkeys(("relora_steps", "relora", "use_badam"), "remove it: it is not supported"),
+    **dict.fromkeys(("processor_type", "image_max_pixels"), "remove it: models of images are not supported"),
+    **dict.fromkeys(("token", "hub_token", "hf_token"), "remove it: log in with `hf auth login`, or export HF_TOKEN"),
+    **dict.fromkeys(("use_liger_kernel", "enable_liger_kernel"), "remove it: scores are fused where that is exact"),
+    **dict.fromkeys(("use_unsloth", "use_unsloth_gc"), "remove it; compile: layers fuses the work of a layer"),
+    **dict.fromkeys(("interleave_probs", "mix_strategy"), "set the `weight` of each entry of data.sources"),
+    "packing_strategy": "remove it: data.packing: true packs whole rows",
+    "peft_config": "set method: {{name: lora}}, with r, lora_alpha and target_modules beside the name",
+    "quantization_config": "set method: {{name: lora, quantization: nf4}}, or int8",
+    "dataset_config": "set the `name` of an entry of data.sources: {given}",
+    "dataset_config_name": "set the `name` of an entry of data.sources: {given}",
+    "dataset_train_split": "set the `split` of an entry of data.sources: {given}",
+    "dataset_test_split": "set data.eval_split: {given}",
+    "dataset_prepared_path": "remove it: prepared data are kept in the toolkit's cache",
+    "save_safetensors": "remove it: weights are always saved as safetensors",
+    "strict": "remove it: unknown keys are always refused",
+    "type": "set the `format` of the entry: messages, alpaca, sharegpt, text, segments or another of data.format",
+    "unfrozen_parameters": "set method.freeze: the parameters that stay as they are, by patterns of their names",
+    "cosine_min_lr_ratio": "set schedule: {{name: cosine_with_min_lr, args: {{min_lr_rate: {given}}}}}",
+    "noisy_embedding_alpha": "set extra: {{training_arguments: {{neftune_noise_alpha: {given}}}}}",
+    "gradient_accumulation_steps": "set batch.global_batch_size = micro-batch x {given} x number of processes",
+    "deepspeed": "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param",
+    "fsdp": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
+    "fsdp_config": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
+    "early_stopping_patience": "remove it: there is no early stopping",
+    "save_strategy": "set checkpoint.save_steps or checkpoint.save_epochs",
+    "saves_per_epoch": "set checkpoint.save_epochs: 1 / {given}",
+    "evals_per_epoch": "set evaluation.every_steps",
+    "do_eval": "set data.eval_split for held-out rows",
+    "do_train": "remove it: a recipe always trains",
+    "pad_to_sequence_len": "remove it: rows are padded to the longest of their micro-batch",
+    "remove_unused_columns": "remove it: columns that no format has are not read",
+    **{
+        f"wandb_{key}": f"set logging.trackers: [wandb], and the environment variable WANDB_{key.upper()}={{given}}"
+        for key in ("project", "entity", "watch", "log_model")
+    },
+    "overwrite_output_dir": "set checkpoint.resume: never for a new run folder",
+    "dataset_text_field": "set data.columns: {{text: {given}}}",
+    "dataset_dir": "set data.sources to its files",
+    "label_smoothing_factor": "remove it: label smoothing is not supported",
+    "use_cache": "remove it: caches are for generating, and are off while training",
+}
+"""Keys that have no counterpart of their own."""
+
+OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
+_NO_TENSORS = "set strategy.name to zero3 or fsdp: tensors and stages of a model are not split over devices"
+_NO_EVALUATION = "set data.eval_split: null and evaluation.num_prompts: 0, and leave out its other keys"
+HABITS: dict[str, dict[str, str]] = {
+    "activation_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing.mode": _CHECKPOINTING,
+    "compile": {"true": "compile: layers", "none": "compile: 'off'", "inductor": "compile: layers"},
+    "strategy": {
+        **_STAGES,
+        **{"deepspeed": "strategy.name: zero2", "dp": "strategy.name: ddp", "fsdp2": "strategy.name: fsdp"},
+        **dict.fromkeys(("none", "no", "false"), "strategy.name: ddp"),
+        **dict.fromkeys(("tp", "pp", "cp", "sp", "ep", "tensor_parallel", "megatron"), _NO_TENSORS),
+    },
+    "evaluation": {
+        **dict.fromkeys(("false", "none", "null"), _NO_EVALUATION),
+        "#": "evaluation.every_steps: {given}",
+    },
+    "schedule": {"#": "schedule.num_epochs: {given}"},
+    "checkpoint": {"#": "checkpoint.save_steps: {given}", "auto": "checkpoint.resume: auto"},
+    "logging": {
+        **{name: f"logging.trackers: [{name}]" for name in ("wandb", "tensorboard", "mlflow", "trackio")},
+        **dict.fromkeys(("none", "false"), "logging.trackers: []"),
+        "#": "logging.every_steps: {given}",
+    },
+    "method": {"peft": "method.name: lora", "sft": "method.name: full", "none": "method.name: full"},
+    "precision": _PRECISIONS,
+    "objective": _OBJECTIVES,
+    "data.eval_split": {"#": "data: {{eval_split: 0.05, eval_max_samples: {given}}}"},
+}
+"""A key or section of ours to values that other tools have for it; `#` stands for whole numbers above 0."""
+
+TYPES = {"chat_template": "messages", "completion": "text", "input_output": "segments"}
+TRUTH = {"on": "true", "yes": "true", "off": "false", "no": "false"}
+PLACES = {other: ours for ours, others in SAME.items() for other in others}
