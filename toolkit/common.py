@@ -213,6 +213,8 @@ def table(
 def quiet_libraries() -> None:
     """Keeps what libraries say to their own developers out of the user's way; errors stay."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    # PEFT looks for them among modules, and experts are parameters. What matches nothing at all is refused.
+    warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
     for name in ("accelerate.big_modeling", "bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -55,9 +55,10 @@ QUICK = ("lora-bf16", "tied-embeddings", "untied-head", "nf4", "nf4-dora", "moe"
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.matrix) for kind in MERGES]
 )
-def test_merged_files_say_what_the_adapter_says(kind: str) -> None:
+def test_merged_files_say_what_the_adapter_says(kind: str, recwarn: pytest.WarningsRecorder) -> None:
     run = trained(kind, *MERGES[kind])
     assert cli(["merge", str(run)]) == 0
+    assert not [each for each in recwarn if "_pattern" in str(each.message)], "patterns of experts do match"
     proof = json.loads((run / "merged" / "merge_proof.json").read_text(encoding="utf-8"))
     assert proof["distance"] < 1e-5 < 1e-2 < proof["effect"]
     source, adapted, _ = load_trained(run)

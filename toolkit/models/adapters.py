@@ -119,8 +119,6 @@ def _wrapped(model: PreTrainedModel, adapter: Any, others: list[str]) -> Any:
         given = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(each)}" for each in excluded or []]
         adapter.exclude_modules = "|".join(f"({each})" for each in [*given, *map(re.escape, others)])
     with warnings.catch_warnings():
-        # Patterns that match nothing are refused later, in words of the recipe.
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         warnings.filterwarnings("error", message="You have passed exclude_modules")
         adapted = get_peft_model(model, adapter)
     if asked == "all-linear" and others:
