@@ -47,12 +47,14 @@ CHIPS = {
     "rtx2080": (46, 1.71, 512, 8),
     "rtx2080ti": (68, 1.545, 512, 11),
     "rtx3060": (28, 1.777, 512, 12),
+    "rtx3060_8gb": (28, 1.777, 512, 8),
     "rtx3070": (46, 1.725, 512, 8),
     "rtx3080": (68, 1.71, 512, 10),
     "rtx3090": (82, 1.695, 512, 24),
     "rtx3090ti": (84, 1.86, 512, 24),
     "rtx6000_ada": (142, 2.505, 1024, 48),
     "rtx4060ti": (34, 2.535, 512, 16),
+    "rtx4060ti_8gb": (34, 2.535, 512, 8),
     "rtx4070": (46, 2.475, 512, 12),
     "rtx4080": (76, 2.505, 512, 16),
     "rtx4090": (128, 2.52, 512, 24),
@@ -377,6 +379,26 @@ def test_an_old_driver_does_not_tell_what_it_reserves(driver) -> None:
     machine = detect()
     assert machine.name == "rtx4090"
     assert machine.device.memory == find("rtx4090").device.memory
+
+
+@pytest.mark.parametrize(
+    ("product", "gib", "name", "said"),
+    [
+        ("NVIDIA GeForce RTX 3060", 12, "rtx3060", "NVIDIA GeForce RTX 3060 12 GB"),
+        ("NVIDIA GeForce RTX 3060", 8, "rtx3060_8gb", "NVIDIA GeForce RTX 3060 8 GB"),
+        ("NVIDIA GeForce RTX 4090", 48, "rtx4090", "knows one of 23.5 GiB"),
+        ("NVIDIA H100 80GB HBM3", 64, "h100", "knows one of 79.2 GiB"),
+    ],
+)
+def test_cards_of_one_name_are_told_apart_by_their_memory(driver, product: str, gib: int, name: str, said: str) -> None:
+    """Their bandwidth differs too: of a size that is not known the range reaches as far as the memory differs."""
+    driver(product, memory=WHOLE.replace("143771", str(gib * 1000)))
+    here, usual = this_machine(), find(name)
+    assert (here.name, said in here.device.title) == (name, True)
+    assert here.device.memory == (gib * 1000 - 616) * 2**20
+    rate, known = here.device.efficiency.bandwidth, usual.device.efficiency.bandwidth
+    ratio = here.device.memory / usual.device.memory if "knows" in said else 1.0
+    assert (rate.low, rate.high) == pytest.approx((known.low * min(1, ratio), known.high * max(1, ratio)))
 
 
 def test_a_broken_driver_is_none(driver) -> None:

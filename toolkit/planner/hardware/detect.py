@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from toolkit.common import UserError
+from toolkit.common import UserError, bytes_text
 from toolkit.planner.hardware.catalogue import document, known
 from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
 
@@ -145,12 +145,23 @@ def detect(folder: Path | None = None) -> Hardware:
 
 
 def _known(gpu: Gpu, devices: Mapping[str, Device]) -> Device | None:
-    device = {name: each for each in devices.values() for name in each.reported}.get(gpu.name)
-    if device is None:
+    same = [each for each in devices.values() if gpu.name in each.reported]
+    if not same:
         return None
+    # Cards of one name are sold with different memory.
+    alike = [each for each in same if 0.9 < gpu.memory / each.memory < 1.1]
+    device = (alike or same)[-1]
     # The driver's count without its own reserve is torch's; where it could not tell the reserve, the catalogue knows.
     nearly = not gpu.exact and gpu.memory <= device.memory * 1.03
-    return device.model_copy(update={"memory": min(gpu.memory, device.memory) if nearly else gpu.memory})
+    changes: dict[str, Any] = {"memory": min(gpu.memory, device.memory) if nearly else gpu.memory}
+    if not alike:
+        # With other chips on as wide a bus, or with as many on another.
+        ratio, rate = gpu.memory / device.memory, device.efficiency.bandwidth
+        wide = Rate(rate.value, rate.low * min(1, ratio), rate.high * max(1, ratio))
+        changes["efficiency"] = device.efficiency.model_copy(update={"bandwidth": wide})
+        other = f"the catalogue knows one of {bytes_text(device.memory)}, whose speeds are taken"
+        changes["title"] = f"{gpu.name} of {bytes_text(gpu.memory)} ({other})"
+    return device.model_copy(update=changes)
 
 
 def _unknown(gpu: Gpu, node: Node) -> Device:
