@@ -108,11 +108,13 @@ def traced(setting: Setting) -> Trace:
     return _TRACES[setting.key()]
 
 
-@pytest.mark.parametrize(("once", "period"), [(0, 1), (1, 1), (0, 2), (1, 2), (0, 6)])
+@pytest.mark.parametrize(("once", "period"), [(0, 1), (1, 1), (3, 1), (0, 2), (1, 2), (0, 6)])
 def test_traced_depths_end_as_the_model_does(once: int, period: int) -> None:
     for total in range(once + 1, 40):
         small, large = depths(total, once, period)
         assert small >= 1 and large == small + period
+        if total > once + 4 * period:
+            assert small >= max(once + period, 2 * period)
         assert (total - small) % period == 0
         assert large <= max(total, once + 4 * period)
 

@@ -77,7 +77,9 @@ def depths(total: int, once: int, period: int) -> tuple[int, int]:
         once: See `pattern`.
         period: The same.
     """
-    small = once + 2 * period + (total - once) % period
+    small = once + period + (total - once) % period
+    if small < 2 * period:  # The first layers would be the last.
+        small += period
     if small > total - period:
         small = total - period if total > period else total
     return small, small + period
