@@ -73,17 +73,18 @@ def test_what_is_true_though_it_looks_wrong() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama_3_1_8b_lora", "llama_3_1_8b_qlora", "gemma_2_2b_lora"),
+        *("llama_3_1_8b_lora", "llama_3_1_8b_qlora", "gemma_2_2b_lora", "blenderbot_400m_seq2seq"),
         pytest.param("qwen3_30b_a3b_lora", marks=pytest.mark.matrix),
     ],
 )
 def test_what_is_recomputed_is_no_flop_of_the_model(name: str) -> None:
-    """Experts, attention and quantized layers are counted once, however often they are computed."""
+    """Experts, attention, an encoder and quantized layers are counted once, however often they are computed, and the
+    gradient of what frozen embeddings give the first layer whether it is formed or not."""
     useful, done = [], []
     for mode in ("none", "full"):
         loaded = load(name, [f"activation_checkpointing.mode={mode}", "batch.micro_batch_size=1"])
         work = estimate(loaded.recipe, loaded.name, find("h200"), advice=False).work
         useful.append(work.model_flops_per_step)
         done.append(work.hardware_flops_per_step)
-    assert useful[1] == pytest.approx(useful[0], rel=0.01)
+    assert useful[1] == pytest.approx(useful[0], rel=1e-6)
     assert done[1] > 1.2 * done[0]

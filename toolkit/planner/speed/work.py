@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from itertools import zip_longest
 
 from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
@@ -18,7 +19,7 @@ from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, transfers
 from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
-from toolkit.planner.trace.types import Pass, Trace
+from toolkit.planner.trace.types import Amount, Pass, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
 
@@ -119,18 +120,33 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     attention within documents, of a causal mask's pairs the visible half, and of the output head's products those of
     trained tokens. The second have recomputed layers, padding and the pairs that the kernel does not skip.
     """
-    forward, backward, again = (trace.passes[name] for name in ("forward", "backward", "recompute"))
+    passes, layers, share = trace.passes, trace.layers, load.scored / load.tokens
     # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
-    visible = 1.0 if recipe.objective == "seq2seq" else 0.5
+    pairs = load.within * (1.0 if recipe.objective == "seq2seq" else 0.5)
+    useful = _once(passes).of(layers, load.tokens, load.within, load.longest, share)
+    for name, sign in (("forward", 1), ("backward", 1), ("recompute", -1)):
+        useful += sign * passes[name].attention.of(layers, load.tokens, pairs, load.longest)
+    done = 0.0
+    for each in (passes["forward"], passes["backward"]):
+        done += each.matmul.of(layers, load.padded, load.grid, load.longest, load.scored / load.padded)
+        done += each.attention.of(layers, load.padded, load.attended, load.longest)
+    return useful, done
 
-    def total(each: Pass, tokens: float, grid: float, pairs: float) -> float:
-        matmul = each.matmul.of(trace.layers, tokens, grid, load.longest, load.scored / tokens)
-        return matmul + each.attention.of(trace.layers, tokens, pairs, load.longest)
 
-    needed = (total(each, load.tokens, load.within, visible * load.within) for each in (forward, backward, again))
-    once, gradients, repeated = needed
-    done = sum(total(each, load.padded, load.grid, load.attended) for each in (forward, backward))
-    return once + gradients - repeated, done
+def _once(passes: Mapping[str, Pass]) -> Amount:
+    """Products of a forward and a backward pass in which nothing is recomputed.
+
+    Where embeddings are frozen, the gradient of what the first layer reads is formed only if layers are checkpointed;
+    it counts either way, as each product of the forward pass has at least one in the backward pass.
+    """
+    parts = [passes[name].matmul for name in ("forward", "backward", "recompute", "evaluation")]
+    outside = zip_longest(*(part.fixed for part in parts), fillvalue=0.0)
+    inside = zip_longest(*(part.per_layer for part in parts), fillvalue=0.0)
+    return Amount(
+        fixed=tuple(max(there + back - again, 2 * once) for there, back, again, once in outside),
+        per_layer=tuple(there + back - again for there, back, again, _ in inside),
+        block=parts[0].block,
+    )
 
 
 def rule_flops(parameters: float, trained: float, tokens: float) -> float:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 import bitsandbytes as bnb
@@ -288,8 +289,10 @@ def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
     again = fitted("backward", "recomputed")
     if head:
-        # That is all that is recomputed outside the layers. No layer is entered for it, so it is not seen.
-        products = (0.0, 2.0 * head) if encoder_decoder else passes["forward"].matmul.fixed
+        # No layer is entered for it, so it is not seen. Beside it only an encoder is recomputed outside the layers.
+        products = passes["forward"].matmul.fixed
+        if encoder_decoder:
+            products = tuple(map(sum, zip_longest(again.matmul.fixed, (0.0, 2.0 * head), fillvalue=0.0)))
         matmul = dataclasses.replace(again.matmul, fixed=products)
         again = dataclasses.replace(again, matmul=matmul)
     return passes | {"recompute": again}

@@ -97,6 +97,7 @@ class Setting:
             content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
         if self.objective == "seq2seq":
             content["head"] = "chunked"  # With all logits they would make another trace.
+            content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
