@@ -23,6 +23,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192}
         | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
     ),
+    "blenderbot_tiny": (
+        "facebook/blenderbot-400M-distill",
+        {"d_model": 512, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048}
+        | {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "vocab_size": 8192}
+        | {"max_position_embeddings": 512},
+    ),
     "llama_160m": (
         LLAMA_1B,
         {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 32768}
@@ -54,7 +60,7 @@ def model(name: str, folder: Path) -> Path:
         return path
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging
 
     from toolkit.recipe import model_configs
@@ -67,7 +73,8 @@ def model(name: str, folder: Path) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        made = kind.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(path)
     tokens.save_pretrained(path)
     (path / "complete").touch()
@@ -83,6 +90,20 @@ def documents(tokens: int, file: Path, seed: int = 0) -> Path:
             length = min(4000, max(16, int(order.lognormvariate(0, _SPREAD) * _MEDIAN_TOKENS)))
             stream.write(json.dumps({"text": " ".join(order.choices(words, k=length))}) + "\n")
             written += length
+    return file
+
+
+def pairs(tokens: int, file: Path, seed: int = 0) -> Path:
+    """Writes rows of a prompt and an answer, of about so many tokens in all; lengths are lognormal, a fifth of those of
+    documents."""
+    words, order = _words(), random.Random(seed)
+    written = 0
+    with file.open("w", encoding="utf-8") as stream:
+        while written < tokens:
+            lengths = [min(250, max(4, int(order.lognormvariate(0, _SPREAD) * _MEDIAN_TOKENS / 5))) for _ in range(2)]
+            prompt, answer = (" ".join(order.choices(words, k=length)) for length in lengths)
+            stream.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+            written += sum(lengths)
     return file
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainerCallback,
+)
 
 CUDA = torch.cuda.is_available()
 
@@ -29,6 +36,8 @@ class Meter(TrainerCallback):
         batch = self.collate(rows)
         mask = batch.get("attention_mask")
         self.tokens += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+        if "decoder_input_ids" in batch:
+            self.tokens += int((batch["labels"] != -100).sum())
         return batch
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -50,12 +59,11 @@ class Meter(TrainerCallback):
 def load(job: dict[str, Any]) -> tuple[Any, Any]:
     """Model and tokenizer."""
     dtype = torch.bfloat16 if job["precision"] == "pure_bf16" or (job["method"] != "full" and CUDA) else torch.float32
-    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_use_double_quant": True}
-    quantized = BitsAndBytesConfig(load_in_4bit=True, **kind) if job["method"] == "qlora" else None
+    of_nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_use_double_quant": True}
+    quantized = BitsAndBytesConfig(load_in_4bit=True, **of_nf4) if job["method"] == "qlora" else None
     flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=dtype, attn_implementation=flash, quantization_config=quantized
-    )
+    kind = AutoModelForSeq2SeqLM if job["objective"] == "seq2seq" else AutoModelForCausalLM
+    model = kind.from_pretrained(job["model"], dtype=dtype, attn_implementation=flash, quantization_config=quantized)
     return model, AutoTokenizer.from_pretrained(job["model"])
 
 
@@ -92,6 +100,8 @@ def trl(job: dict[str, Any]) -> Trainer:
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
 
+    if job["objective"] == "seq2seq":
+        raise SystemExit("error: trains no encoder-decoders")
     model, tokenizer = load(job)
     rows = load_dataset("json", data_files=job["data"], split="train")
     config = SFTConfig(**arguments(job), max_length=job["seq_len"], packing=job["packing"])
@@ -105,12 +115,32 @@ def trl(job: dict[str, Any]) -> Trainer:
     )
 
 
+def seq2seq_trainer(job: dict[str, Any]) -> Trainer:
+    """Transformers' Seq2SeqTrainer as in its examples: both sides are padded."""
+    from datasets import load_dataset
+    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    model, tokenizer = load(job)
+    length = job["seq_len"]
+    rows = load_dataset("json", data_files=job["data"], split="train")
+
+    def encode(batch: dict[str, list[Any]]) -> Any:
+        return tokenizer(batch["prompt"], text_target=batch["completion"], max_length=length, truncation=True)
+
+    rows = rows.map(encode, batched=True, remove_columns=rows.column_names)
+    given = Seq2SeqTrainingArguments(**arguments(job))
+    collate = DataCollatorForSeq2Seq(tokenizer, model)
+    return Seq2SeqTrainer(model=model, args=given, train_dataset=rows, data_collator=collate)
+
+
 def trainer(job: dict[str, Any]) -> Trainer:
     """Transformers' Trainer as in its examples: texts run together and are cut into rows, or rows are padded."""
     from datasets import load_dataset
     from peft import get_peft_model, prepare_model_for_kbit_training
     from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
+    if job["objective"] == "seq2seq":
+        return seq2seq_trainer(job)
     model, tokenizer = load(job)
     if job["method"] == "qlora":
         model = prepare_model_for_kbit_training(model, job["checkpointing"])

@@ -6,6 +6,7 @@ On a CUDA machine or a CPU: `python benchmarks/throughput.py`. Needs no network.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import json
@@ -26,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 import material  # noqa: E402
+import yaml  # noqa: E402
 
 from toolkit.planner.hardware import this_machine  # noqa: E402
 
@@ -48,8 +50,9 @@ class Job:
         micro: Rows per pass for the peers; the toolkit decides by its plan.
         packing: Whether documents fill rows; else rows are padded.
         checkpointing: Whether the peers recompute activations; the toolkit decides by its plan.
-        precision: As in a recipe.
+        precision: As in a recipe; `auto` is what the device computes fastest, for the peers too.
         settings: What the toolkit's recipe has beside, as on the command line.
+        objective: As in a recipe.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Job:
     checkpointing: bool = False
     precision: str = "bf16"
     settings: tuple[str, ...] = ()
+    objective: str = "language_modelling"
 
 
 FULL, FP8 = "activation_checkpointing=full", "method.quantization=fp8"
@@ -76,10 +80,11 @@ CUDA_JOBS = (
     Job("8B LoRA, base in fp8", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, "compile=layers")),
 )
 CPU_JOBS = (
-    Job("chat LoRA, padded", "smollm2", "lora", 512, 8, 2, False, precision="fp32"),
-    Job("full, packed 512", "smollm2", "full", 512, 4, 2, precision="fp32"),
-    Job("LoRA, packed 2048", "smollm2", "lora", 2048, 1, 1, precision="fp32"),
-    Job("tiny full, packed 128", "llama_tiny", "full", 128, 4, 4, precision="fp32"),
+    Job("chat LoRA, padded", "smollm2", "lora", 512, 8, 2, False, precision="auto", objective="sft"),
+    Job("full, packed 512", "smollm2", "full", 512, 4, 2, precision="auto"),
+    Job("LoRA, packed 2048", "smollm2", "lora", 2048, 1, 1, precision="auto"),
+    Job("encoder-decoder, padded", "blenderbot_tiny", "full", 256, 16, 8, False, precision="auto", objective="seq2seq"),
+    Job("tiny full, packed 128", "llama_tiny", "full", 128, 4, 4, precision="auto"),
 )
 
 
@@ -152,7 +157,7 @@ class Bench:
 
     def _recipe(self, who: str, job: Job, model: str, data: Path, metrics: Path) -> list[str]:
         text = {
-            "objective": "language_modelling" if job.packing else "sft",
+            "objective": job.objective,
             "model": {"path": model},
             "data": {"sources": [str(data)], "packing": job.packing},
             "method": job.method,
@@ -172,7 +177,7 @@ class Bench:
     def _peer(self, who: str, job: Job, model: str, data: Path, metrics: Path) -> list[str]:
         described = asdict(job) | {"model": model, "data": str(data), "metrics": str(metrics), "steps": self.steps}
         name, *settings = who.split("+")
-        described |= dict(setting.split("=", 1) for setting in settings)
+        described |= {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in settings)}
         (self.folder / "job.json").write_text(json.dumps(described), encoding="utf-8")
         return [sys.executable, str(HERE / "peers.py"), name, str(self.folder / "job.json")]
 
@@ -185,14 +190,15 @@ class Bench:
         else:
             model = str(self.folder / "models" / job.model)
             subprocess.run([sys.executable, str(material.__file__), job.model, str(Path(model).parent)], check=True)
-        data = self.folder / f"{'documents' if job.packing else 'chats'}.jsonl"
+        data = self.folder / f"{job.objective}.jsonl"
         if not data.is_file():
-            if job.packing:
-                material.documents(self._tokens, data)
-            else:
+            if job.objective == "sft":
                 from toolkit.data.builtin import docstring_rows
 
                 data.write_text("".join(json.dumps(row) + "\n" for row in docstring_rows()), encoding="utf-8")
+            else:
+                write = material.pairs if job.objective == "seq2seq" else material.documents
+                write(self._tokens, data)
         return model, data
 
 
@@ -245,6 +251,8 @@ def main() -> int:
     device, texts = this_machine().device, [text.lower() for text in options.only]
     on_gpu = device.kind != "cpu"
     jobs = [job for job in (CUDA_JOBS if on_gpu else CPU_JOBS) if any(text in job.name.lower() for text in texts)]
+    fastest = "bf16" if device.flops.get("bf16", 0) > device.flops["fp32"] else "fp32"
+    jobs = [dataclasses.replace(job, precision=job.precision.replace("auto", fastest)) for job in jobs]
     about = {"device": device.title, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
     about |= {"transformers": transformers.__version__, "steps": options.steps}
     file = Path(options.results) / f"throughput-{about['date']}-{device.name}"
