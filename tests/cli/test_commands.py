@@ -304,3 +304,11 @@ def test_a_wrong_number_of_an_option_is_named(
             main([command, f"{option}={value}"])
         assert caught.value.code == 2
         assert f"argument {option}: {value} is not a" in capsys.readouterr().err
+
+
+def test_options_that_are_keys_are_answered_with_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["validate", "recipe=mine", "--per-device-train-batch-size", "4", "--max-steps=3", "--LoadIn4Bit"])
+    said = capsys.readouterr().err
+    assert "max_steps=VALUE" in said and "for per_device_train_batch_size: set batch.micro_batch_size" in said
+    assert "for LoadIn4Bit: write method: {name: lora, quantization: nf4}" in said

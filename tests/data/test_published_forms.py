@@ -461,6 +461,13 @@ GENERAL: dict[str, Any] = {
         "{instruction: Question, output: Response, reasoning: Complex_CoT}",
         [f"<think>Nine.</think>Not yet.{STOP}"],
     ),
+    "a list for each field": ({"messages": {"role": ["user", "assistant"], "content": ["Late?", "Not yet."]}}, ANSWER),
+    "lists of ShareGPT's fields": ({"conversations": {"from": ["human", "gpt"], "value": ["?", "Not yet."]}}, ANSWER),
+    "lists of different lengths": ({"messages": {"role": ["user"], "content": []}}, "`messages` differ in length"),
+    "ipython": ({"messages": [ASK, REPLY, says("ipython", "nine"), REPLY]}, ANSWER * 2),
+    "a list of what is trained": ({"messages": TALK, "train": [False, True]}, "`train` is what is not trained"),
+    "correctness": ({"instruction": "i", "output": "o", "correctness": False}, "`correctness` is whether the answer"),
+    "a token below 0": ({"input_ids": [80, -1]}, "has the token -1"),
     "a passage": ({"instruction": "i", "output": "o", "passage": "p"}, "`passage` would be left unused"),
     "loss_scale of a row": ({"messages": TALK, "loss_scale": [0.5]}, "`loss_scale` is the weight of a row"),
     "preferences in capitals": (

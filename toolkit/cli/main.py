@@ -56,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unknown(rest: Sequence[str], arguments: Sequence[str]) -> str:
-    """What is said of options that no command has: what Hydra's do, and those that are keys of a recipe."""
+    """What is said of options that no command has: what Hydra's do, and keys of a recipe or of other tools."""
     from toolkit.recipe.hydra_habits import refuse_flags
+    from toolkit.recipe.other_tools import translation
     from toolkit.recipe.schema import Recipe, leaf_paths
 
     try:
@@ -67,6 +68,8 @@ def _unknown(rest: Sequence[str], arguments: Sequence[str]) -> str:
     keys = [text.lstrip("-").replace("-", "_").partition("=")[0] for text in rest if text.startswith("--")]
     known = [key for key in keys if key.split(".")[0] in (*leaf_paths(), *Recipe.model_fields)]
     hint = f"; keys of a recipe are written without dashes: {' '.join(f'{key}=VALUE' for key in known)}" * bool(known)
+    others = ((key, translation(key, "VALUE", "VALUE")) for key in keys if key not in known)
+    hint += "".join(f"; for {key}: {answer}" for key, answer in others if answer)
     return f"unrecognized arguments: {' '.join(rest)}{hint}"
 
 

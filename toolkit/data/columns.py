@@ -85,7 +85,7 @@ def _are_verdicts(value: Any) -> bool:
 
 JUDGED: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("label", "kto_tag"), _is_verdict),
-    **dict.fromkeys(("desirable", "is_desirable", "is_correct", "is_good", "keep"), _is_bad),
+    **dict.fromkeys(("desirable", "is_desirable", "is_correct", "is_good", "keep", "correctness"), _is_bad),
     **dict.fromkeys(("reward", "score", "rating", "feedback", "preferred", "accepted", "thumbs_up"), _is_bad),
     "correct": _says_no,  # 0 may be the number of a choice.
 }
@@ -149,6 +149,15 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
     _each(
         ("mask", "masks", "weights", "loss_weights", "loss_mask", "train_mask"),
         Meaning("what is not trained", 'write `"train": false` into the messages', _CHATS),
+    ),
+    _each(
+        ("train", "trainable", "calculate_loss"),
+        Meaning(
+            "what is not trained",
+            'write `"train": false` into the messages',
+            _CHATS,
+            lambda v: isinstance(parsed(v), list),
+        ),
     ),
     _each(
         ("reflection", "corrected"),

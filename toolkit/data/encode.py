@@ -199,9 +199,10 @@ class Encoder:
         return Encoded(ids, [IGNORE, *labels[1:]] if ids else [])
 
     def _tokens(self, row: Tokens) -> Encoded:
-        if row.input_ids and not 0 <= min(row.input_ids) <= max(row.input_ids) < len(self.tokenizer):
+        wrong = [token for token in row.input_ids if not 0 <= token < len(self.tokenizer)]
+        if wrong:
             raise UserError(
-                f"The row has the token {max(row.input_ids)}, the tokenizer {len(self.tokenizer)} tokens.",
+                f"The row has the token {max(wrong, key=abs)}, the tokenizer {len(self.tokenizer)} tokens.",
                 "Tokenise the rows with this model's tokenizer, or set model.tokenizer to the one they were made with.",
             )
         if self.train_on == "all":

@@ -19,7 +19,7 @@ ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "claude", "ai", "bot", "chatbot", "model"), "assistant"),
-    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """Role in data to the role in chat templates."""
@@ -85,12 +85,24 @@ def read_messages(
     value = parsed(value)
     if value is None:
         return []
+    if isinstance(value, dict) and isinstance(value.get("role") or value.get("from"), list):
+        value = _from_lists(value, column, where)
     messages = [value] if isinstance(value, dict) else value
     if isinstance(messages, str) and _PRINTED.match(messages):
         raise UserError(f"{where}: `{column}` holds a conversation as Python prints it, which is no JSON", _AS_JSON)
     if not isinstance(messages, list):
         raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
     return [_message(message, f"{where}: `{column}[{n}]`", ignored, flags) for n, message in enumerate(messages)]
+
+
+def _from_lists(fields: dict[str, Any], column: str, where: str) -> list[Message]:
+    """A conversation that is a list for each field, as `datasets` gives a `Sequence` of objects."""
+    lengths = {len(values) if isinstance(values, list) else None for values in fields.values()}
+    if len(lengths) > 1:
+        raise UserError(
+            f"{where}: the lists of `{column}` differ in length", 'write [{"role": "user", "content": …}, …]'
+        )
+    return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
 
 def dicts(value: Any) -> list[dict[str, Any]]:
