@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small
@@ -49,14 +50,16 @@ def entry(place: Path) -> None:
     (place / "by_number.py").write_text("from slow import by_number as main\n", encoding="utf-8")
 
 
-def trained(place: Path, ranks: Ranks, name: str, entry: str, *overrides: str) -> tuple[dict[str, list[float]], dict]:
-    """Losses and norms of gradients of the steps of a run on two processes, and what of it really ran."""
-    settings = ["recipe=small", "max_steps=3", "batch.global_batch_size=8", *CAREFUL, *overrides]
+def trained(
+    place: Path, ranks: Ranks, name: str, entry: str, *overrides: str, recipe: str = "small", processes: int = 2
+) -> tuple[dict[str, list[float]], dict]:
+    """Losses and norms of gradients of the steps of a run, and what of it really ran."""
+    settings = [f"recipe={recipe}", "max_steps=3", "batch.global_batch_size=8", *CAREFUL, *overrides]
     folder = ranks.folder / "-".join([name, *overrides]).translate(str.maketrans("=./", "---"))
-    done = ranks.run(place, *settings, f"output.dir={folder}", processes=2, entry=entry)
+    done = ranks.run(place, *settings, f"output.dir={folder}", processes=processes, entry=entry)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [row for row in metrics(folder / "small") if "loss" in row]
-    manifest = json.loads((folder / "small" / "manifest.json").read_text(encoding="utf-8"))
+    rows = [row for row in metrics(folder / recipe) if "loss" in row]
+    manifest = json.loads((folder / recipe / "manifest.json").read_text(encoding="utf-8"))
     return {key: [row[key] for row in rows] for key in FP32}, manifest
 
 
@@ -93,3 +96,13 @@ def test_all_that_is_quick_trains_as_nothing_of_it_does(
     assert [ran["effective"][key] for key in ways] == ["fused", "eager", compiled]
     assert [ran_slow["effective"][key] for key in ways] == ["own", "sdpa", "off"]
     check_equal(quick, slow, limits)
+
+
+@pytest.mark.matrix
+def test_the_demo_trains_alike_with_and_without(place: Path, ranks: Ranks) -> None:
+    common = ["evaluation.num_prompts=0", "data.eval_split=null"]
+    demo: Any = {"recipe": "smollm2_135m_lora_demo", "processes": 1}
+    quick, ran = trained(place, ranks, "quick", "toolkit.run", *common, "compile=layers", "attention=eager", **demo)
+    slow, _ = trained(place, ranks, "slow", "slow", *common, **demo)
+    assert ran["effective"]["compile"] == "layers"
+    check_equal(quick, slow, FP32)
