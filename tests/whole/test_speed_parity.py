@@ -100,7 +100,7 @@ def test_all_that_is_quick_trains_as_nothing_of_it_does(
 
 @pytest.mark.matrix
 def test_the_demo_trains_alike_with_and_without(place: Path, ranks: Ranks) -> None:
-    common = ["evaluation.num_prompts=0", "data.eval_split=null"]
+    common = ["precision=fp32", "evaluation.num_prompts=0", "data.eval_split=null"]
     demo: Any = {"recipe": "smollm2_135m_lora_demo", "processes": 1}
     quick, ran = trained(place, ranks, "quick", "toolkit.run", *common, "compile=layers", "attention=eager", **demo)
     slow, _ = trained(place, ranks, "slow", "slow", *common, **demo)
