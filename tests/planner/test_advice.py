@@ -246,6 +246,27 @@ def test_options_leave_the_micro_batch_to_auto() -> None:
     assert {"precision": "fp16"} in [each.changes for each in plan.advice]
 
 
+@pytest.mark.usefixtures("formulas")
+@pytest.mark.parametrize(
+    ("name", "hardware", "words"),
+    [
+        ("blenderbot_400m_seq2seq", "rtx2060", ["activation_checkpointing.mode=none", "precision=fp16"]),
+        ("gemma_3_1b_full", "rtx4090", ["activation_checkpointing.mode=auto", "batch.global_batch_size=1024"]),
+    ],
+)
+def test_a_line_that_is_typed_gives_its_figures(name: str, hardware: str, words: list[str]) -> None:
+    """Also where the plan then decides anew what the recipe leaves to it."""
+    loaded = load(name, words)
+    advised = estimate(loaded.recipe, loaded.name, find(hardware), tracing="in_process").advice
+    assert len(advised) >= 3
+    for each in advised:
+        typed = [f"{path}={text}" for path, text in each.changes.items() if path != "hardware"]
+        machine = find(each.changes.get("hardware", hardware))
+        made = load(name, [*words, *typed]).recipe
+        plan = estimate(made, name, machine, advice=False, tracing="in_process")
+        assert (plan.fit.answer, plan.work.step_seconds.value) == (each.fits, each.step_seconds), typed
+
+
 @pytest.mark.parametrize(
     ("hardware", "optimizer"), [("l40sx4", "adamw_torch_8bit"), ("a100_40gbx8", "adamw")], ids=["alone", "beside zero3"]
 )

@@ -84,7 +84,9 @@ def _nearest(
     recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate], options: list[Candidate]
 ) -> Candidate | None:
     """The smallest change that fits: one key before several, the same training before another."""
-    singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, (key,))]
+    size, *others = _FREE
+    singles = [each for key in others for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
+    singles = [*explore(recipe, hardware, estimate, (size,)), *_as_auto_takes(recipe, singles)]
     for candidates in (singles, explored, options):
         there = fitting(candidates)
         fewest = min((len(each.changes) for each in there), default=0)
@@ -93,13 +95,28 @@ def _nearest(
     return None
 
 
+def stated(recipe: Recipe, changes: Changes) -> Changes:
+    """What must be typed of some changes: not what the recipe leaves to the plan, nor what goes with that."""
+    left = {path.partition(".")[0] for path in recipe.undecided}
+    return {path: value for path, value in changes.items() if path.partition(".")[0] not in left}
+
+
+def _as_auto_takes(recipe: Recipe, candidates: list[Candidate]) -> list[Candidate]:
+    """Of the settings that differ only in what the recipe leaves to the plan, the one that it would choose."""
+    groups: dict[str, list[Candidate]] = {}
+    for each in candidates:
+        if changes := stated(recipe, each.changes):
+            groups.setdefault(as_text(changes), []).append(dataclasses.replace(each, changes=changes))
+    return [best for group in groups.values() if (best := fastest(group))]
+
+
 def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
     """The recipe with each option, undecided keys as `auto` takes them; where none fits so, with what makes it fit."""
     options = []
     for changes in _other_trainings(recipe, hardware):
         changed = recipe.with_values(changes)
         best = fastest(explore(changed, hardware, estimate, changed.undecided))
-        further = {path: value for path, value in best.changes.items() if path not in changed.undecided} if best else {}
+        further = stated(changed, best.changes) if best else {}
         if best is None and (best := fastest(explore(changed, hardware, estimate, _FREE))):
             further = best.changes
         if best:

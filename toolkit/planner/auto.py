@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device
-from toolkit.planner.advice import remedies
+from toolkit.planner.advice import remedies, stated
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.search import (
     EVERY,
@@ -165,12 +165,8 @@ def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explor
             "set these keys; `toolkit validate` then says what stands against them",
         )
     nearest = least(explored)
-    left = {path.partition(".")[0] for path in recipe.undecided}
-    ways = []
-    for way in remedies(nearest.recipe, hardware, estimate):
-        # What the recipe leaves to the plan need not be said again.
-        said = {path: value for path, value in way.changes.items() if path.partition(".")[0] not in left}
-        ways.append(f"{as_arguments(said)} ({way.need})")
+    found = remedies(nearest.recipe, hardware, estimate)
+    ways = [f"{as_arguments(stated(recipe, way.changes))} ({way.need})" for way in found]
     smaller = "lower batch.seq_len, or take a smaller model or more or larger devices"
     return UserError(
         f"nothing that trains the same fits on {hardware.name}: the least that is needed is {nearest.need}, with "
