@@ -106,6 +106,13 @@ def test_reasons_name_what_does_not_fit_and_what_is_slower() -> None:
     assert "fsdp with offload_param=cpu" in chosen["strategy.name"]
 
 
+def test_reasons_name_an_engine_before_its_settings(only_shipped_traces: None) -> None:
+    words = ["strategy=auto", "data.streaming=true", "schedule.max_steps=100", "batch.global_batch_size=2048"]
+    loaded = load("gpt2_xl_clm", [*words, "precision=bf16"])
+    plan = estimate(loaded.recipe, loaded.name, find("mi300xx8"), advice=False)
+    assert "fsdp with sync_each_batch=true" in plan.chosen["strategy.name"]
+
+
 def test_the_answer_does_not_depend_on_what_was_planned_before() -> None:
     """Processes of one launch may find different traces in the cache."""
     for known in (Arithmetic(8), Arithmetic(8, without=("full", "selective", "none"))):

@@ -127,7 +127,8 @@ def _in_words(part: Changes) -> str:
     """`zero2 with offload_optimizer=cpu`, `recomputing every second layer`."""
     if mode := part.get(MODE):
         return _RECOMPUTED[mode].format(layers_recomputed(part.get(EVERY, 1)))
-    first, *others = part.items()
+    # An engine's name before its settings.
+    first, *others = sorted(part.items(), key=lambda item: item[0] != "strategy.name")
     return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])
 
 
