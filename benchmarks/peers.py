@@ -1,6 +1,7 @@
 """One job through a library alone, as its documentation has it run fastest; `throughput.py` starts it.
 
-`python benchmarks/peers.py trl|trainer JOB.json` writes a line of `metrics.jsonl` per step, in the toolkit's words.
+`python benchmarks/peers.py trl|trainer|llamafactory JOB.json` writes a line of `metrics.jsonl` per step, in the
+toolkit's words.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CUDA = torch.cuda.is_available()
 class Meter(TrainerCallback):
     """Counts the tokens that the collator hands out, and writes them down step by step."""
 
-    def __init__(self, collate: Any, file: Path) -> None:
+    def __init__(self, file: Path, collate: Any = None) -> None:
         self.collate, self.file, self.tokens, self.written = collate, file, 0, 0
         self.last = time.monotonic()
 
@@ -47,6 +48,9 @@ class Meter(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if CUDA:
             torch.cuda.synchronize()
+        # A trainer that makes its collator itself counts by itself.
+        if self.collate is None:
+            self.tokens = int(state.num_input_tokens_seen)
         now, tokens = time.monotonic(), self.tokens - self.written
         row = {"step": state.global_step, "tokens": self.tokens, "step_seconds": now - self.last}
         row["tokens_per_second"] = tokens / row["step_seconds"]
@@ -166,10 +170,41 @@ def trainer(job: dict[str, Any]) -> Trainer:
     return Trainer(model=model, args=TrainingArguments(**arguments(job)), train_dataset=rows, data_collator=collate)
 
 
+def llamafactory(job: dict[str, Any], meter: Meter) -> None:
+    """LLaMA-Factory by its own entry; of its package, which wants older libraries, in an environment of its own."""
+    from llamafactory.train.tuner import run_exp
+
+    if job["objective"] == "seq2seq":
+        raise SystemExit("error: trains no encoder-decoders")
+    folder = Path(job["metrics"]).parent
+    columns = {"prompt": "text"} if job["packing"] else {"messages": "messages"}
+    rows: dict[str, Any] = {"file_name": job["data"], "columns": columns}
+    if not job["packing"]:
+        names = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", "system": "system"}
+        rows |= {"formatting": "sharegpt", "tags": {f"{name}_tag": value for name, value in names.items()}}
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    adapters = {"lora_rank": 16, "lora_alpha": 32, "lora_target": "all"} if job["method"] != "full" else {}
+    quantized = {"quantization_bit": 4, "quantization_method": "bnb"} if job["method"] == "qlora" else {}
+    given = {key: value for key, value in arguments(job).items() if not key.startswith("gradient_checkpointing")}
+    run_exp(
+        given
+        | {"stage": "pt" if job["packing"] else "sft", "do_train": True, "model_name_or_path": job["model"]}
+        | {"finetuning_type": "full" if job["method"] == "full" else "lora", **adapters, **quantized}
+        | {"dataset": "rows", "dataset_dir": str(folder), "template": "chatml", "cutoff_len": job["seq_len"]}
+        | {"disable_gradient_checkpointing": not job["checkpointing"], "pure_bf16": job["precision"] == "pure_bf16"}
+        | {"enable_liger_kernel": given.pop("use_liger_kernel"), "include_num_input_tokens_seen": "non_padding"},
+        callbacks=[meter],
+    )
+
+
 if __name__ == "__main__":
-    described = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    run = {"trl": trl, "trainer": trainer}[sys.argv[1]](described)
-    meter = Meter(run.data_collator, Path(described["metrics"]))
-    run.data_collator = meter
-    run.add_callback(meter)
-    run.train()
+    who, described = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    meter = Meter(Path(described["metrics"]))
+    if who == "llamafactory":
+        llamafactory(described, meter)
+    else:
+        run = {"trl": trl, "trainer": trainer}[who](described)
+        meter.collate = run.data_collator
+        run.data_collator = meter
+        run.add_callback(meter)
+        run.train()

@@ -32,7 +32,7 @@ import yaml  # noqa: E402
 from toolkit.planner.hardware import this_machine  # noqa: E402
 
 GIB = 2**30
-PEERS = ("trl", "trainer")
+PEERS = ("trl", "trainer", "llamafactory")
 WARM_UP = 4
 """Steps that are not counted: the first ones compile, choose kernels and fill caches."""
 
@@ -108,8 +108,10 @@ class Result:
 class Bench:
     """Runs jobs in a folder of its own."""
 
-    def __init__(self, folder: Path, steps: int, jobs: Sequence[Job], on_gpu: bool) -> None:
-        self.folder, self.steps, self.on_gpu = folder, steps, on_gpu
+    def __init__(
+        self, folder: Path, steps: int, jobs: Sequence[Job], on_gpu: bool, llamafactory: str | None = None
+    ) -> None:
+        self.folder, self.steps, self.on_gpu, self.llamafactory = folder, steps, on_gpu, llamafactory
         self._tokens = int(1.5 * steps * max(each.seq_len * each.rows for each in jobs))
         (folder / "recipes").mkdir(parents=True, exist_ok=True)
 
@@ -179,7 +181,8 @@ class Bench:
         name, *settings = who.split("+")
         described |= {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in settings)}
         (self.folder / "job.json").write_text(json.dumps(described), encoding="utf-8")
-        return [sys.executable, str(HERE / "peers.py"), name, str(self.folder / "job.json")]
+        python = self.llamafactory if name == "llamafactory" and self.llamafactory else sys.executable
+        return [python, str(HERE / "peers.py"), name, str(self.folder / "job.json")]
 
     def _material(self, job: Job) -> tuple[str, Path]:
         """Where model and rows lie; made in another process, which would hold a part of the device from then on."""
@@ -243,6 +246,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help=f"of each run, {WARM_UP} not counted (20)")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="repetitions (3)")
     parser.add_argument("--minutes", type=float, default=20, metavar="N", help="at most, for each run (20)")
+    parser.add_argument("--llamafactory", metavar="PYTHON", help="of an environment that has LLaMA-Factory")
     parser.add_argument("--results", default=str(HERE / "results"), metavar="DIR", help="where the dated files go")
     options = parser.parse_args()
     import torch
@@ -259,7 +263,7 @@ def main() -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Result]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        bench = Bench(Path(temporary), options.steps, jobs, on_gpu)
+        bench = Bench(Path(temporary), options.steps, jobs, on_gpu, options.llamafactory)
         for job in jobs:
             results[job.name] = {who: Result() for who in options.who}
             for _ in range(options.repeat):
