@@ -361,6 +361,16 @@ def test_script_is_not_shadowed_by_its_own_folder(place: Path) -> None:
     assert "accelerate" in done.stdout, done.stderr
 
 
+def test_a_process_ends_with_pools_of_threads_left_open(tmp_path: Path) -> None:
+    """As torch's compiler leaves one behind; what was given to it is done first."""
+    code = (
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom toolkit.train.process import leave\n"
+        "pool = ThreadPoolExecutor(2)\npool.submit(lambda: (time.sleep(0.2), print('done')))\nleave(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "done\n"), ended.stderr
+
+
 def test_tracker_by_name_gets_training_and_held_out_loss(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -137,9 +137,8 @@ def leave(status: int) -> NoReturn:
     Threads of libraries that still run in C++ code then abort the process ("terminate called without an active
     exception"), now and then, after a run that was right.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # Tells the pools of `concurrent.futures` to end, as torch's compiler has one, and waits for all that are no daemons.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
