@@ -137,7 +137,7 @@ def leave(status: int) -> NoReturn:
     Threads of libraries that still run in C++ code then abort the process ("terminate called without an active
     exception"), now and then, after a run that was right.
     """
-    # Tells the pools of `concurrent.futures` to end, as torch's compiler has one, and waits for all that are no daemons.
+    # Tells pools of `concurrent.futures` to end, such as that of torch's compiler, and waits for threads but daemons.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
