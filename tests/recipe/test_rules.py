@@ -43,6 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name, "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
     for name, config in (
         ("falcon", {"model_type": "falcon"}),
+        ("rwkv", {"model_type": "rwkv"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
         ("existing", {"model_type": "llama"}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 from engine_failures import OPTIMIZERS
 from filelock import FileLock
+from harness import SUPPORT
+from harness import environment as of_children
 from ranks import Ranks
 from strategies_doc import strategies_markdown
 from tiny import tiny_model
@@ -255,6 +259,26 @@ def test_fsdp_sums_in_fp16_overflow_and_all_processes_skip_together(fsdp: Ran) -
 @pytest.mark.slow
 def test_fsdp_does_not_take_an_embedding_that_encoder_and_decoder_share(fsdp: Ran) -> None:
     assert "already managed by another FSDP group" in fsdp["encoder-decoder"], fsdp["encoder-decoder"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("rule", "kind", "sizes", "expected"),
+    [
+        ("zero3-architecture", "rwkv", {"attention_hidden_size": 48}, "IndexError: tuple index out of range"),
+        (
+            *("zero3-architecture", "recurrent_gemma"),
+            {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "lru_width": 48}
+            | {"block_types": ["recurrent", "attention"]},
+            "torch.float32",
+        ),
+    ],
+)
+def test_zero3_does_not_train_an_architecture_right(rule: str, kind: str, sizes: dict[str, Any], expected: str) -> None:
+    assert rule in STRATEGY_RULES
+    command = [sys.executable, str(SUPPORT / "zero3_architecture.py"), kind, json.dumps(sizes)]
+    ended = subprocess.run(command, env=of_children(), capture_output=True, text=True, timeout=120)
+    assert expected in ended.stdout + ended.stderr
 
 
 SHOWN = Path(__file__).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
-from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys
+from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, zero3_fault
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
     evaluation_keys,
@@ -128,6 +128,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_without_embedding": f"the model has no embedding for {len(lost)}, such as {lost[0]!r}" if lost else "",
         "fused_experts": model_configs.fused_experts(config),
         "model_type": model_configs.text_config(config).get("model_type"),
+        "zero3_fault": zero3_fault(recipe, config),
         "unfit_to_compile": compilation.unfit(recipe, config),
         "nearest_tokens": max(1, round((batch.tokens_per_step or 0) / batch.seq_len)) * batch.seq_len,
         "nearest_micro": math.gcd(batch.sequences_per_step, micro_batch(recipe)),

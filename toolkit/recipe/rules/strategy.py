@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.recipe.errors import Config, Rule
+from toolkit.recipe.model_configs import text_config
 from toolkit.recipe.schema import Recipe
 
 _ZERO = ("zero1", "zero2", "zero3")
@@ -51,6 +52,19 @@ def _contradicts(recipe: Recipe) -> bool:
     """Whether `reshard_after_forward` says the opposite of `sharding`; within hybrid_shard both have a meaning."""
     strategy = recipe.strategy
     return (strategy.sharding, strategy.reshard_after_forward) in (("full_shard", False), ("shard_grad_op", True))
+
+
+_ZERO3_FAULTS = {
+    "rwkv": "Transformers asks for the shapes of weights that are divided already",
+    "recurrent_gemma": "DeepSpeed turns the factor of its embeddings from bf16 to fp32",
+    "gemma3n": "its backward pass needs parameters that DeepSpeed has released",
+}
+
+
+def zero3_fault(recipe: Recipe, config: Config) -> str:
+    """Why ZeRO-3 does not train an architecture as other engines do; empty if it does."""
+    kind = str(text_config(config).get("model_type", "")).removesuffix("_text")
+    return "" if kind == "gemma3n" and recipe.method.name == "lora" else _ZERO3_FAULTS.get(kind, "")
 
 
 def _parts_tied(recipe: Recipe, config: Config) -> bool:
@@ -168,6 +182,12 @@ STRATEGY_RULES = {
         lambda r, _: r.strategy.name == "fsdp" and r.objective == "seq2seq",
         "torch does not shard an embedding that encoder, decoder and output head share",
         "set strategy.name=zero2 or zero3",
+    ),
+    "zero3-architecture": Rule(
+        "strategy.name",
+        lambda r, c: r.strategy.zero_stage == 3 and bool(zero3_fault(r, c)),
+        "ZeRO-3 does not train a {model_type} right: {zero3_fault}",
+        "set strategy.name=zero2, or fsdp, which shards parameters too",
     ),
     "zero3-selective": Rule(
         "activation_checkpointing.mode",
