@@ -326,7 +326,7 @@ def test_why_there_is_no_trace_is_said_in_a_few_lines(monkeypatch: pytest.Monkey
     ],
 )
 def test_names_that_match_nothing_are_refused(changes: list[str], words: list[str]) -> None:
-    loaded = load("smollm2_135m_lora_demo", changes)
+    loaded = load("smollm2_135m_lora_demo", ["micro_batch_size=2", *changes])
     with pytest.raises(UserError) as caught:
         estimate(loaded.recipe, "demo", find("h100"), tracing="in_process")
     assert all(word in str(caught.value) for word in words), caught.value

@@ -75,6 +75,7 @@ def test_overhead(tmp_path: Path) -> None:
     import overhead
 
     (tmp_path / "recipes").mkdir()
-    text = overhead.RECIPE.format(model=tmp_path, data=tmp_path / "documents.jsonl", batches=1, steps=2)
+    model = config(tmp_path / "model", "meta-llama/Llama-3.2-1B", {})
+    text = overhead.RECIPE.format(model=model, data=tmp_path / "documents.jsonl", batches=1, steps=2)
     (tmp_path / "recipes" / "overhead.yaml").write_text(text, encoding="utf-8")
     assert load_checked("overhead", (), tmp_path / "recipes").recipe.batch.seq_len == 32
