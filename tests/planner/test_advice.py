@@ -12,8 +12,9 @@ from arithmetic import Arithmetic, recipe
 from toolkit.common import UserError
 from toolkit.data.statistics import DataStatistics
 from toolkit.planner.advice import MOST, _notes, _other_trainings, _with_devices, advise
+from toolkit.planner.auto import resolve
 from toolkit.planner.build import estimate
-from toolkit.planner.hardware import find
+from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.plan import Advice, Plan
 from toolkit.planner.search import explore, fastest
 from toolkit.recipe import Recipe, load
@@ -28,6 +29,13 @@ def advice(billions: float, hardware: str, **sections: Any) -> list[Advice]:
     plan = plans(made, machine)
     assert plan is not None
     return advise(made, machine, plan, plans)
+
+
+def decided(made: Recipe, machine: Hardware, plans: Arithmetic) -> Plan:
+    """The plan of what `auto` takes."""
+    plan = plans(resolve(made, machine, plans)[0] if made.undecided else made, machine)
+    assert plan is not None
+    return plan
 
 
 def taken(made: Recipe, changes: dict[str, str]) -> Recipe:
@@ -98,15 +106,15 @@ CASES: list[tuple[float, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("billions", "hardware", "sections"), CASES, ids=[f"{b}-{h}" for b, h, _ in CASES])
 def test_advice_can_be_taken(billions: float, hardware: str, sections: dict[str, Any]) -> None:
     """Every entry keeps the rules, fits as it says, and has the figures of the recipe with its changes."""
-    made, entries = recipe(**sections), advice(billions, hardware, **sections)
+    made, plans, machine = recipe(**sections), Arithmetic(billions), find(hardware)
+    entries = advise(made, machine, decided(made, machine, plans), plans)
     assert entries and len(entries) <= MOST
     assert len({str(each.changes) for each in entries}) == len(entries)
-    assert entries == advice(billions, hardware, **sections)
+    assert entries == advise(made, machine, decided(made, machine, plans), plans)
     for each in entries:
         changed = taken(made, each.changes)
         assert check(changed) == [], each.changes
-        plan = Arithmetic(billions)(changed, find(each.changes.get("hardware", hardware)))
-        assert plan is not None
+        plan = decided(changed, find(each.changes.get("hardware", hardware)), plans)
         assert (plan.fit.answer, plan.work.step_seconds.value) == (each.fits, pytest.approx(each.step_seconds))
         assert each.fits != "no"
         if each.kind != "option":

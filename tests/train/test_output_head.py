@@ -76,6 +76,16 @@ def test_which_head_runs_is_planned_said_and_kept(place: Path, capsys: pytest.Ca
     assert effective(place, "llama")["output_head"] == "fused"
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_are_scored_by_the_fused_head(
+    place: Path, attention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["data.packing=true", f"model.attention={attention}", "batch.micro_batch_size=2"]
+    assert main(["recipe=small", *layout, "max_steps=1"]) == 0
+    assert "own forward" not in capsys.readouterr().err
+    assert effective(place)["output_head"] == "fused"
+
+
 @pytest.mark.parametrize(("model", "products"), [("llama", 1), ("modernbert", 1)])
 def test_only_trained_positions_reach_the_head(place: Path, model: str, products: int) -> None:
     trainer = small.set_up(f"model.path={model}").trainer

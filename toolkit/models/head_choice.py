@@ -134,7 +134,7 @@ def compare(
             wanted = from_logits(own, following)
             head.fused, head.selects = fused, not fused
             try:
-                scored = model(**batch, use_cache=False, fused_lm_head=True)
+                scored = model(**{**batch, "use_cache": False}, fused_lm_head=True)
                 distance = (scored.log_probs - wanted.log_probs)[wanted.label_mask].abs().mean().item()
             except (AttributeError, TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):

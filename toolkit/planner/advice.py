@@ -47,7 +47,7 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
     with how many devices, and what must go with that.
     """
     asked = Candidate({}, recipe, plan)
-    explored = [asked, *explore(recipe, hardware, estimate, _FREE)]
+    explored = [asked, *_as_auto_takes(recipe, explore(recipe, hardware, estimate, _FREE))]
     counts = (count for count in _COUNTS if count < hardware.devices)
     fewer = [each for count in counts for each in _with_devices(recipe, hardware, estimate, count)]
     options = _options(recipe, hardware, estimate)

@@ -147,10 +147,13 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
             rival = rival or least(same_batch or candidates)
             lacks = f"{'might' if rival.fits == 'tight' else 'would'} not fit ({rival.need})"
             slower = best.seconds / rival.seconds - 1
-            text = f"{slower:.0%} slower than {value}, which {lacks}" if slower > TIE else f"{value} {lacks}"
+            text = f"{slower:.0%} slower than {value}, which {lacks}" if slower > best.tie else f"{value} {lacks}"
             texts.append((0, text))
         elif (ratio := rival.seconds / best.seconds) > 1 + TIE:
             texts.append((ratio, f"{value} would take {ratio:.2f} times as long"))
+        elif ratio < 1 - TIE:
+            more = (rival.total - best.total) / 2**30
+            texts.append((ratio, f"{value} would be {1 - ratio:.0%} faster at most and take {more:.1f} GiB more"))
         else:
             alike.append(value)
     if alike:
