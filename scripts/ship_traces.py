@@ -56,9 +56,9 @@ def settings() -> dict[str, Setting]:
 
 
 def _backends(recipe: Recipe, config: Mapping[str, Any], device: tuple[str, str | None]) -> set[str]:
-    """On a CPU `auto` may take eager attention, where that was measured to be the faster."""
+    """On a CPU `auto` may take eager attention instead of `sdpa`, where that was measured to be the faster."""
     planned = attention.planned(recipe.model.attention, config, dtypes(recipe).compute, *device)
-    eager = device == _CPU and recipe.activation_checkpointing.mode != "selective"
+    eager = device == _CPU and planned == "sdpa" and recipe.activation_checkpointing.mode != "selective"
     return {planned, "eager"} if eager else {planned}
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import models_doc
 import pytest
 import torch
 from small import loss_and_gradients, place_with, set_up
@@ -18,8 +21,10 @@ from transformers.integrations import sdpa_attention
 from toolkit.common import UserError
 from toolkit.data.collate import Collator
 from toolkit.distributed.engines import dtypes
-from toolkit.models import attention, attention_kernels
+from toolkit.models import attention, attention_kernels, device
 from toolkit.models.load import ModelSource
+from toolkit.models.output_head import OutputHead
+from toolkit.models.tiny import tiny_model as tiny_copy
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
@@ -35,19 +40,22 @@ place = place_with("llama", "gemma")
 def more_models(place: Path) -> None:
     tiny_model("google/gemma-3-1b-it", place / "gemma3")
     tiny_model("Qwen/Qwen3-0.6B", place / "qwen3")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    tiny_model({"model_type": "falcon", **sizes}, place / "falcon")
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 @pytest.mark.parametrize("packing", ["false", "true"])
-def test_eager_and_sdpa_train_the_same(model: str, packing: str) -> None:
+def test_all_backends_train_the_same(model: str, packing: str) -> None:
     results = []
-    for backend in ("eager", "sdpa"):
-        overrides = [f"model.path={model}", f"model.attention={backend}", f"data.packing={packing}"]
+    for backend in ("eager", "sdpa", "torch_varlen"):
+        overrides = [f"model.path={model}", f"model.attention={backend}", f"data.packing={packing}", "precision=fp32"]
         results.append(loss_and_gradients(set_up(*overrides)))
-    (loss, gradients), (other, expected) = results
-    assert loss == pytest.approx(other, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    expected, gradients = results[0]
+    for loss, others in results[1:]:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_takes_eager_attention_where_its_plan_does(
@@ -57,7 +65,8 @@ def test_a_run_takes_eager_attention_where_its_plan_does(
     table = {"fp32": {"eager": {8: 4e10}, "sdpa": {8: 1e10}}}
     measured = functools.partial(dataclasses.replace, attention=table)
     monkeypatch.setattr("toolkit.train.plan_guard.once_measured", measured)
-    training = set_up("model.path=llama", "precision=fp32")
+    # It does not read where documents begin.
+    training = set_up("model.path=falcon", "precision=fp32")
     assert training.trainer.model.config._attn_implementation == training.attention == "eager"
     assert "measured 4.00 times as fast as sdpa on this CPU" in caplog.text
 
@@ -75,8 +84,10 @@ def test_capped_logits_are_never_dropped_in_silence() -> None:
 def test_auto_picks_what_runs_here() -> None:
     expected = "torch_varlen" if attention_kernels.available()["torch_varlen"] == "ok" else "sdpa"
     assert attention.resolve("auto", LLAMA, "bfloat16", attention_kernels.available()) == expected
-    assert attention.resolve("auto", LLAMA, "float32", attention_kernels.available()) == "sdpa"
-    assert attention.resolve("auto", {}, "float32", attention_kernels.available()) == "sdpa"
+    in_fp32 = attention_kernels.available("float32")
+    for config in (LLAMA, {}):
+        expected = "torch_varlen" if device.kind() == "cpu" else "sdpa"
+        assert attention.resolve("auto", config, "float32", in_fp32) == expected
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
@@ -160,12 +171,61 @@ def reference(
     return out
 
 
+def documents_stay_alone(model: Any) -> bool:
+    """Whether an architecture computes documents given by their boundaries as its own eager attention does one by one.
+
+    They are longer than the windows of tiny models, and so is a row.
+    """
+    ids, lengths = [5 + 7 * n % 100 for n in range(100)], [45, 3, 52]
+    row = {"input_ids": ids, "labels": [-100] * 100, "seq_lengths": lengths}
+    batch = OutputHead.plain(None, Collator(0, "flat")([row]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        one_by_one = [model(input_ids=torch.tensor([part]), use_cache=False).logits[0] for part in parts(ids, lengths)]
+        model.set_attn_implementation("torch_varlen")
+        try:
+            found = model(**batch, use_cache=False).logits[0]
+        except (TypeError, ValueError):
+            return False
+    expected = torch.cat(one_by_one)
+    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1))
+
+
+def parts(ids: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    for begin, end in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        yield ids[begin:end]
+
+
+@pytest.mark.parametrize("kind", models_doc.CAUSAL)
+def test_every_architecture_that_gets_boundaries_keeps_documents_apart(kind: str) -> None:
+    attention_kernels.register()
+    listed = kind in attention._OTHER_LAYERS | attention._READS_MASKS
+    try:
+        config = models_doc.stated(kind, "sft")
+        reason = attention.unfit("torch_varlen", config.to_dict(), "float32")
+        model = tiny_copy(config, "sft") if listed or not reason else None
+    except Exception as error:  # A model's own code may raise anything for sizes that do not fit together.
+        pytest.skip(f"not built: {error}")
+    if model is None:
+        pytest.skip(reason)
+    assert documents_stay_alone(model) is not listed
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel as it is called on a GPU, with the reference in its place."""
+    monkeypatch.setattr(attention_kernels, "_on_cpu", attention_kernels._on_gpu)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_variable_length_attention_equals_masked_attention_on_packed_documents(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, where: str, request: pytest.FixtureRequest
 ) -> None:
     """Grouped queries (both), sliding windows shorter than the documents and a scale of its own (Gemma 3)."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
+    if where == "gpu":
+        request.getfixturevalue("as_on_gpu")
     recipe = load_checked("small", [f"model.path={model}"]).recipe
     row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
     masked = ModelSource.open(recipe).load(dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
@@ -174,6 +234,7 @@ def test_variable_length_attention_equals_masked_attention_on_packed_documents(
     torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 def test_variable_length_attention_runs_with_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel takes heads that share keys and values, but knows no `enable_gqa`."""
 
@@ -192,6 +253,7 @@ def test_variable_length_attention_runs_with_torch_2_11(monkeypatch: pytest.Monk
     assert out.shape == (1, 10, 4, 8)
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3 normalises queries and keys with fp32 masters, which leaves them in fp32 under autocast."""
     seen = []
@@ -211,13 +273,27 @@ def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.
 
 def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
     tensor = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="cu_seq_lens"):
-        attention_kernels.varlen_attention(None, tensor, tensor, tensor, None)
+    padded, cached = (tensor, tensor, torch.tensor([[0, 1, 1, 1]])), (torch.cat([tensor, tensor], 2), tensor, None)
+    for key, value, mask in (padded, cached):
+        with pytest.raises(ValueError, match="cu_seq_lens"):
+            attention_kernels.varlen_attention(None, tensor, key, value, mask)
     boundaries = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="dropout"):
         attention_kernels.varlen_attention(
             None, tensor, tensor, tensor, None, dropout=0.1, cu_seq_lens_q=boundaries, max_length_q=4
         )
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_rows_of_a_plain_call_are_documents(where: str, request: pytest.FixtureRequest) -> None:
+    if where == "gpu":
+        request.getfixturevalue("as_on_gpu")
+    recipe = load_checked("small", ["model.path=gemma3"]).recipe
+    ids = torch.arange(7, 67).view(2, 30)
+    masked, by_rows = (
+        ModelSource.open(recipe).load(dtypes(recipe), each)(input_ids=ids) for each in ("sdpa", "torch_varlen")
+    )
+    torch.testing.assert_close(by_rows.logits, masked.logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_plan_refuses_attention_that_cannot_run(gpu: str) -> None:
     planned = find(gpu).device
     llama = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
     for backend, runs in (
-        ("torch_varlen", gpu in VARLEN),
+        ("torch_varlen", gpu in VARLEN or gpu == "cpu"),
         ("flash_attention_2", gpu in VARLEN or gpu.startswith("mi")),
     ):
         if runs:
@@ -142,7 +142,7 @@ def test_a_plan_refuses_attention_that_cannot_run(gpu: str) -> None:
 
 def test_attention_follows_the_generation_of_nvidia_alone(gpu: str) -> None:
     reasons = attention_kernels.available()
-    assert (reasons["torch_varlen"] == "ok") is (gpu in VARLEN)
+    assert (reasons["torch_varlen"] == "ok") is (gpu in VARLEN or gpu == "cpu")
     assert (reasons["flex"] == "ok") is (gpu in VARLEN or gpu.startswith("mi"))
 
 
@@ -155,7 +155,7 @@ def test_a_plan_takes_the_attention_that_a_run_takes(gpu: str, model: str, monke
     if gpu in ("t4", "h100", "mi300x", "cpu"):
         planned = find(gpu).device
         assert backend == attention.planned("auto", config, "bfloat16", planned.kind, planned.capability)
-    usual = "torch_varlen" if gpu in VARLEN else "sdpa"
+    usual = "torch_varlen" if gpu in VARLEN or gpu == "cpu" else "sdpa"
     capped = "flex" if gpu in VARLEN or gpu.startswith("mi") else "eager"
     assert backend == (capped if "gemma" in model else usual)
 

@@ -48,7 +48,7 @@ def test_figures_are_those_of_this_machine(stored: Path) -> None:
     # One thread here against all cores there, and other programs on the machine.
     assert here / 100 < layers.matmul < here * 100
     assert 1e8 < layers.bandwidth < 2e12 and 1e-7 < layers.launch_seconds < 1e-3
-    assert set(layers.attention) == {"eager", "sdpa"} and set(layers.attention["sdpa"]) == {16, 128}
+    assert set(layers.attention) == {"eager", "sdpa", "torch_varlen"} and set(layers.attention["sdpa"]) == {16, 128}
     assert found.optimizer and found.pcie is None
     assert set(found.layers) | {name.removeprefix("layers, ") for name in found.skipped} == {"fp32", "bf16"}
     assert found.versions["torch"] == torch.__version__

@@ -36,7 +36,7 @@ CASES = [
     ("revision-local", ["model.revision=main"], ["model.revision=null"]),
     ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.revision=0123abc"]),
     ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.trust_remote_code=false"]),
-    ("attention-fp32", ["model.attention=torch_varlen", "precision=fp32"], ["model.attention=sdpa"]),
+    ("attention-fp32", ["model.attention=flash_attention_2", "precision=fp32"], ["model.attention=sdpa"]),
     ("attention-fp32", ["model.attention=flash_attention_2", "precision=fp32"], ["precision=bf16"]),
     ("attention-seq2seq", [*SEQ2SEQ, "model.attention=flash_attention_3"], ["model.attention=sdpa"]),
     ("architecture-causal", ["objective=seq2seq"], ["objective=sft"]),

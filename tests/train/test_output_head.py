@@ -52,7 +52,7 @@ def effective(place: Path, name: str = "small") -> dict[str, Any]:
 
 
 def test_loss_and_gradients_are_those_of_the_models_own_forward(place: Path) -> None:
-    training = small.set_up(MODERNBERT)
+    training = small.set_up(MODERNBERT, "model.attention=sdpa")
     loss, gradients = small.loss_and_gradients(training)
     batch = training.trainer.data_collator([training.prepared.train[row] for row in range(4)])
     model = AutoModelForCausalLM.from_pretrained("modernbert", dtype=torch.float32)

@@ -135,7 +135,8 @@ def test_memory_that_runs_out_is_explained_by_the_plan(folder: Path, ranks: Rank
     assert "out of memory" in done.stderr
     assert "held:" in done.stderr and "planned:" in done.stderr and "logits" in done.stderr
     # Which change comes first depends on what has been traced on this machine; with nothing, no figure goes with it.
-    change = r"^  (set .*(batch\.micro_batch_size=|activation_checkpointing)|nothing .* lower batch\.micro_batch_size )"
+    keys = r"(batch\.micro_batch_size=|activation_checkpointing|model\.attention=auto)"
+    change = rf"^  (set .*{keys}|nothing .* lower batch\.micro_batch_size )"
     assert re.search(change, done.stderr, re.MULTILINE), done.stderr
     assert manifest(folder)["status"] == "failed"
     assert "Traceback" not in done.stderr
@@ -176,7 +177,7 @@ def test_a_model_whose_code_cannot_be_traced_still_trains(
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
     (folder / "llama" / "config.json").write_text(json.dumps(config))
 
-    assert main(["recipe=small", "model.trust_remote_code=true"]) == 0
+    assert main(["recipe=small", "model.trust_remote_code=true", "model.attention=sdpa"]) == 0
 
     plan = Plan.model_validate(manifest(folder)["plan"])
     assert plan.origin == "formulas"

@@ -32,7 +32,7 @@ def main(arguments):
     setup.ALIGNED = 1
     return by_number([*arguments, "compile=off", "model.attention=sdpa"])
 """
-"""Rows as they come, cut by number and not by tokens; and all logits, attention that was not chosen by measurement,
+"""Rows as they come, cut by number and not by tokens; and all logits, attention over padded rows,
 without what compiled layers or adapters that are cast once in a step would save."""
 
 # Nor do updates of a size of their own follow from rounding, see `matrix.py`.
@@ -90,10 +90,10 @@ def test_rows_dealt_by_tokens_train_as_rows_dealt_by_number(place: Path, ranks: 
 def test_all_that_is_quick_trains_as_nothing_of_it_does(
     overrides: list[str], compiled: str, limits: dict[str, float], place: Path, ranks: Ranks
 ) -> None:
-    quick, ran = trained(place, ranks, "quick", "toolkit.run", *overrides, f"compile={compiled}", "attention=eager")
+    quick, ran = trained(place, ranks, "quick", "toolkit.run", *overrides, f"compile={compiled}")
     slow, ran_slow = trained(place, ranks, "slow", "slow", *overrides)
     ways = ("output_head", "attention", "compile")
-    assert [ran["effective"][key] for key in ways] == ["fused", "eager", compiled]
+    assert [ran["effective"][key] for key in ways] == ["fused", "torch_varlen", compiled]
     assert [ran_slow["effective"][key] for key in ways] == ["own", "sdpa", "off"]
     check_equal(quick, slow, limits)
 
@@ -102,7 +102,7 @@ def test_all_that_is_quick_trains_as_nothing_of_it_does(
 def test_the_demo_trains_alike_with_and_without(place: Path, ranks: Ranks) -> None:
     common = ["precision=fp32", "evaluation.num_prompts=0", "data.eval_split=null"]
     demo: Any = {"recipe": "smollm2_135m_lora_demo", "processes": 1}
-    quick, ran = trained(place, ranks, "quick", "toolkit.run", *common, "compile=layers", "attention=eager", **demo)
+    quick, ran = trained(place, ranks, "quick", "toolkit.run", *common, "compile=layers", **demo)
     slow, _ = trained(place, ranks, "slow", "slow", *common, **demo)
     assert ran["effective"]["compile"] == "layers"
     check_equal(quick, slow, FP32)

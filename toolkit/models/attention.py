@@ -43,6 +43,12 @@ _NO_BOUNDARIES = {
     *("stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "xlstm", "zamba", "zamba2"),
 }
 """Kinds of decoders whose code has its own attention, or layers without any: none reads where documents begin."""
+_OTHER_LAYERS = {
+    *("granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron", "recurrent_gemma", "zaya"),
+}
+"""Kinds of decoders whose other layers, or whose attention, run on across the boundaries that they are given."""
+_READS_MASKS = {"axk2", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa"}
+"""Kinds of decoders that choose by the mask itself which tokens are attended to."""
 _BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "flex", "eager")
 """What `auto` tries, in this order; eager attention holds all scores of a layer, which grow with the square of rows."""
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -77,18 +83,25 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str, available: 
     return requested
 
 
-def on_device(kind: str, capability: str | None) -> dict[str, str]:
-    """Every backend that torch carries, with `ok` or the reason why a device does not run it.
+def on_device(kind: str, capability: str | None, compute: str) -> dict[str, str]:
+    """Every backend that runs without packages of its own, with `ok` or the reason why a device does not run it.
 
     Args:
         kind: `cuda`, `rocm` or `cpu`.
         capability: CUDA's compute capability, such as `9.0`. ROCm reports numbers too, of AMD's generations.
+        compute: Name of the compute dtype, e.g. `bfloat16`.
     """
     ampere = kind == "cuda" and float(capability or 0) >= 8
     older = "needs an Ampere GPU or newer (compute capability 8.0)"
     flex = {"cpu": "has no backward pass on a CPU", "rocm": "ok"}.get(kind, "ok" if ampere else older)
-    varlen = {"cpu": "needs a CUDA GPU", "rocm": "is not tried on AMD's GPUs"}.get(kind, "ok" if ampere else older)
+    flash = in_16_bits(compute) or ("ok" if ampere else older)
+    varlen = {"cpu": "ok", "rocm": "is not tried on AMD's GPUs"}.get(kind, flash)
     return {"eager": "ok", "sdpa": "ok", "flex": flex, "torch_varlen": varlen}
+
+
+def in_16_bits(compute: str) -> str:
+    """Why FlashAttention's kernels cannot compute in a dtype; empty if they can."""
+    return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32" if compute == "float32" else ""
 
 
 def planned(requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None) -> str:
@@ -100,11 +113,12 @@ def planned(requested: str, config: Mapping[str, Any], compute: str, kind: str, 
     Raises:
         UserError: If what the recipe asks for cannot run there, or computes something else.
     """
-    there = on_device(kind, capability)
+    there = on_device(kind, capability, compute)
     if requested != "auto":
         if kind == "cuda" and capability is None:
             return requested
-        flash = {"cpu": "needs a GPU", "rocm": "ok"}.get(kind, there["torch_varlen"])
+        rocm = in_16_bits(compute) or "ok"
+        flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
         there |= {name: flash for name in VARLEN if name not in there}
     return resolve(requested, config, compute, there)
 
@@ -135,10 +149,14 @@ def unfit(name: str, config: Mapping[str, Any], compute: str) -> str:
     if name == "flex" and drops:
         return "this model drops attention weights while training, which this backend refuses"
     if name in VARLEN:
-        if compute == "float32":
-            return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32"
         if text.get("is_encoder_decoder"):
             return "encoder-decoder models are not fed by document boundaries"
+        if text.get("attention_chunk_size"):
+            return "this model attends within chunks, which this backend would silently skip"
+        if text.get("model_type") in _READS_MASKS:
+            return "this model chooses by the mask which tokens are attended to, and this backend has none"
+        if text.get("model_type") in _OTHER_LAYERS:
+            return "this model has layers for which documents do not end at their boundaries"
         if text.get("model_type") in _NO_BOUNDARIES:
             return "this model does not read where documents begin"
         head_dim = text.get("head_dim") or text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)

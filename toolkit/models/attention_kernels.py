@@ -1,7 +1,8 @@
-"""Attention kernels: which ones run on this device, and torch's own variable-length FlashAttention for Transformers.
+"""Attention kernels: which ones run on this device, and attention over documents of any length for Transformers.
 
 `torch_varlen` registers `torch.nn.attention.varlen` with Transformers. The kernels are part of the torch wheel, so
-packed training is fast without building flash-attn. The collator supplies `cu_seq_lens_*` as tensors and
+packed training is fast without building flash-attn. On a CPU, for which torch has none, `document_attention` does the
+same. The collator supplies `cu_seq_lens_*` as tensors and
 `max_length_*` as host integers; a tensor there would synchronise the device in every layer.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from toolkit.models import attention, device
+from toolkit.models.document_attention import document_attention
 
 _FLASH_MODULES = {
     "flash_attention_2": "flash_attn",
@@ -23,24 +25,24 @@ _FLASH_MODULES = {
 }
 
 
-def available() -> dict[str, str]:
-    """Every backend with `ok`, or the reason why it does not run on this machine."""
-    reasons = attention.on_device(device.kind(), device.capability())
+def available(compute: str = "bfloat16") -> dict[str, str]:
+    """Every backend with `ok`, or the reason why it does not run on this machine in a dtype."""
+    reasons = attention.on_device(device.kind(), device.capability(), compute)
     if not torch.cuda.is_available():
         return reasons | dict.fromkeys(_FLASH_MODULES, "needs a GPU")
     for name, module in _FLASH_MODULES.items():
-        reasons[name] = "ok" if _imports(module) else f"{module} does not import"
+        reasons[name] = attention.in_16_bits(compute) or ("ok" if _imports(module) else f"{module} does not import")
     return reasons
 
 
 def register() -> None:
     """Makes `attn_implementation="torch_varlen"` known to Transformers."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
     AttentionInterface.register("torch_varlen", varlen_attention)
-    # Boundaries of documents travel in cu_seq_lens; a mask would only cost memory.
-    ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", lambda *args, **kwargs: None)
+    # Boundaries of documents travel in cu_seq_lens, so there is a mask only where somebody else pads rows.
+    ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", flash_attention_mask)
 
 
 def repeat_shared_heads(capability: str | None) -> None:
@@ -80,43 +82,50 @@ def varlen_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """Causal attention within documents, through torch's variable-length FlashAttention.
+    """Causal attention within documents, through torch's variable-length FlashAttention where it runs.
 
     Args:
-        query: (1, num_heads, tokens, head_dim); key and value may have fewer heads.
+        query: (batch, num_heads, tokens, head_dim); key and value may have fewer heads.
+        attention_mask: (batch, tokens) where rows are padded, which is refused.
         sliding_window: Tokens a query may look back to, itself included.
-        cu_seq_lens_q: (documents + 1,) int32, cumulative lengths.
+        cu_seq_lens_q: (documents + 1,) int32, cumulative lengths in a batch of one row; without them rows are documents.
         max_length_q: Longest document, a host integer.
 
     Returns:
-        (1, tokens, num_heads, head_dim), and no attention weights.
+        (batch, tokens, num_heads, head_dim), and no attention weights.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    if cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError("torch_varlen attention needs cu_seq_lens and max_length from the collator")
+    batch, _, tokens, size = query.shape
     if dropout:
         raise ValueError("torch_varlen attention has no dropout; set attention_dropout to 0 or use sdpa")
+    if cu_seq_lens_q is None:
+        if attention_mask is not None or key.shape[2] != tokens:
+            raise ValueError("torch_varlen attention takes cu_seq_lens, no padding and no cache; use sdpa for these")
+        cu_seq_lens_q = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=query.device)
     # Norms of queries and keys (Qwen3, Gemma 3) with fp32 masters give fp32 under autocast; the kernels take 16 bits.
     where = query.device.type
     dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
-    left = -1 if sliding_window is None else sliding_window - 1
+    heads = [each.transpose(0, 1).flatten(1, 2).to(dtype) for each in (query, key, value)]
+    scale = size**-0.5 if scaling is None else scaling
+    compute = _on_cpu if where == "cpu" else _on_gpu
+    out = compute(*heads, cu_seq_lens_q, max_length_q or tokens, scale, sliding_window or 0)
+    return out.unflatten(0, (batch, tokens)), None
+
+
+def _on_gpu(query: Any, key: Any, value: Any, boundaries: Any, longest: int, scale: float, window: int) -> Any:
+    """Arguments and result are those of `document_attention`, but for the longest document."""
+    from torch.nn.attention.varlen import varlen_attn
+
     # Heads may share keys and values in every version; from torch 2.12 on this has to be said.
-    shared = {"enable_gqa": query.shape[1] != key.shape[1]} if torch.__version__ >= "2.12" else {}
-    out = varlen_attn(
-        query.squeeze(0).transpose(0, 1).to(dtype),
-        key.squeeze(0).transpose(0, 1).to(dtype),
-        value.squeeze(0).transpose(0, 1).to(dtype),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(left, 0),
-        **shared,
-    )
+    shared = {"enable_gqa": query.shape[0] != key.shape[0]} if torch.__version__ >= "2.12" else {}
+    heads = (each.transpose(0, 1) for each in (query, key, value))
+    sizes = (boundaries, boundaries, longest, longest)
+    out = varlen_attn(*heads, *sizes, scale=scale, window_size=(window - 1, 0), **shared)
     assert not isinstance(out, tuple)
-    return out.unsqueeze(0), None
+    return out
+
+
+def _on_cpu(query: Any, key: Any, value: Any, boundaries: Any, longest: int, scale: float, window: int) -> Any:
+    return document_attention(query, key, value, boundaries, scale, window)
 
 
 def _imports(module: str) -> bool:
@@ -130,14 +139,15 @@ def _imports(module: str) -> bool:
 def keep_attention(model: Any) -> None:
     """Makes selective activation checkpointing keep the outputs of attention, once it is switched on.
 
-    TRL knows the kernels of `scaled_dot_product_attention` and of flash-attn by name, but not torch's own
-    variable-length one, which would be computed twice.
+    TRL knows the kernels of `scaled_dot_product_attention` and of flash-attn by name, but not those of `torch_varlen`,
+    which would be computed twice.
     """
     import torch.nn.attention.varlen
     from trl.models import selective_activation_checkpointing as selective
 
     known = selective._aten_attention_ops
-    selective._aten_attention_ops = lambda: known() | {torch.ops.torch_attn._varlen_attn.default}
+    ours = {torch.ops.torch_attn._varlen_attn.default, torch.ops.toolkit.document_attention.default}
+    selective._aten_attention_ops = lambda: known() | ours
     try:
         selective.enable_selective_activation_checkpointing(model)
     finally:

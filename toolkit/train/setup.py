@@ -92,7 +92,7 @@ def set_up(
     kind: Any = functools.partial(trains, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
-    kinds = attention_kernels.available()
+    kinds = attention_kernels.available(types.compute)
     backend = attention.resolve(recipe.model.attention, source.config.to_dict(), types.compute, kinds)
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
@@ -343,12 +343,13 @@ def _collator(
     if recipe.objective == "seq2seq":
         return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
     layout: Layout = "packed" if recipe.data.packing else "padded"
+    on_cpu = device.kind() == "cpu"
     if backend in attention.VARLEN:
-        return Collator(tokenizer.pad_token_id, "flat")
+        return Collator(tokenizer.pad_token_id, "flat", ALIGNED if on_cpu else 1)
     if backend == "flex":
         return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
     # By itself a row that is packed has a mask all the same.
-    lone = compiles or recipe.data.packing or device.kind() == "cpu"
+    lone = compiles or recipe.data.packing or on_cpu
     return Collator(tokenizer.pad_token_id, layout, ALIGNED, longest=recipe.batch.seq_len, lone=lone)
 
 

@@ -3,9 +3,10 @@
 from toolkit.planner.hardware.calibration import once_measured
 from toolkit.planner.hardware.detect import driver_version, visible_gpus
 from toolkit.planner.hardware.lookup import find, this_machine
-from toolkit.planner.hardware.specs import Hardware, Rate, between
+from toolkit.planner.hardware.specs import DOCUMENTS, Hardware, Rate, between
 
 __all__ = [
+    "DOCUMENTS",
     "Hardware",
     "Rate",
     "between",

@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 
 from toolkit.common import UserError, cache_dir
 from toolkit.planner.hardware.detect import detect
-from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Figure, Hardware, Rate
+from toolkit.planner.hardware.specs import DOCUMENTS, Device, Dtype, Efficiency, Figure, Hardware, Rate
 from toolkit.planner.trace.store import apart
 from toolkit.recipe import Section
 
@@ -40,7 +40,8 @@ class Layers(Section):
     launch_seconds: PositiveFloat
     """Of one counted operation, with the views, casts and autograd nodes around it."""
     attention: dict[str, dict[int, PositiveFloat]]
-    """FLOP/s of attention, forward and backward, by backend and tokens of a row; a mask counts for nothing."""
+    """FLOP/s of attention, forward and backward, by backend and tokens of a row; a mask counts for nothing. Of
+    `DOCUMENTS` by tokens of a document, a causal mask counts half."""
 
 
 class Calibration(Section):
@@ -79,6 +80,12 @@ class Calibration(Section):
     skipped: dict[str, str] = Field(default_factory=dict)
     """What could not be measured, and why."""
 
+    @property
+    def again(self) -> bool:
+        """Whether to measure once more: what other programs slowed down, and what earlier versions did not measure."""
+        older = any(DOCUMENTS not in each.attention for each in self.layers.values())
+        return older or (self.busy and not busy())
+
 
 def path_of(device: Device) -> Path:
     """Where a device's figures are kept; those of a CPU by its model and number of cores."""
@@ -110,12 +117,12 @@ def with_calibration(hardware: Hardware) -> Hardware:
 
 
 def once_measured(hardware: Hardware) -> Hardware:
-    """With figures of this CPU, which are measured now if they never were, or only while other programs ran.
+    """With figures of this CPU, which are measured now if they never were, or not well enough.
 
     That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
     """
     file = path_of(hardware.device)
-    if hardware.device.kind != "cpu" or (file.is_file() and not (load(file).busy and not busy())):
+    if hardware.device.kind != "cpu" or (file.is_file() and not load(file).again):
         return hardware
     began = file.stat().st_mtime_ns if file.is_file() else None
     try:

@@ -22,8 +22,9 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from toolkit.models.attention_kernels import varlen_attention
 from toolkit.planner.hardware.calibration import busy
-from toolkit.planner.hardware.specs import between
+from toolkit.planner.hardware.specs import DOCUMENTS, between
 from toolkit.planner.speed.step import REFERENCE, product_speed
 from toolkit.planner.trace.tracker import Tracker
 
@@ -34,6 +35,11 @@ _LENGTHS = (32, 64, 128, 256, 512, 1024)
 """Of rows, for which attention is measured; the longest are of a batch of one."""
 _MODEL = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 """The layers of SmolLM2-135M, the smallest model that is trained on CPUs."""
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "eager": eager_attention_forward,
+    "sdpa": sdpa_attention_forward,
+    DOCUMENTS: varlen_attention,
+}
 _NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Layers in which only launches take time."""
 _LARGE = (512, 2048, 2048)
@@ -58,7 +64,7 @@ def measure(dtypes: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, 
     used = 1 if busy() else all_threads
     with torch.random.fork_rng(devices=[]), threads(used):
         for dtype in dtypes:
-            each = _Layers(_DTYPES[dtype], seconds / (4 + 2 * len(_LENGTHS)), all_threads / used)
+            each = _Layers(_DTYPES[dtype], seconds / (4 + len(_KERNELS) * len(_LENGTHS)), all_threads / used)
             probes.append(each.probe())
             if probes[-1] < _EMULATED * probes[0]:
                 skipped[f"layers, {dtype}"] = "this CPU has no instructions for it"
@@ -103,10 +109,7 @@ class _Layers:
         layers, work = self._layers(_MODEL, _TOKENS)
         took, products = self._seconds(layers), self._products()
         half, matmul = _size(products, self._large())
-        kernels = {"eager": eager_attention_forward, "sdpa": sdpa_attention_forward}
-        attention = {
-            name: {length: self._attention(kernel, length) for length in _LENGTHS} for name, kernel in kernels.items()
-        }
+        attention = {name: {length: self._attention(name, length) for length in _LENGTHS} for name in _KERNELS}
         # What the layers take beside these.
         known = work["matmul"] / products + work["attention"] / between(attention["sdpa"], _TOKENS)
         # Nothing, or nearly all, is left of no model.
@@ -163,26 +166,32 @@ class _Layers:
         left, right = (torch.randn(size, inner).to(self.kind) for size in (rows, width))
         return 2.0 * math.prod(_LARGE) / self._seconds(lambda: left @ right.T)
 
-    def _attention(self, kernel: Any, length: int) -> float:
-        """FLOP/s of attention over padded rows, forward and backward; two products in each for one forward."""
+    def _attention(self, name: str, length: int) -> float:
+        """FLOP/s of attention over padded rows, or over documents, of whose pairs half count; forward and backward, two
+        products in each for one forward."""
         heads, shared, size = _MODEL["num_attention_heads"], _MODEL["num_key_value_heads"], 64
         batch = max(1, 512 // length)
         module: Any = torch.nn.Module().train()
         module.num_key_value_groups, module.is_causal = heads // shared, True
+        rows, tokens = (1, batch * length) if name == DOCUMENTS else (batch, length)
         inputs = [
-            torch.randn(batch, count, length, size).to(self.kind).requires_grad_() for count in (heads, shared, shared)
+            torch.randn(rows, count, tokens, size).to(self.kind).requires_grad_() for count in (heads, shared, shared)
         ]
         allowed = torch.ones(batch, 1, length, length, dtype=torch.bool).tril()
-        if kernel is eager_attention_forward:
-            mask = torch.zeros(allowed.shape, dtype=self.kind).masked_fill(~allowed, torch.finfo(self.kind).min)
-        else:
-            mask = allowed
+        boundaries = torch.arange(0, batch * length + 1, length)
+        also: dict[str, Any] = {"attention_mask": allowed}
+        if name == "eager":
+            hidden = torch.zeros(allowed.shape, dtype=self.kind).masked_fill(~allowed, torch.finfo(self.kind).min)
+            also = {"attention_mask": hidden}
+        elif name == DOCUMENTS:
+            also = {"attention_mask": None, "cu_seq_lens_q": boundaries, "max_length_q": length}
 
         def work() -> None:
-            out = kernel(module, *inputs, mask, scaling=size**-0.5, dropout=0.0)[0]
+            out = _KERNELS[name](module, *inputs, scaling=size**-0.5, dropout=0.0, **also)[0]
             torch.autograd.grad(out.sum(), inputs)
 
-        return 3 * 4.0 * batch * heads * length**2 * size / self._seconds(work)
+        pairs = batch * length**2 / (2 if name == DOCUMENTS else 1)
+        return 3 * 4.0 * heads * pairs * size / self._seconds(work)
 
     def _seconds(self, work: Work) -> float:
         """Seconds of the median of at least three repetitions after one to warm up; of one thread its processor's."""

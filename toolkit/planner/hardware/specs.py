@@ -18,6 +18,8 @@ from pydantic_core.core_schema import no_info_after_validator_function
 
 from toolkit.recipe import Section
 
+DOCUMENTS = "torch_varlen"
+"""Attention that works through pairs within documents alone."""
 _LEAST_GAIN = 1.1
 
 Kind = Literal["cuda", "rocm", "cpu"]

@@ -81,6 +81,8 @@ class Load:
         grid: Pairs of the padded sequences.
         longest: Tokens of the longest sequence.
         scored: Tokens that reach the output head.
+        kernel: The backend that attention's rates are of, where they were measured.
+        stretch: Tokens of the row or the document in which a token attends, for these rates.
     """
 
     tokens: float
@@ -90,6 +92,8 @@ class Load:
     grid: float
     longest: float
     scored: float
+    kernel: str = "sdpa"
+    stretch: float = 1.0
 
 
 def peak_dtype(workload: Workload) -> str:
@@ -174,8 +178,8 @@ class Step:
         device, layers = self._hardware.device, self._trace.layers
         rates, peak = self._hardware.efficiency(self._dtype), device.flops[self._dtype]
         share = load.scored / load.padded
-        measured = self._hardware.attention.get(self._dtype, {}).get("sdpa")
-        attention = between(measured, load.longest) if measured else peak * self._of(rates.attention)
+        measured = self._hardware.attention.get(self._dtype, {}).get(load.kernel)
+        attention = between(measured, load.stretch) if measured else peak * self._of(rates.attention)
 
         def of(amount: Amount, pairs: float = load.grid) -> float:
             return amount.of(layers, load.padded, pairs, load.longest, share)

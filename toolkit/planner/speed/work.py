@@ -15,7 +15,7 @@ from itertools import zip_longest
 from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
 from toolkit.models.attention import VARLEN
-from toolkit.planner.hardware import Hardware
+from toolkit.planner.hardware import DOCUMENTS, Hardware
 from toolkit.planner.plan import Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, transfers
 from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
@@ -187,11 +187,12 @@ def load_of(
     """
     tokens, within = size * mean, size * squared
     padded, grid, longest = (dealt.tokens, dealt.grid, dealt.longest) if dealt else (tokens, size * mean**2, mean)
-    attended = grid
+    attended, kernel, stretch = grid, "sdpa", longest
     if recipe.objective == "seq2seq":
         pass
     elif backend in VARLEN:
         padded, grid, attended = tokens, within, within / 2
+        kernel, stretch = DOCUMENTS, within / tokens
     elif backend == "flex":
         attended = within / 2
     elif backend == "sdpa" and not recipe.data.packing and size == 1:
@@ -199,7 +200,7 @@ def load_of(
         attended = grid / 2
     # Targets are taken to be as long as their sources.
     scored = tokens if recipe.objective == "seq2seq" else tokens * trained
-    return Load(tokens, padded, within, attended, grid, longest, scored)
+    return Load(tokens, padded, within, attended, grid, longest, scored, kernel, stretch)
 
 
 def _links(sent: list[Transfer], hardware: Hardware) -> list[Link]:

@@ -118,7 +118,7 @@ INPUT_RULES = {
     ),
     "attention-fp32": Rule(
         "model.attention",
-        lambda r, _: r.precision == "fp32" and r.model.attention in VARLEN_ATTENTION,
+        lambda r, _: r.precision == "fp32" and r.model.attention.startswith("flash"),
         "FlashAttention kernels compute in 16 bits",
         "set model.attention=sdpa, or precision=bf16",
     ),
