@@ -61,7 +61,7 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
     model.eval()  # dropout would draw from the generator of the run
     try:
         with torch.enable_grad():
-            logits = model(**{**batch, "use_cache": False}).logits[0].float()
+            logits = model(**batch).logits[0].float()
             (gradient,) = torch.autograd.grad(logits[4:8].square().sum(), embedded[0])
     finally:
         handle.remove()

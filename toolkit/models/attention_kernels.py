@@ -88,7 +88,7 @@ def varlen_attention(
         query: (batch, num_heads, tokens, head_dim); key and value may have fewer heads.
         attention_mask: (batch, tokens) where rows are padded, which is refused.
         sliding_window: Tokens a query may look back to, itself included.
-        cu_seq_lens_q: (documents + 1,) int32, cumulative lengths in a batch of one row; without them rows are documents.
+        cu_seq_lens_q: (documents + 1,) int32, cumulative lengths of one row; without them rows are documents.
         max_length_q: Longest document, a host integer.
 
     Returns:
@@ -117,9 +117,9 @@ def _on_gpu(query: Any, key: Any, value: Any, boundaries: Any, longest: int, sca
 
     # Heads may share keys and values in every version; from torch 2.12 on this has to be said.
     shared = {"enable_gqa": query.shape[0] != key.shape[0]} if torch.__version__ >= "2.12" else {}
-    heads = (each.transpose(0, 1) for each in (query, key, value))
-    sizes = (boundaries, boundaries, longest, longest)
-    out = varlen_attn(*heads, *sizes, scale=scale, window_size=(window - 1, 0), **shared)
+    q, k, v = (each.transpose(0, 1) for each in (query, key, value))
+    window_size = (window - 1, 0)
+    out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=window_size, **shared)
     assert not isinstance(out, tuple)
     return out
 
