@@ -104,10 +104,10 @@ def varlen_attention(
     # Norms of queries and keys (Qwen3, Gemma 3) with fp32 masters give fp32 under autocast; the kernels take 16 bits.
     where = query.device.type
     dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
-    heads = [each.transpose(0, 1).flatten(1, 2).to(dtype) for each in (query, key, value)]
+    q, k, v = (each.transpose(0, 1).flatten(1, 2).to(dtype) for each in (query, key, value))
     scale = size**-0.5 if scaling is None else scaling
     compute = _on_cpu if where == "cpu" else _on_gpu
-    out = compute(*heads, cu_seq_lens_q, max_length_q or tokens, scale, sliding_window or 0)
+    out = compute(q, k, v, cu_seq_lens_q, max_length_q or tokens, scale, sliding_window or 0)
     return out.unflatten(0, (batch, tokens)), None
 
 
