@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from small import loss_and_gradients, place_with, set_up
 from tiny import tiny_model
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
 from toolkit.common import UserError
@@ -269,6 +271,36 @@ def test_variable_length_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.
     with torch.autocast("cpu", torch.bfloat16):
         model(**Collator(0, "flat")([row]))
     assert seen and all(dtypes == {torch.bfloat16} for dtypes in seen)
+
+
+class Count(TorchDispatchMode):
+    """How often each operation ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_checkpointing_keeps_what_documents_attended_to(mode: str, times: int) -> None:
+    settings = ["model.attention=torch_varlen", f"activation_checkpointing={mode}", "max_steps=1"]
+    training = set_up("model.path=llama", *settings)
+    trainer, count = training.trainer, Count()
+    step = trainer.training_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with count:
+            return step(*args, **kwargs)
+
+    trainer.training_step = counted
+    trainer.train()
+    backward = count.seen[torch.ops.toolkit.document_attention_backward.default]
+    assert backward > 0 and count.seen[torch.ops.toolkit.document_attention.default] == times * backward
 
 
 def test_variable_length_attention_refuses_what_it_cannot_do() -> None:
