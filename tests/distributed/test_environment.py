@@ -153,6 +153,11 @@ def test_what_other_engines_were_told_is_taken_away_and_all_else_stays() -> None
     assert not set(kept) & made.keys()
 
 
+def test_numbers_of_gpus_are_those_of_the_driver_unless_the_user_says_otherwise() -> None:
+    assert environment(recipe(), ONE, {})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert environment(recipe(), ONE, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
 def test_segments_of_cudas_memory_grow_unless_the_user_says_otherwise() -> None:
     grows = "expandable_segments:True"
     assert environment(recipe(), ONE, {})["PYTORCH_CUDA_ALLOC_CONF"] == grows

@@ -67,6 +67,29 @@ def test_tf32_is_on_where_the_device_has_it_and_may_be_switched_off(gpu: str) ->
     assert not device.computes_tf32()
 
 
+@pytest.mark.parametrize(
+    ("codes", "runs"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", {"t4", "rtx3090", "h100"}),
+        ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", {"v100", "t4", "rtx3090", "h100"}),
+        ("sm_70 compute_80", {"v100", "t4", "rtx3090", "h100"}),
+        ("sm_90a", {"h100"}),
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels_is_refused_before_anything_is_loaded(
+    gpu: str, codes: str, runs: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a V100 is by builds for CUDA 13, where the first operation would fail."""
+    monkeypatch.setattr(torch.cuda, "get_arch_list", codes.split)
+    if gpu in runs or gpu == "cpu" or gpu.startswith("mi"):
+        preflight.check_devices(checked("precision=fp32"), World(0, 0, 1, 1))
+        assert doctor._devices().get("kernels", "ok") == "ok"
+        return
+    with pytest.raises(UserError, match=f"{gpu}.*no kernels for its compute capability {GPUS[gpu][0]}"):
+        preflight.check_devices(checked("precision=fp32"), World(0, 0, 1, 1))
+    assert "no kernels" in doctor._devices()["kernels"]
+
+
 def test_tf32_is_refused_where_it_is_missing(gpu: str) -> None:
     asked, world = checked("tf32=true", "precision=fp32"), World(0, 0, 1, 1)
     if GPUS[gpu][1]:

@@ -297,22 +297,38 @@ def test_a_containers_limit_counts(tmp_path: Path, file: str) -> None:
 
 WHOLE = """int nvmlDeviceGetMemoryInfo_v2(void *h, Memory *m) {
     if (m->version != (sizeof(Memory) | 2u << 24)) return 25;
-    m->total = 143771ull << 20; m->reserved = 616ull << 20; return 0; }"""
+    const char *name = *(const char **)h;
+    m->total = (strstr(name, "MIG") ? atoi(strchr(name, '.') + 1) * 1000ull : 143771ull) << 20;
+    m->reserved = 616ull << 20; return 0; }"""
 OLD = """int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { m[0] = 24564ull << 20; return 0; }"""
 NVML = r"""
+#include <stdlib.h>
 #include <string.h>
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory;
 static const char *names[] = {NAMES};
 int nvmlInitWithFlags(unsigned flags) { return STATUS; }
 int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = sizeof names / sizeof *names; return 0; }
+static unsigned all = sizeof names / sizeof *names;
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    for (*count = 0; *count < all && !strstr(names[*count], "MIG"); ++*count); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(names + index); return 0; }
 int nvmlDeviceGetName(void *h, char *out, unsigned n) { strncpy(out, *(const char **)h, n); return 0; }
-int nvmlDeviceGetUUID(void *h, char *out, unsigned n) { strncpy(out, "GPU-00", n);
+int nvmlDeviceGetUUID(void *h, char *out, unsigned n) {
+    strncpy(out, strstr(*(const char **)h, "MIG") ? "MIG-00" : "GPU-00", n);
     out[5] = '0' + ((const char **)h - names); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
+int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *then) {
+    unsigned cards; nvmlDeviceGetCount_v2(&cards);
+    if (cards == all) return 3; *now = *then = (const char **)h == names + cards - 1; return 0; }
+int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *count) { *count = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned index, void **part) {
+    unsigned cards; nvmlDeviceGetCount_v2(&cards); *part = names + cards + index - 1;
+    return 0 < index && cards + index <= all ? 0 : 6; }
 MEMORY
 """
+"""Names with `MIG` come last: the parts into which the card before them is divided."""
+SHARED = """int nvmlDeviceGetMemoryInfo_v2(void *h, Memory *m) { return 3; }
+int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { return 3; }"""
 
 
 @pytest.fixture
@@ -379,6 +395,33 @@ def test_an_old_driver_does_not_tell_what_it_reserves(driver) -> None:
     machine = detect()
     assert machine.name == "rtx4090"
     assert machine.device.memory == find("rtx4090").device.memory
+
+
+@pytest.mark.parametrize(
+    ("selection", "gpus"), [(None, 2), ("0", 1), ("1", 1), ("MIG-02", 1), ("MIG-03", 1), ("GPU-01", 0)]
+)
+def test_a_part_of_a_card_is_a_gpu_with_its_own_memory(driver, selection, gpus, monkeypatch) -> None:
+    """Without them a run there would be planned for a CPU."""
+    driver("NVIDIA H200", "NVIDIA H200", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 MIG 3g.71gb")
+    environment = {} if selection is None else {"CUDA_VISIBLE_DEVICES": selection}
+    found = visible_gpus(environment)
+    assert len(found) == gpus
+    if selection in ("1", "MIG-02", "MIG-03"):
+        size = 71 if selection == "MIG-03" else 18
+        assert (found[0].name[-4:], found[0].memory, found[0].capability) == (
+            f"{size}gb",
+            (size * 1000 - 616) * 2**20,
+            "9.0",
+        )
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
+        device = this_machine().device
+        assert (device.kind, device.memory) == ("cuda", found[0].memory) and "speeds are guesses" in device.title
+
+
+def test_a_gpu_without_memory_of_its_own_has_that_of_the_host(driver) -> None:
+    driver("NVIDIA GB10", memory=SHARED)
+    device = this_machine().device
+    assert (device.kind, device.memory, device.capability) == ("cuda", ram(), "9.0")
 
 
 @pytest.mark.parametrize(

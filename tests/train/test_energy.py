@@ -56,7 +56,7 @@ def test_gpus_of_the_run_are_read_from_their_driver(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: next(shown))
-    monkeypatch.setattr(energy, "nvidia", lambda environment: [Gpu("H100", 80 * 2**30, name) for name in "abc"])
+    monkeypatch.setattr(energy, "nvidia", lambda environment: [Gpu("H100", 80 * 2**30, uuid=name) for name in "abc"])
     meter = energy_meter(World(0, 0, 2, 2), on_gpus=True)
     meter.read()
     assert meter.kwh == pytest.approx(2 * 900 / 3.6e6)

@@ -50,6 +50,9 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str]) -> dic
         # The tokenizer's own threads fight with the processes that tokenise and with data loader workers.
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_CUDA_ALLOC_CONF": _GROWING,
+        # The numbers of nvidia-smi and of plans. CUDA's own begin with the fastest card, so that of unlike ones
+        # CUDA_VISIBLE_DEVICES would mean another.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         # A peer that ends is reported by us; torch's C++ side adds pages of its own stack.
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -40,6 +40,24 @@ def has_tf32() -> bool:
     return device_limits.has_tf32(kind(), capability())
 
 
+def without_kernels() -> str:
+    """Why this build of torch runs nothing on this GPU; empty if it does.
+
+    Code for a generation (`sm_75`) runs on later ones of the same first digit, and what is left to the driver to
+    compile (`compute_120`) on all later ones (CUDA C++ Programming Guide, 3.1.2 and 3.1.3).
+    """
+    codes = torch.cuda.get_arch_list()
+    if kind() != "cuda" or not codes:
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    for code in codes:
+        form, _, digits = code.rstrip("af").partition("_")
+        oldest = divmod(int(digits), 10)
+        if oldest <= (major, minor) and (form == "compute" or oldest[0] == major):
+            return ""
+    return f"torch {torch.__version__} has no kernels for its compute capability {capability()}, only {' '.join(codes)}"
+
+
 def name() -> str:
     """The GPU's, or `a CPU`."""
     return "a CPU" if kind() == "cpu" else torch.cuda.get_device_name()

@@ -238,6 +238,12 @@ def check_devices(recipe: Recipe, world: World) -> None:
             f"start all of them with `toolkit launch recipe=… --gpus {gpus}`, or make one visible with "
             "CUDA_VISIBLE_DEVICES=0",
         )
+    if why := device.without_kernels():
+        raise UserError(
+            f"nothing runs on {device.name()}: {why}",
+            "install a build of torch that has them: of several for the same version, those for older CUDA keep older "
+            "GPUs (https://pytorch.org/get-started/locally)",
+        )
     takes_fp16 = bool(gpus) or not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16()
     check_device(recipe, device.kind(), device.capability(), device.name(), takes_fp16)
     if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

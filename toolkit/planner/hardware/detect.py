@@ -7,6 +7,7 @@ and start CUDA in a process that may not want it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -35,16 +36,16 @@ class Gpu:
     Args:
         name: Of the product; of AMD's the PCI vendor and device, as no product name is sure to be there.
         memory: Bytes.
+        exact: Whether `memory` leaves out what the driver reserves, as torch's `total_memory` does.
         uuid: For `CUDA_VISIBLE_DEVICES`.
         capability: CUDA's, or None.
-        exact: Whether `memory` leaves out what the driver reserves, as torch's `total_memory` does.
     """
 
     name: str
     memory: int
+    exact: bool = True
     uuid: str = ""
     capability: str | None = None
-    exact: bool = True
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
@@ -55,16 +56,19 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
 
 
 def nvidia(environment: Mapping[str, str]) -> list[Gpu]:
-    """NVIDIA's GPUs in the order of the PCI bus; empty where the driver is missing or broken."""
+    """NVIDIA's GPUs in the order of the PCI bus; empty where the driver is missing or broken.
+
+    Of a card that is divided (MIG), CUDA shows a process one part: the one that is named, or the first.
+    """
     try:
         pynvml.nvmlInit()
         try:
-            gpus = [_from_driver(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
+            cards = [_from_driver(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return []
-    return _selected(gpus, environment.get("CUDA_VISIBLE_DEVICES"))
+    return _selected(cards, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def driver_version() -> str:
@@ -81,38 +85,63 @@ def driver_version() -> str:
 
 def amd(environment: Mapping[str, str], root: Path = Path("/sys")) -> list[Gpu]:
     """AMD's GPUs from sysfs."""
-    gpus = []
+    cards = []
     for folder in sorted((root / "class" / "drm").glob("card[0-9]*"), key=lambda each: (len(each.name), each.name)):
         memory, vendor, identity = (
             _text(folder / "device" / key) for key in ("mem_info_vram_total", "vendor", "device")
         )
         if vendor == "0x1002" and memory:
-            gpus.append(Gpu(f"1002:{identity.removeprefix('0x')}", int(memory)))
+            cards.append([Gpu(f"1002:{identity.removeprefix('0x')}", int(memory))])
     keys = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    return _selected(gpus, next((environment[key] for key in keys if key in environment), None))
+    return _selected(cards, next((environment[key] for key in keys if key in environment), None))
 
 
-def _from_driver(handle: Any) -> Gpu:
+def _from_driver(card: Any) -> list[Gpu]:
+    """A card, or the parts into which it is divided."""
+    capability = "{}.{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(card))
+    gpus = []
+    for handle in _parts(card):
+        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+        gpus.append(Gpu(name, *_memory(handle), uuid, capability))
+    return gpus
+
+
+def _parts(card: Any) -> list[Any]:
+    try:
+        divided = pynvml.nvmlDeviceGetMigMode(card)[0]
+    except pynvml.NVMLError:  # Most cards cannot be.
+        divided = False
+    if not divided:
+        return [card]
+    parts = []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with contextlib.suppress(pynvml.NVMLError_NotFound):
+            parts.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index))
+    return parts
+
+
+def _memory(handle: Any) -> tuple[int, bool]:
+    """`memory` and `exact` of a `Gpu`."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        size, exact = memory.total - memory.reserved, True
+        return memory.total - memory.reserved, True
     except pynvml.NVMLError:  # An old driver does not tell what it reserves.
-        size, exact = pynvml.nvmlDeviceGetMemoryInfo(handle).total, False
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-    return Gpu(name, size, uuid, f"{major}.{minor}", exact)
+        with contextlib.suppress(pynvml.NVMLError_NotSupported):
+            return pynvml.nvmlDeviceGetMemoryInfo(handle).total, False
+        return ram(), True  # It shares the host's, as a GB10 does.
 
 
-def _selected(gpus: Sequence[Gpu], selection: str | None) -> list[Gpu]:
+def _selected(cards: Sequence[Sequence[Gpu]], selection: str | None) -> list[Gpu]:
     """What a list of numbers or identifiers leaves; as CUDA does, the first one that does not exist ends the list."""
+    gpus = [card[0] for card in cards if card]
     if selection is None:
-        return list(gpus)
+        return gpus
     kept = []
     for entry in (text.strip() for text in selection.split(",")):
         if entry.isdigit():
             match = gpus[int(entry)] if int(entry) < len(gpus) else None
         else:
-            match = next((gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)), None)
+            match = next((gpu for card in cards for gpu in card if entry and gpu.uuid.startswith(entry)), None)
         if match is None:
             break
         kept.append(match)
