@@ -329,6 +329,42 @@ def test_rows_of_a_plain_call_are_documents(where: str, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize(
+    ("capability", "size", "small"),
+    [
+        *((capability, 256, True) for capability in ("8.6", "8.9", "12.0", "12.1")),
+        *((capability, 256, False) for capability in ("8.0", "9.0", "10.0", None)),
+        ("8.9", 128, False),
+    ],
+)
+def test_blocks_of_flex_attention_fit_into_the_shared_memory_of_the_card(
+    capability: str | None, size: int, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2's heads are 256 wide; with torch's own blocks nothing compiles on an RTX 3090 or 4090."""
+    from transformers import AttentionInterface
+    from transformers.integrations import flex_attention
+
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    recipe = load_checked("small", ["model.path=gemma"]).recipe
+    ModelSource.open(recipe).load(dtypes(recipe), "flex")
+    seen, tensor, module = {}, torch.randn(1, 2, 128, size), torch.nn.Module()
+    compiled = lambda query, *_, **kwargs: seen.update(kwargs) or query  # noqa: E731
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", compiled)
+
+    AttentionInterface()["flex_attention"](module, tensor, tensor, tensor, None, scaling=0.1, softcap=50.0)
+
+    options = seen["kernel_options"] or {}
+    assert bool(options) is small
+    forward, backward = ({key[4:]: options[key] for key in options if key.startswith(way)} for way in ("fwd_", "bwd_"))
+    # What a block holds of queries, of keys and values for each stage but the last, and of scores.
+    if small:
+        width, (rows, columns) = 2 * size, (forward["BLOCK_M"], forward["BLOCK_N"])
+        held = width * (rows + (forward["num_stages"] - 1) * 2 * columns) + 2 * rows * columns
+        assert held < 99 * 1024 and {backward[f"BLOCK_{each}"] for each in ("M1", "N1", "M2", "N2")} == {32}
+        assert attention.FLEX_BLOCK % columns == attention.FLEX_BLOCK % rows == 0
+
+
+@pytest.mark.parametrize(
     ("capability", "dtype", "autocast", "shares"),
     [
         ("7.5", torch.float16, False, False),

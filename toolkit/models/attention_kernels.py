@@ -18,6 +18,15 @@ import torch
 from toolkit.models import attention, device
 from toolkit.models.document_attention import document_attention
 
+_SMALL_BLOCKS = {
+    **{"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 4},
+    **dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32),
+    **{"bwd_num_stages": 2, "bwd_num_warps": 4},
+}
+"""Flex attention's for heads wider than 128 on cards that give a kernel 99 KiB of shared memory. Compiled for compute
+capability 8.6 and heads of 256, torch's own take 148 KiB forward and 133 backward, so that there are "no valid triton
+configs" (pytorch issues 180278 and 198224), and these 84 and 68. Forward they are torch's for 12.0, backward those that
+were measured to be right and fast there (pytorch pull 198228)."""
 _FLASH_MODULES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
@@ -43,6 +52,24 @@ def register() -> None:
     AttentionInterface.register("torch_varlen", varlen_attention)
     # Boundaries of documents travel in cu_seq_lens, so there is a mask only where somebody else pads rows.
     ALL_MASK_ATTENTION_FUNCTIONS.register("torch_varlen", flash_attention_mask)
+
+
+def fit_flex(capability: str | None) -> None:
+    """Has flex attention take blocks that fit into the shared memory of GPUs of a compute capability.
+
+    That is 99 KiB for 8.6, 8.9 and 12 (GeForce from RTX 30 on, workstations, A10, L4, L40), 163 and more for others
+    (CUDA C++ Programming Guide, technical specifications per compute capability).
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    little = capability is not None and (capability in ("8.6", "8.9") or capability.startswith("12."))
+
+    def fitted(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        wide = little and query.shape[-1] > 128
+        return flex_attention_forward(module, query, *args, **kwargs, kernel_options=_SMALL_BLOCKS if wide else None)
+
+    AttentionInterface.register("flex_attention", fitted)
 
 
 def repeat_shared_heads(capability: str | None) -> None:

@@ -139,6 +139,8 @@ class ModelSource:
         """
         if backend == "torch_varlen":
             attention_kernels.register()
+        if backend == "flex":
+            attention_kernels.fit_flex(device.capability())
         experts.autocast_grouped_products()
         experts.quantize_fused()
         if torch.cuda.is_available():
