@@ -53,6 +53,55 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert {problem.level for problem in audited.problems} == {"warning"}
 
 
+@pytest.mark.parametrize(
+    ("values", "noes"),
+    [
+        ([True, False, True], 1),
+        ([0, 1, 0], 2),
+        (["Yes", "no", ""], 1),
+        ([None, "bad", "good"], 1),
+        ([1, -1, -1.0], 2),
+        ([True, True, None], None),
+        ([False, "maybe", True], None),
+        ([[True], [False], []], None),
+    ],
+)
+def test_unused_columns_that_may_judge_rows_are_warned_of(values: list[Any], noes: int | None, tmp_path: Path) -> None:
+    rows = [chat_row(f"hi {n}", "yo") | {"is_fine": value, "id": n} for n, value in enumerate(values)]
+    audited = audit(tmp_path, rows)
+    assert audited.sources[0].unused_columns == ["is_fine", "id"]
+    assert audited.sources[0].verdicts == ({} if noes is None else {"is_fine": noes})
+    said = render(audited)
+    assert ("`is_fine` says no in" in " ".join(said.split())) == (noes is not None)
+    assert not audit(tmp_path, rows, ignore=["is_fine"]).problems
+
+
+@pytest.mark.parametrize(
+    ("text", "is_placeholder"),
+    [
+        *(
+            (text, True)
+            for text in ("<image>Who?", "a\n<video>", "<audio>", "<|image|>?", "<|image_pad|>", "<image><image>")
+        ),
+        *(
+            (text, False)
+            for text in ("<video></video>", "an image", "<img>", "<video src='a'>", "<imagery>", "<|image>")
+        ),
+    ],
+)
+def test_placeholders_of_pictures_without_pictures_are_warned_of(
+    text: str, is_placeholder: bool, tmp_path: Path
+) -> None:
+    audited = audit(tmp_path, [chat_row(text, "yo"), chat_row("hi", "yo")])
+    assert audited.sources[0].placeholders == is_placeholder
+    assert any("trained as plain text" in each.what for each in audited.problems) == is_placeholder
+
+
+def test_rows_that_are_trained_as_they_are_end_themselves(tmp_path: Path) -> None:
+    said = refused(tmp_path, [{"segments": [{"text": "a", "label": True}, {"text": "b</s>", "label": True}]}])
+    assert "end what is trained in each row with the model's stop token" in said and "chat_template" not in said
+
+
 def test_fields_of_messages_that_nobody_reads_are_listed_once(tmp_path: Path) -> None:
     row = {
         "messages": [

@@ -49,8 +49,8 @@ MEANINGS = [
     (("reflection", "corrected"), "b", PROMPTS, "a second answer", "data.columns={output: corrected}"),
     (("history",), [["a", "b"]], CHATS | {"prompt_completion", "source_target"}, "earlier rounds", "as `messages`"),
     (
-        *((*SYSTEM, "input", "context"), "Be brief.", {"prompt_completion"}),
-        *("plain prompts and completions do not have", "data.columns={instruction: prompt, output: completion}"),
+        *(("input", "context"), "Be brief.", {"prompt_completion"}),
+        *("prompts and completions do not have", "data.columns={instruction: prompt, output: completion}"),
     ),
     (
         *((*SYSTEM, "instruction", "input", "context"), "Be brief.", {"source_target"}, "a part of the prompt"),

@@ -359,10 +359,15 @@ def test_settings_and_tools_of_a_row_are_for_chats() -> None:
         empty = convert(row | {"tools": [], "functions": None, "chat_template_kwargs": {}})
         assert isinstance(empty, Chat) and empty.tools is None and empty.template_kwargs is None
         assert "`chat_template_kwargs` is no object" in refused(row | {"chat_template_kwargs": [1]})
-    for key, given in (("tools", tools), ("functions", tools), ("chat_template_kwargs", settings)):
-        said = refused({"prompt": "a", "completion": "b", key: given})
-        assert f"d.jsonl:1: `{key}` is for chats" in said and f"data.ignore=[{key}]" in said
-        assert convert({"prompt": "a", "completion": "b", key: given}, ignore=[key]) == Completion("a", "b")
+    given_beside = (("tools", tools), ("functions", tools), ("chat_template_kwargs", settings), ("system", "S"))
+    for key, given in given_beside:
+        plain = {"prompt": "a", "completion": "b"}
+        for said in (refused(plain | {key: given}), refused(plain | {key: given}, objective="seq2seq")):
+            assert f"d.jsonl:1: `{key}` is for chats" in said and f"data.ignore=[{key}]" in said
+            assert "'data.columns={instruction: prompt, output: completion}'" in said
+        named = refused({"p": "a", "c": "b", "s": given}, columns={"prompt": "p", "completion": "c", key: "s"})
+        assert f"'data.columns={{instruction: p, output: c, {key}: s}}'" in named
+        assert convert(plain | {key: given}, ignore=[key]) == Completion("a", "b")
         assert convert({"prompt": "a", "completion": "b", key: None}) == Completion("a", "b")
 
 
@@ -381,6 +386,11 @@ def test_a_prompt_of_messages_is_trained_where_prompts_are() -> None:
 
 def test_system_columns_and_messages_of_their_own_names() -> None:
     system = {"role": "system", "content": "S"}
+    pair = {"prompt": [user("a")], "completion": "b"}
+    asked = convert(pair | {"system": "S"})
+    assert asked == Chat([system, user("a", train=False), assistant("b")])
+    assert convert(pair | {"system": "S"}, train_on="all") == Chat([system, user("a"), assistant("b")])
+    assert "and a system message" in refused({"prompt": [system, user("a")], "completion": "b", "system": "S"})
     for column, row in (("messages", {"messages": [user("a")]}), ("conversations", {"conversations": [user("a")]})):
         assert convert(row | {"system": "S"}) == Chat([system, user("a")])
         assert convert(row | {"system": None}) == Chat([user("a")])
@@ -457,7 +467,8 @@ def test_the_mapping_that_is_proposed_is_accepted(template: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "column", ["response", "completion", "answer", "output", "Response", "ideal", "target", "reply", "chosen"]
+    "column",
+    ["response", "completion", "answer", "output", "Response", "ideal", "target", "reply", "chosen", "ground_truth"],
 )
 @pytest.mark.parametrize("talk", ["messages", "conversations"])
 def test_an_answer_beside_a_conversation_that_ends_without_one(talk: str, column: str) -> None:
@@ -470,14 +481,17 @@ def test_an_answer_beside_a_conversation_that_ends_without_one(talk: str, column
     assert isinstance(answered, Chat) and [each["content"] for each in answered.messages] == list("abcd")
     assert [each.get("train") for each in answered.messages] == [False, False, False, None]
     into = f"write it into `{talk}` as the last turn"
-    assert into in refused(row | {"system": "S"}) and into in refused({talk: [*asked, assistant("")], column: "d"})
+    assert into in refused({talk: [*asked, assistant("")], column: "d"})
+    with_system = convert(row | {"system": "S"}, columns={"prompt": talk, "completion": column})
+    assert isinstance(with_system, Chat) and with_system.messages[1:] == answered.messages
+    assert setting in refused(row | {"system": "S"}) and with_system.messages[0]["content"] == "S"
     # Left out on purpose, empty, or beside an answer: metadata, like the figure that a reasoning task comes to.
     assert convert(row, ignore=[column]) == Chat(asked) == convert(row | {column: ""})
     assert convert({talk: [*asked, assistant("d")], column: "d"}) == Chat([*asked, assistant("d")])
 
 
 def test_calls_beside_a_conversation_are_an_answer() -> None:
-    for name in ("tool_calls", "function_call"):
+    for name in ("tool_calls", "function_call", "choices"):
         row = {"messages": [user("a")], name: {"name": "f"}}
         assert "write it into `messages` as the last turn" in refused(row)
         assert convert(row | {"messages": [user("a"), assistant("", tool_calls=[{"name": "f"}])]})

@@ -98,6 +98,11 @@ LLAMA_FACTORY: dict[str, Any] = {
         "data.columns={prompt: conversations, completion: chosen}",
         ANSWER,
     ),
+    "dpo with a system prompt": (
+        {"system": "S", "conversations": SHARED[:1], "chosen": SHARED[1], "rejected": turn("gpt", "Very.")},
+        "data.columns={prompt: conversations, completion: chosen}",
+        ANSWER,
+    ),
     "kto_en_demo.json": ({"messages": TALK, "label": False}, "`label` is whether the answer is good"),
     "kto_tag": ({"instruction": "i", "output": "o", "kto_tag": True}, "`kto_tag` is whether the answer is good"),
     "mllm_demo.json": ({"messages": TALK, "images": ["1.jpg"]}, "`images` is pictures"),
@@ -294,8 +299,10 @@ AXOLOTL: dict[str, Any] = {
     "zephyr.nectar": ({"prompt": "p", "answers": [{"answer": "a", "rank": 1}]}, "several answers to each prompt"),
     "kto with a system prompt": (
         {"system": "S", "prompt": "p", "completion": "c"},
-        "`system` is what plain prompts and completions do not have",
+        "data.columns={instruction: prompt, output: completion}",
+        [f"c{STOP}"],
     ),
+    "field_messages": ({"items": SHARED}, "data.columns={messages: items}", ANSWER),
 }
 TRL: dict[str, Any] = {
     "language modelling": ({"text": "Night fell."}, ["ight fell." + STOP]),
@@ -409,6 +416,28 @@ OPENAI: dict[str, Any] = {
     "example_requests_to_parallel_process.jsonl": (
         {"model": "m", "input": "0", "metadata": {}},
         "which no format fits",
+    ),
+    "reinforcement fine-tuning": (
+        {"messages": [ASK], "reference_answer": "Not yet."},
+        "data.columns={prompt: messages, completion: reference_answer}",
+        ANSWER,
+    ),
+    "evals": (
+        {"input": [says("system", "S"), ASK], "ideal": "Not yet."},
+        "data.columns={prompt: input, completion: ideal}",
+        ANSWER,
+    ),
+    "responses": (
+        {
+            "input": [says("user", [part("Is it late?", "input_text")])],
+            "output": [says("assistant", [part("Not yet.", "output_text")], type="message")],
+        },
+        "data.columns={prompt: input, completion: output}",
+        ANSWER,
+    ),
+    "stored completions": (
+        {"messages": [ASK], "choices": [{"index": 0, "message": REPLY}]},
+        "write it into `messages` as the last turn",
     ),
     "legacy prompt and completion": ({"prompt": "Night ->", "completion": " fell. END"}, [" fell. END" + STOP]),
 }

@@ -40,8 +40,12 @@ class SourceFigures(BaseModel):
     empty_rows: int = 0
     """Rows without content."""
     unused_columns: list[str] = []
+    verdicts: dict[str, int] = {}
+    """Unused columns that say yes in some rows and no in others, and in how many they say no."""
     unused_fields: list[str] = []
     """Fields of messages that neither the toolkit nor the chat template reads."""
+    placeholders: int = 0
+    """Rows whose text has a placeholder where a picture, sound or film was."""
     ignored: dict[str, bool] = {}
     """Names in `data.ignore`, and whether a row has them."""
     role: Literal["train", "eval"] = "train"
@@ -205,10 +209,12 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         yield Problem("warning", what, "fill or remove them")
     learns_to_stop = audit.objective != "language_modelling"
     if learns_to_stop and train.rows and not train.stop_trained_rows:
+        template = "choose a `model.chat_template` that ends a turn"
+        ended = "end what is trained in each row" if set(audit.kinds) <= {"Segments", "Tokens"} else template
         yield Problem(
             "fatal",
             "the stop token is trained in no row, so the model would not learn to stop",
-            "choose a `model.chat_template` that ends a turn with the model's stop token"
+            f"{ended} with the model's stop token"
             + (", or raise `batch.seq_len` so that ends are not cut off" if action == "truncate" else ""),
         )
     elif learns_to_stop and train.stop_trained_rows < 0.9 * train.rows:
@@ -237,6 +243,22 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
             f"no row has {' or '.join(f'`{name}`' for name in absent)}, which `data.ignore` names",
             "write names as they stand in the data, or remove them from `data.ignore`",
         )
+    for source in audit.sources:
+        if source.verdicts:
+            said = ", ".join(f"`{name}` says no in {rows:,}" for name, rows in source.verdicts.items())
+            yield Problem(
+                "warning",
+                f"all of the {source.rows:,} rows of {source.path} are trained alike, though {said}",
+                "if that says which rows are good, keep only those; if not, set "
+                f"'data.ignore=[{', '.join(source.verdicts)}]'",
+            )
+        if source.placeholders:
+            yield Problem(
+                "warning",
+                f"{source.placeholders:,} rows of {source.path} have a placeholder of a picture, sound or film "
+                "(such as <image>), which is trained as plain text",
+                "remove these rows: their answers describe what the model does not see",
+            )
     if audit.duplicates and not audit.deduplicate:
         yield Problem("warning", f"{audit.duplicates:,} rows repeat an earlier row", "set `data.deduplicate: true`")
     if audit.in_train_and_eval:

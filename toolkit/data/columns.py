@@ -20,7 +20,7 @@ OFTEN_CALLED = {
     "prompt": ("question", "query", "instruction", "input", "problem", "user", "message_1", "article", "inputs"),
     "completion": (
         *("answer", "response", "output", "solution", "assistant", "generation", "corrected", "revision"),
-        *("message_2", "summary", "ideal", "targets"),
+        *("message_2", "summary", "ideal", "targets", "reference_answer", "ground_truth"),
     ),
     "instruction": ("prompt", "question", "query", "problem", "message_1", "input", "user", "inputs"),
     "input": ("context", "article", "query", "passage", "paragraph", "story"),
@@ -58,8 +58,14 @@ _BAD = ("false", "no", "n", "bad", "wrong", "incorrect", "undesirable", "rejecte
 _GOOD = ("true", "yes", "y", "good", "right", "correct", "desirable", "chosen", "accepted")
 
 
+def verdict(value: Any) -> bool | None:
+    """What a value says of its row, if that is yes or no."""
+    word = str(value).strip().lower() if isinstance(value, str | int | float) else ""
+    return True if word in (*_GOOD, "1", "1.0") else False if word in (*_BAD, "0", "0.0", "-1", "-1.0") else None
+
+
 def _is_verdict(value: Any) -> bool:
-    return str(value).strip().lower() in (*_GOOD, *_BAD) or _number(value) in (-1, 0, 1)
+    return verdict(value) is not None
 
 
 def _says_no(value: Any) -> bool:
@@ -109,14 +115,7 @@ def _each(names: Iterable[str], meaning: Meaning) -> dict[str, Meaning]:
 
 
 REFUSED: tuple[dict[str, Meaning], ...] = (
-    _each(
-        MEDIA,
-        Meaning(
-            "pictures, sound or film, which this toolkit does not train on",
-            "remove these rows",
-            _ALL,
-        ),
-    ),
+    _each(MEDIA, Meaning("pictures, sound or film, which this toolkit does not train on", "remove these rows", _ALL)),
     {
         name: Meaning(
             "whether the answer is good",
@@ -168,10 +167,10 @@ REFUSED: tuple[dict[str, Meaning], ...] = (
         Meaning("earlier rounds", "write all rounds as `messages`", (*_CHATS, "prompt_completion", "source_target")),
     ),
     _each(
-        ("system", "input", "context", "reasoning", *OFTEN_CALLED["system"], *OFTEN_CALLED["reasoning"]),
+        ("input", "context", "reasoning", *OFTEN_CALLED["reasoning"]),
         Meaning(
-            "what plain prompts and completions do not have",
-            "set 'data.columns={instruction: prompt, output: completion}', or write the conversation as `messages`",
+            "what prompts and completions do not have",
+            "for texts set 'data.columns={instruction: prompt, output: completion}'; write it into conversations",
             ("prompt_completion",),
         ),
     ),

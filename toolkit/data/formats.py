@@ -25,8 +25,9 @@ from toolkit.data.columns import (
 )
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
+from toolkit.data.proposal import are_texts, proposal
 from toolkit.data.rows import Chat, Completion, Pair, Row, Text
-from toolkit.recipe.schema import FORMATS, Source
+from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
 
 _PLAIN = ("text", "segments", "tokens")
 
@@ -100,7 +101,7 @@ class RowFormat:
             if self.columns.get(name, name) not in self.ignored
         }
         for name in steps:
-            if _are_texts(row.get(name)):
+            if are_texts(row.get(name)):
                 row[name] = "\n".join(row[name])
         if self.name == "alpaca":
             return self._alpaca(row, where)
@@ -112,15 +113,17 @@ class RowFormat:
             refuse_unread_lists({name: raw[name] for name in raw if name not in known}, row["input_ids"], where)
             return read_tokens(row, where)
         is_pair = self.task.objective == "seq2seq"
-        if not is_pair and self.name == "prompt_completion":
-            if any(holds_messages(row[name]) for name in required):
-                return self._conversational_completion(row, where)
-            if given := next((name for name in FORMATS["prompt_completion"][1] if row.get(name)), None):
-                raise UserError(
-                    f"{where}: `{given}` is for chats, not for plain prompts and completions",
-                    "set 'data.columns={instruction: prompt, output: completion}', or write the conversation as "
-                    f"`messages`, or set 'data.ignore=[{given}]'",
-                )
+        if not is_pair and self.name == "prompt_completion" and any(holds_messages(row[name]) for name in required):
+            return self._conversational_completion(row, where)
+        if given := next((name for name in optional if row.get(name) not in EMPTY), None):
+            asked, answered = (self.columns.get(name, name) for name in required)
+            mapping = {"instruction": asked, "output": answered}
+            if given in self.columns:
+                mapping[given] = self.columns[given]
+            raise UserError(
+                f"{where}: `{given}` is for chats, not for plain prompts and completions",
+                f"set {mapping_text(mapping)}, or write the conversation as `messages`, or set 'data.ignore=[{given}]'",
+            )
         texts = [_string(row, name, where) for name in required]
         return Text(*texts) if self.name == "text" else Pair(*texts) if is_pair else Completion(*texts)
 
@@ -129,7 +132,7 @@ class RowFormat:
         system, instruction, context, output, reasoning = (_string(row, name, where) for name in names)
         history = _rounds(row.get("history"), where)
         is_chat = self.task.objective != "seq2seq" and self.task.has_chat_template
-        of_chats = ("history", "reasoning", *FORMATS["prompt_completion"][1])
+        of_chats = ("history", "reasoning", *OF_CHATS)
         if not is_chat and (given := [name for name in of_chats if parsed(row.get(name)) not in EMPTY]):
             raise UserError(
                 f"{where} has {_listing(given)}, which only chats have",
@@ -141,35 +144,29 @@ class RowFormat:
             template = ALPACA_WITH_INPUT if context else ALPACA
             prompt = template.format(instruction=instruction, input=context)
             return Completion(f"{system}\n\n{prompt}" if system else prompt, output)
-        messages = [{"role": "system", "content": system}] if system else []
+        messages: list[dict[str, Any]] = []
         for asked, answered in history:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         user = f"{instruction}\n\n{context}" if context else instruction
         answer = {"role": "assistant", "content": output} | ({"reasoning_content": reasoning} if reasoning else {})
-        return self._with_tools([*messages, {"role": "user", "content": user}, answer], row, where)
+        return self._with_columns([*messages, {"role": "user", "content": user}, answer], row, where)
 
     def _chat(self, row: Mapping[str, Any], column: str, raw: Mapping[str, Any], where: str) -> Chat:
         messages = read_messages(row[column], column, where, self.ignored, self.flags)
         if messages:
             self._refuse_answer_beside(messages[-1], raw, self.columns.get(column, column), where)
-        if system := _string(row, "system", where):
-            if messages and messages[0]["role"] == "system":
-                raise UserError(
-                    f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
-                )
-            messages.insert(0, {"role": "system", "content": system})
-        return self._with_tools(messages, row, where)
+        return self._with_columns(messages, row, where)
 
     def _refuse_answer_beside(self, last: Mapping[str, Any], raw: Mapping[str, Any], column: str, where: str) -> None:
         """A conversation that ends without an answer, which would be left unused in another column."""
         if last["role"] == "assistant" and any(last.get(key) for key in ("content", "tool_calls")):
             return
-        calls = ("tool_calls", "function_call")
-        names = ("completion", *OFTEN_CALLED["completion"], "target", "reply", "chosen", *calls)
+        messages = ("tool_calls", "function_call", "choices")
+        names = ("completion", *OFTEN_CALLED["completion"], "target", "reply", "chosen", *messages)
         left = [name for name in raw if name.lower() in names and name not in self.used_columns() | self.ignored]
         if answer := next((name for name in left if raw[name] not in EMPTY), None):
             change = f"if it is the answer, set {mapping_text({'prompt': column, 'completion': answer})}"
-            if raw.get("system") or last["role"] == "assistant" or answer in calls:  # Nothing that prompts have.
+            if last["role"] == "assistant" or answer in messages:
                 change = f"write it into `{column}` as the last turn, of the assistant"
             raise UserError(
                 f"{where}: `{column}` ends without an answer, and `{answer}` would be left unused",
@@ -182,9 +179,16 @@ class RowFormat:
             value = row[column] if holds_messages(row[column]) else {"role": role, "content": row[column]}
             turns = read_messages(value, column, where, self.ignored, self.flags)
             messages += turns if trained else [turn | {"train": False} for turn in turns]
-        return self._with_tools(messages, row, where)
+        return self._with_columns(messages, row, where)
 
-    def _with_tools(self, messages: list[dict[str, Any]], row: Mapping[str, Any], where: str) -> Chat:
+    def _with_columns(self, messages: list[dict[str, Any]], row: Mapping[str, Any], where: str) -> Chat:
+        """A conversation with the system message, tools and settings that stand beside it."""
+        if system := _string(row, "system", where):
+            if messages and messages[0]["role"] == "system":
+                raise UserError(
+                    f"{where} has a `system` column and a system message", "keep one of the two, or rename the column"
+                )
+            messages = [{"role": "system", "content": system}, *messages]
         settings = parsed(row.get("chat_template_kwargs")) or None
         if not isinstance(settings, dict | None):
             raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
@@ -268,36 +272,9 @@ def _detect(
     accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in FORMATS.items())
     raise UserError(
         f"data source `{source.path}` has the columns {_listing(present)}, which no format fits",
-        f"{_proposal(names, row, has_chat_template)}; accepted are {accepted} "
+        f"{proposal(names, row, has_chat_template)}; accepted are {accepted} "
         "(in a CSV the first line names the columns)",
     )
-
-
-def _proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -> str:
-    """The setting that maps the present columns to the format that uses most of them."""
-    best: dict[str, str] = {}
-    as_well: list[str] = []
-    spelt = {name.lower(): name for name in names}
-    # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
-    for form in sorted(FORMATS, key=lambda name: name != "alpaca") if has_chat_template else FORMATS:
-        required, optional = FORMATS[form]
-        mapping: dict[str, str] = {}
-        for column in required + optional:
-            aliases = (alias for alias in (column, *OFTEN_CALLED.get(column, ())) if alias in spelt)
-            left = (spelt[alias] for alias in aliases if spelt[alias] not in mapping.values())
-            if name := next((name for name in left if _suits(column, form, row.get(name))), None):
-                mapping[column] = name
-        if mapping.keys() >= set(required) and len(mapping) > len(best):
-            best, as_well = mapping, [f"`{name}`" for name in optional if mapping.get(name) == name]
-    renamed = {name: actual for name, actual in best.items() if name != actual}
-    if renamed:
-        also = f" ({' and '.join(as_well)} will be read, too)" if as_well else ""
-        return f"set {mapping_text(renamed)} if that is what they are{also}"
-    if "prompt" in names:
-        return (
-            "add the answers, as `completion`: prompts alone are for reinforcement learning, which has no trainer yet"
-        )
-    return "map names with 'data.columns={prompt: NAME, completion: NAME}'"
 
 
 def _refuse_written_chats(
@@ -346,17 +323,6 @@ def _check_task(name: str, source: Source, task: Task) -> None:
         )
 
 
-def _suits(column: str, form: str, value: Any) -> bool:
-    """Whether a value can be what a column of a format is, by its type: a text or a conversation."""
-    if value is None or column not in FORMATS[form][0] or form == "tokens":
-        return True
-    if form in ("messages", "sharegpt", "segments"):
-        return isinstance(parsed(value), list | dict)
-    if holds_messages(value):
-        return form == "prompt_completion"
-    return isinstance(value, str | int | float) or (_are_texts(value) and len(value) == 1)
-
-
 def _rounds(history: Any, where: str) -> list[tuple[str, str]]:
     """Earlier rounds as LLaMA-Factory writes them: [[question, answer], …]."""
     rounds = parsed(history) or []
@@ -371,11 +337,11 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if value is None:
         return ""
-    if _are_texts(value) and len(value) == 1:
+    if are_texts(value) and len(value) == 1:
         return str(value[0])
     if not isinstance(value, str):
         kinds = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
-        change = "choose one of them, or join them" if _are_texts(value) else 'write it as text ("4" for 4)'
+        change = "choose one of them, or join them" if are_texts(value) else 'write it as text ("4" for 4)'
         if isinstance(value, list) and holds_messages(value):
             change = "name the column of a whole conversation as `messages` in `data.columns`"
         raise UserError(
@@ -383,10 +349,6 @@ def _string(row: Mapping[str, Any], name: str, where: str) -> str:
             f"{change}, or choose other columns with `data.columns`",
         )
     return value
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def _listing(names: Iterable[str]) -> str:

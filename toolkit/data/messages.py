@@ -111,12 +111,15 @@ def dicts(value: Any) -> list[dict[str, Any]]:
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
 
 
+def are_messages(value: Any) -> bool:
+    """Whether a value is a message or a list of messages by their roles, also as JSON."""
+    written = dicts(value) if not isinstance(value, str) or value.lstrip().startswith(("[", "{")) else []
+    return bool(written) and all(str(each.get("role") or each.get("from")).lower() in ROLES for each in written)
+
+
 def holds_messages(value: Any) -> bool:
     """Whether a prompt or completion is a message or a list of messages, also as JSON, and no text."""
-    if isinstance(value, str):
-        written = dicts(value) if value.lstrip().startswith(("[", "{")) else []
-        return bool(written) and all(str(each.get("role") or each.get("from")).lower() in ROLES for each in written)
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+    return are_messages(value) if isinstance(value, str) else bool(dicts(value))
 
 
 def conversation_in(text: str, mapping: Mapping[str, str]) -> str:

@@ -42,7 +42,7 @@ from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.schema import Source
 from toolkit.recipe.spelling import did_you_mean
 
-CODE_VERSION = 4
+CODE_VERSION = 5
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +29,7 @@ from tqdm import tqdm
 
 from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
-from toolkit.data.columns import names_in
+from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import RowFormat, Task, recognise
 from toolkit.data.messages import further_fields
@@ -41,6 +43,8 @@ LARGE = 10_000
 """From this many rows on, several processes tokenise, and a terminal shows their progress."""
 PACKED_TOGETHER = 10_000
 """Rows packed at once: enough that the last, part-filled sequence of each group does not matter."""
+PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)")
+"""What stands for a picture, sound or film in a text of LLaMA-Factory, LLaVA, Llama and Qwen; no element of HTML."""
 ROWS_SCHEMA = pa.schema(
     [("row", pa.large_string()), ("where", pa.string()), ("source", pa.int32()), ("content", pa.int64())]
 )
@@ -68,8 +72,8 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
 
     Returns:
         The table (columns: row, where, source, content), and for every source its format, rows, rows without
-        content, unused columns, fields of messages that are left to the chat template, and which of `data.ignore`
-        there are.
+        content, unused columns and which of them judge rows, fields of messages that are left to the chat template,
+        rows with placeholders of pictures, and which of `data.ignore` there are.
     """
     sources = []
     with (
@@ -81,22 +85,27 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
             row_format, rows = open_rows(reader, task)
             figures = SourceFigures(path=reader.source.path, split=reader.source.split, format=row_format.name)
             absent = set(reader.source.ignore or ())
-            columns: dict[str, None] = {}
             fields: dict[str, None] = {}
+            unused: dict[str, Counter[bool | None]] = {}
+            used = row_format.used_columns()
             while batch := list(itertools.islice(rows, 1000)):
-                columns.update(dict.fromkeys(name for _, raw in batch for name in raw))
+                for name, value in (item for _, raw in batch for item in raw.items() if item[0] not in used):
+                    unused.setdefault(name, Counter()).update([verdict(value)] if value not in EMPTY else ())
                 for _, raw in batch if absent else ():
                     present = set(names_in(raw))
                     absent = {name for name in absent if not {name, name.rpartition(".")[2]} & present}
                 converted = [(row_format.convert(raw, where), where) for where, raw in batch]
                 records = [_record(row, where, number) for row, where in converted if not is_empty(row, task)]
+                figures.placeholders += sum(bool(PLACEHOLDER.search(record["row"])) for record in records)
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
                 figures.rows += len(batch)
                 figures.empty_rows += len(batch) - len(records)
                 for row, _ in converted:
                     fields.update(dict.fromkeys(further_fields(row.messages) if isinstance(row, Chat) else ()))
                 progress.update(len(batch))
-            figures.unused_columns = [name for name in columns if name not in row_format.used_columns()]
+            figures.unused_columns = list(unused)
+            judging = (name for name in unused if set(unused[name]) == {True, False} and name not in row_format.ignored)
+            figures.verdicts = {name: unused[name][False] for name in judging}
             figures.unused_fields = list(fields)
             figures.ignored = {name: name not in absent for name in reader.source.ignore or ()}
             sources.append(figures)

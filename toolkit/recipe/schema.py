@@ -36,13 +36,13 @@ VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3", "f
 CHAT_TEMPLATES = ("chatml",)
 """Names of built-in chat templates."""
 ATTENTION_BACKENDS = ("auto", "eager", "sdpa", "flex", *VARLEN_ATTENTION)
-_OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
-    "prompt_completion": (("prompt", "completion"), _OF_CHATS),
-    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning", *_OF_CHATS)),
-    "messages": (("messages",), ("system", *_OF_CHATS)),
-    "sharegpt": (("conversations",), ("system", *_OF_CHATS)),
+    "prompt_completion": (("prompt", "completion"), ("system", *OF_CHATS)),
+    "alpaca": (("instruction", "output"), ("input", "system", "history", "reasoning", *OF_CHATS)),
+    "messages": (("messages",), ("system", *OF_CHATS)),
+    "sharegpt": (("conversations",), ("system", *OF_CHATS)),
     "source_target": (("source", "target"), ()),
     "segments": (("segments",), ()),
     "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask")),
