@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -381,6 +382,28 @@ def test_a_trace_survives_being_written_and_its_setting_being_traced() -> None:
 
     assert Trace.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert asked.key() == key
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"), [(None, True), ("planner/trace/fit.py", False), ("models/pair_head.py", False)]
+)
+def test_what_another_version_of_the_code_has_kept_is_traced_anew(
+    changed: str | None, kept: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """An upgrade would else go on planning what the version before it saw."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    asked = setting(masked=True)
+    store.keep(asked, estimated(asked, ""))
+    package = tmp_path / "toolkit"
+    for room in ("models", "planner/trace"):
+        shutil.copytree(ROOT / "toolkit" / room, package / room, ignore=shutil.ignore_patterns("shipped"))
+    if changed:
+        with (package / changed).open("a") as file:
+            file.write("# repaired\n")
+    monkeypatch.setattr(store, "__file__", str(package / "planner/trace/store.py"))
+    monkeypatch.setattr(store, "_code", store._code.__wrapped__)
+    monkeypatch.setattr(store, "_read_before", {})
+    assert (store.find(asked) is not None) is kept
 
 
 def test_code_that_cannot_be_traced_is_estimated_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:

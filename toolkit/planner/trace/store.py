@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import hashlib
 import json
 import logging
 import os
@@ -193,4 +194,12 @@ def _read(file: Path) -> Trace | None:
 
 
 def _cached(setting: Setting) -> Path:
-    return cache_dir() / "traces" / f"{setting.key()}.json"
+    return cache_dir() / "traces" / _code() / f"{setting.key()}.json"
+
+
+@functools.cache
+def _code() -> str:
+    """A name for the code that decides what a trace says: of another version of it, what was kept is made again."""
+    package = Path(__file__).resolve().parent.parent.parent
+    files = sorted([*package.glob("models/*.py"), *package.glob("planner/trace/*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
