@@ -61,6 +61,17 @@ def test_what_grows_with_what(name: str) -> None:
     assert rising([-each.work.tokens_per_second / each.devices for each in devices])
 
 
+@pytest.mark.parametrize("hardware", ["rtx4090x2", "l40sx4", "a100_pciex2"])
+@pytest.mark.parametrize("strategy", ["fsdp_offload", "zero3_offload"])
+def test_what_passes_over_one_link_takes_turns(strategy: str, hardware: str) -> None:
+    """Without NVLink weights from the host and from neighbours come over the same lanes, one after the other."""
+    work = _plan("llama_3_1_8b_lora", hardware, f"strategy={strategy}", "batch.seq_len=2048").work
+    sending = [link.seconds for link in work.links]
+    assert max(sending) < 2 * work.compute_seconds.value < 4 * sum(sending)
+    taking = work.compute_seconds.value + work.communication_seconds + work.offload_seconds
+    assert taking > sum(sending)
+
+
 def test_what_is_true_though_it_looks_wrong() -> None:
     """What ZeRO-3 gathers of a 1B model is more than the share of weights that it saves; docs/plan.md says so."""
     two, three = (

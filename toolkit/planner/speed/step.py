@@ -17,7 +17,7 @@ from typing import Literal
 
 from toolkit.planner.hardware import Hardware, Rate, between
 from toolkit.planner.memory.states import states
-from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
+from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, inner_link
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
@@ -154,8 +154,12 @@ class Step:
         passes = {name: self._pass_seconds(self._trace.passes[name], load, left) for name in ("forward", "backward")}
         update = self._update_seconds(on_host)
         self.compute = every * sum(passes.values()) + self._accumulation_seconds() + (0.0 if on_host else update)
-        self.communication = self._exposed([each for each in sent if not each.to_host], passes)
-        self.offload = self._exposed([each for each in sent if each.to_host], passes) + (update if on_host else 0.0)
+        host = [each for each in sent if each.to_host]
+        offload = self._exposed(host, passes)
+        # Without NVLink a GPU has one link, for its neighbours and for the host: they take turns.
+        before, taken = (host, offload) if inner_link(self._hardware) == "PCIe" else ([], 0.0)
+        self.communication = self._exposed([*before, *(each for each in sent if not each.to_host)], passes) - taken
+        self.offload = offload + (update if on_host else 0.0)
         self.contention = self._contended(passes)
         self.seconds = self.compute + self.communication + self.contention + self.offload
 
