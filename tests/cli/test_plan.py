@@ -154,6 +154,7 @@ def test_recipes_are_compared_by_name(capsys: pytest.CaptureFixture[str], place:
         (["recipe=smollm2_135m_lora", "--compare", "strategy=fsdp"], 1, "--compare names no recipe"),
         (["recipe=smollm2_135m_lora", "hardware=h200", "--html", "nowhere/plan.html"], 1, "nowhere/plan.html"),
         (["recipe=smollm2_135m_lora", "hardware=h200x8", "global_batch_size=12"], 1, "global_batch_size=8 or 16"),
+        (["recipe=smollm2_135m_lora", "hardware=cpux2", "strategy=zero2"], 1, "set strategy=ddp"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

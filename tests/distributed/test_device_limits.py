@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed.device_limits import check_cpu
+from toolkit.distributed.device_limits import check_cpu, check_engine
 from toolkit.recipe import Recipe
 
 
@@ -59,3 +59,15 @@ def test_deepspeed_decides_itself_whether_it_takes_fp16() -> None:
     check_cpu(made)
     with pytest.raises(UserError, match="precision=fp16"):
         check_cpu(made, deepspeed_takes_fp16=False)
+
+
+def test_engines_that_accelerate_has_on_gpus_only() -> None:
+    for name, processes, trains in (("zero2", 1, True), ("zero2", 2, False), ("fsdp", 1, False), ("ddp", 2, True)):
+        made = recipe(strategy={"name": name})
+        check_engine(made, "cuda", processes)
+        if trains:
+            check_engine(made, "cpu", processes)
+        else:
+            with pytest.raises(UserError, match=f"strategy.name={name}") as caught:
+                check_engine(made, "cpu", processes)
+            assert caught.value.change == "set strategy=ddp"

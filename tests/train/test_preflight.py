@@ -290,3 +290,9 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
     if how != "frozen":
         assert outcomes[1].printed.strip() == wanted.replace("error:", "error on process 1:")
         assert outcomes[1].exit_code == 1
+
+
+def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:
+    for strategy, processes in (("strategy=fsdp", 1), ("strategy=zero2", 2)):
+        with pytest.raises(UserError, match="on GPUs only\n  set strategy=ddp"):
+            preflight.check_devices(recipe(strategy), World(0, 0, processes, processes))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.cli.local_data import local_problems, row_lengths
 from toolkit.common import UserError
+from toolkit.distributed.device_limits import check_engine
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.planner.build import estimate
@@ -117,6 +118,7 @@ def _parts(
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:
     """Refuses a recipe that so many processes cannot take; one that is undecided will take none of those."""
     if recipe.knows_engine:
+        check_engine(recipe, hardware.device.kind, hardware.devices)
         check_launch(recipe, World(0, 0, hardware.devices, hardware.devices_per_node), {})
 
 

@@ -80,3 +80,16 @@ def check_cpu(recipe: Recipe, deepspeed_takes_fp16: bool = True) -> None:
         raise UserError(f"optimizer.name={recipe.optimizer.name} needs a GPU", "set optimizer.name=adamw or adamw_8bit")
     if recipe.optimizer.args.get("capturable"):
         raise UserError("optimizer.args.capturable=true needs a GPU, whose graphs it is for", "remove capturable")
+
+
+def check_engine(recipe: Recipe, kind: str, processes: int) -> None:
+    """Refuses engines that accelerate does not offer on CPUs: FSDP, and DeepSpeed for several processes.
+
+    Raises:
+        UserError: Naming the setting to change.
+    """
+    strategy = recipe.strategy
+    if kind == "cpu" and (strategy.name == "fsdp" or (strategy.zero_stage and processes > 1)):
+        raise UserError(
+            f"strategy.name={strategy.name}: accelerate offers its engines on GPUs only", "set strategy=ddp"
+        )

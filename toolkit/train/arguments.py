@@ -53,10 +53,6 @@ def build_arguments(
                 part["nvme_path"] = str(swap)
     if mesh := fsdp_mesh(recipe, world):
         kwargs["parallelism_config"] = ParallelismConfig(**mesh)
-    no_engine = UserError(
-        f"strategy.name={recipe.strategy.name}: accelerate offers its engines on GPUs only, and there is none here",
-        "set strategy.name=ddp",
-    )
     kind: Any = Seq2SeqTrainingArguments
     if recipe.objective != "seq2seq":
         # What the data is made of is decided elsewhere.
@@ -65,8 +61,6 @@ def build_arguments(
     try:
         arguments = kind(**kwargs)
     except (TypeError, ValueError) as error:
-        if not cuda and not plain:
-            raise no_engine from error
         if not recipe.extra.training_arguments:
             raise
         raise UserError(
@@ -74,8 +68,6 @@ def build_arguments(
             f"change {', '.join(recipe.extra.training_arguments)}",
         ) from error
     if arguments.world_size != world.world_size:
-        if not cuda and not plain:
-            raise no_engine
         raise UserError(
             f"{world.world_size} processes were launched, and accelerate sees {arguments.world_size}",
             "start with `toolkit launch`, `accelerate launch` or torchrun, from a shell without their variables",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from toolkit.common import UserError, cache_dir
-from toolkit.distributed.device_limits import check_device
+from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
@@ -246,6 +246,7 @@ def check_devices(recipe: Recipe, world: World) -> None:
         )
     takes_fp16 = bool(gpus) or not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16()
     check_device(recipe, device.kind(), device.capability(), device.name(), takes_fp16)
+    check_engine(recipe, device.kind(), world.world_size)
     if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
     optimizer.check_available(recipe)
