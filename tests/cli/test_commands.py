@@ -206,10 +206,17 @@ def test_validate_all_reports_every_wrong_recipe_and_counts_them(capsys: pytest.
     write_recipe(Path(), "good", "defaults: [smollm2_135m_lora_demo]\n")
     write_recipe(Path(), "bad", "defaults: [smollm2_135m_lora_demo]\nsed: 1\n")
     write_recipe(Path(), "broken", "defaults: [\n")
+    write_recipe(Path(), "no_data", "defaults: [smollm2_135m_lora_demo]\ndata: missing.jsonl\n")
+    write_recipe(Path(), "no_folder", "defaults: [smollm2_135m_lora_demo]\noutput: recipes/bad.yaml\n")
+    write_recipe(
+        Path(), "unusual", "defaults: [smollm2_135m_lora_demo]\nbatch: {micro_batch_tokens: 5, micro_batch_size: 1}\n"
+    )
     assert main(["validate", "--all"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "3 recipes checked, 2 with problems\n"
-    assert "recipe bad: 1 problem" in captured.err and "recipe broken: 1 problem" in captured.err
+    assert captured.out == "6 recipes checked, 4 with problems\n"
+    for name in ("bad", "broken", "no_data", "no_folder"):
+        assert f"recipe {name}: 1 problem" in captured.err
+    assert "batch.micro_batch_tokens: " in captured.err and "recipes/unusual.yaml:2" in captured.err
 
 
 def test_list_survives_files_that_are_no_recipes(capsys: pytest.CaptureFixture[str]) -> None:

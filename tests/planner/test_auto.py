@@ -27,7 +27,7 @@ from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
 from toolkit.planner.search import TIE
-from toolkit.recipe import Recipe, load
+from toolkit.recipe import Recipe, RecipeError, load
 from toolkit.recipe.rules import check, load_checked
 from toolkit.recipe.sections import ActivationCheckpointing
 from toolkit.train.main import main
@@ -167,6 +167,12 @@ def test_nothing_fits() -> None:
 def test_devices_that_cannot_take_the_batch() -> None:
     with pytest.raises(UserError, match="a global batch of 16 sequences does not divide into 3 processes"):
         resolve(recipe(**AUTO), find("h200x3"), Arithmetic(1))
+
+
+def test_a_recipe_that_was_not_checked_is_told_what_is_wrong_with_it() -> None:
+    loaded = load("smollm2_135m_lora_demo", ["target_modules=[q_prj]"])
+    with pytest.raises(RecipeError, match="this model has no module 'q_prj'"):
+        estimate(loaded.recipe, loaded.name, find("cpu"))
 
 
 def test_on_a_cpu_processes_are_replicas() -> None:

@@ -15,7 +15,7 @@ from rule_cases import CASES
 from recipes import BASE
 from toolkit.recipe import Recipe, RecipeError
 from toolkit.recipe.optimizers import OPTIMIZERS
-from toolkit.recipe.rules import RULES, check, load_checked
+from toolkit.recipe.rules import RULES, check, load_checked, warnings_of_length
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES
@@ -137,6 +137,26 @@ def test_steps_beyond_the_run_are_warned_of_where_they_are_not_meant_for_a_longe
     Path("recipes/checkpoint/rare.yaml").write_text("save_steps: 6\n")
     Path("recipes/mine.yaml").write_text(BASE + written)
     assert [each.path for each in load_checked("mine", typed).warnings] == ["checkpoint.save_steps"] * warned
+
+
+def test_epochs_are_warned_of_as_steps_are_once_their_number_is_known() -> None:
+    def warned(steps: int, epochs: float, warmup: int, *typed: str) -> list[str]:
+        loaded = load_checked("mine", typed)
+        return [each.path for each in warnings_of_length(loaded, steps, epochs, warmup)]
+
+    intervals = ("save_steps=6", "evaluation.every_steps=6", "logging.every_steps=6", "warmup_steps=5")
+    assert warned(5, 1, 5, *intervals, "eval_split=0.1") == [
+        *("checkpoint.save_steps", "evaluation.every_steps", "logging.every_steps"),
+        "schedule.warmup_steps",
+    ]
+    assert warned(6, 1, 5, *intervals, "eval_split=0.1") == []
+    # Half a step is a whole one: of rows for one step, or of `max_steps=1`.
+    for length in ("num_epochs=0.1", "max_steps=1"):
+        assert warned(1, 0.1, 1, length, "warmup_ratio=0.03") == ["schedule.warmup_steps"]
+    assert warned(5, 0.8, 0, "max_steps=5", "save_epochs=1") == ["checkpoint.save_epochs"]
+    # What the recipe says by itself has been said.
+    said = [*intervals, "max_steps=5", "eval_split=0.1"]
+    assert warned(5, 0.8, 5, *said) == warned(5, 1.2, 0, "save_epochs=2") == warned(5, 1, 5, "warmup_ratio=1") == []
 
 
 def test_what_a_shipped_recipe_says_of_steps_is_meant_for_its_own_length() -> None:

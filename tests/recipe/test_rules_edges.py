@@ -325,6 +325,12 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("warmup-too-long", "schedule.warmup_steps=500 ", [], [""]),
     ("warmup-all", "", ["schedule.warmup_ratio=1.0"], ["schedule.warmup_ratio=0.99", ""]),
     (
+        "save-epochs-beyond",
+        "checkpoint.save_epochs=1.5 ",
+        ["", "schedule.num_epochs=1.4"],
+        ["schedule.num_epochs=1.5", "schedule.max_steps=1"],
+    ),
+    (
         "decay-too-long",
         "schedule.max_steps=10 " + STABLE,
         ["schedule.args='{num_decay_steps: 11}'"],

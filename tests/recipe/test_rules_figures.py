@@ -148,7 +148,7 @@ def test_a_message_has_the_figures_of_the_recipe(settings: str, path: str, words
     [
         ("optimizer.learning_rate=1.0", ["adamw is used with, 1e-07 to 0.01", "e.g. 3e-5"]),
         ("optimizer.name=sgd optimizer.learning_rate=20.0", ["sgd is used with, 1e-06 to 1", "e.g. 1e-3"]),
-        ("schedule.max_steps=5 schedule.warmup_steps=5", ["never reaches 2e-05", "below schedule.max_steps=5"]),
+        ("schedule.max_steps=5 schedule.warmup_steps=5", ["never reaches 2e-05", "below the run's 5 steps"]),
         ("schedule.warmup_ratio=1.0", ["reaches 2e-05 at its end", "set schedule.warmup_ratio=0.03"]),
         ("batch.micro_batch_size=2 batch.micro_batch_tokens=64", ["micro_batch_size=2 says", "micro_batch_size=auto"]),
         (INT8 + "compile=layers", ["although quantized layers have not been measured"]),

@@ -345,6 +345,8 @@ CASES = [
     ("weight-decay-high", ["optimizer.weight_decay=1e4"], ["optimizer.weight_decay=0.1"]),
     ("save-beyond", ["max_steps=5", "save_steps=6"], ["checkpoint.save_steps=5"]),
     ("save-beyond", ["max_steps=5", "save_steps=6"], ["~checkpoint.save_steps"]),
+    ("save-epochs-beyond", ["save_epochs=2"], ["checkpoint.save_epochs=1"]),
+    ("save-epochs-beyond", ["num_epochs=2", "save_epochs=2.5"], ["~checkpoint.save_epochs"]),
     ("evaluate-beyond", ["max_steps=5", "eval_split=0.1", "evaluation.every_steps=6"], ["evaluation.every_steps=5"]),
     ("log-beyond", ["max_steps=5", "logging.every_steps=6"], ["logging.every_steps=5"]),
     ("warmup-too-long", ["max_steps=5", "warmup_steps=5"], ["schedule.warmup_steps=1"]),

@@ -89,13 +89,15 @@ def validate(options: argparse.Namespace) -> int:
     """Report every problem of a recipe."""
     from toolkit.cli.local_data import local_problems
     from toolkit.recipe import RecipeError, list_recipes, recipe_folders
-    from toolkit.recipe.rules import load_checked
 
-    if not options.all:
-        loaded = _load(options)
+    def valid(arguments: list[str]) -> str:
+        loaded = _load(argparse.Namespace(arguments=arguments, recipes=options.recipes))
         if problems := local_problems(loaded):
             raise RecipeError(loaded.name, problems)
-        print(f"recipe {loaded.name}: valid")
+        return f"recipe {loaded.name}: valid"
+
+    if not options.all:
+        print(valid(options.arguments))
         return 0
     if any(argument.startswith("recipe=") for argument in options.arguments):
         raise UserError("--all validates all recipes, recipe=… one", "give one of them")
@@ -103,7 +105,7 @@ def validate(options: argparse.Namespace) -> int:
     errors = []
     for name in recipes:
         try:
-            load_checked(name, options.arguments, options.recipes)
+            valid([f"recipe={name}", *options.arguments])
         except UserError as error:
             errors.append(error)
             print(f"error: {error}\n", file=sys.stderr)

@@ -194,6 +194,11 @@ class Length:
     warmup_steps: int
     save_steps: int | None
 
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the rows; None for a stream."""
+        return self.total_steps / self.steps_per_epoch if self.steps_per_epoch else None
+
 
 def run_length(recipe: Recipe, num_rows: int | None, layout: BatchLayout) -> Length:
     """Steps from epochs. Rows continue into the next epoch inside a batch, so no row is dropped and no batch is short.

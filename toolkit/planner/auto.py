@@ -30,7 +30,7 @@ from toolkit.planner.search import (
     least,
 )
 from toolkit.recipe import Recipe
-from toolkit.recipe.errors import as_text
+from toolkit.recipe.errors import RecipeError, as_text
 from toolkit.recipe.rules import check
 from toolkit.recipe.sections import PRECISIONS
 
@@ -163,6 +163,9 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
 
 def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: Sequence[Candidate]) -> UserError:
     if not explored:
+        # A recipe that was loaded without being checked.
+        if problems := check(recipe):
+            return RecipeError("", problems)
         return UserError(
             f"{' and '.join(recipe.undecided)} cannot be decided: no setting goes with the rest of the recipe on "
             f"{hardware.name}",

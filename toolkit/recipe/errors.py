@@ -7,6 +7,7 @@ finding for each alternative of a union.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -34,6 +35,7 @@ _WIDTH = 100
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _MAIN_KEYS = {section.main_key for section in sections().values()}
 _NUMBERS = {"int_type", "float_type", "bool_type"}
+_TRUTH = dict.fromkeys(("true", "yes", "on"), "true") | dict.fromkeys(("false", "no", "off"), "false")
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
 
@@ -373,12 +375,14 @@ def _change(
 
 def _unquoted(text: str) -> str:
     """The number or true/false that a text is, as it is written without quotes; empty if it is none."""
-    try:
-        return str(int(text)) if text.isdigit() else text.strip() if math.isfinite(float(text)) else ""
-    except ValueError:
-        return {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}.get(
-            text.lower(), ""
-        )
+    if word := _TRUTH.get(text.lower()):
+        return word
+    with contextlib.suppress(ValueError):
+        if text.isdigit():
+            return str(int(text))  # YAML takes 010 for 8.
+        if math.isfinite(float(text)):
+            return text.strip()
+    return ""
 
 
 def _text_change(path: str, kinds: set[str], given: str) -> str:

@@ -38,6 +38,8 @@ from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
+from toolkit.recipe.errors import warn
+from toolkit.recipe.rules import warnings_of_length
 from toolkit.recipe.sections import EVA_ROWS
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
@@ -114,13 +116,8 @@ def set_up(
     preflight.agree(rendezvous, source, prepared.fingerprint)
     rows = None if isinstance(prepared.train, Stream) else len(prepared.train)
     length = run_length(recipe, rows, layout)
-    if first and length.warmup_steps >= length.total_steps and not recipe.schedule.max_steps:
-        _log.warning(
-            "schedule.warmup_steps: a warm-up of %d steps is no shorter than the run of %d; set it lower, or "
-            "schedule.num_epochs higher",
-            length.warmup_steps,
-            length.total_steps,
-        )
+    if first:
+        warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
     preflight.all_reduce(rendezvous, arguments.device)
     optimizer.check_arguments(recipe, arguments, length)

@@ -3,6 +3,6 @@
 The rules look at the recipe and, where it is known, at the model's `config.json`. They import no torch.
 """
 
-from toolkit.recipe.rules.check import RULES, check, load_checked
+from toolkit.recipe.rules.check import RULES, check, load_checked, warnings_of_length
 
-__all__ = ["RULES", "check", "load_checked"]
+__all__ = ["RULES", "check", "load_checked", "warnings_of_length"]

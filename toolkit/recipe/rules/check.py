@@ -113,6 +113,15 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
     return dataclasses.replace(loaded, warnings=tuple(warnings))
 
 
+def warnings_of_length(loaded: Loaded, steps: int, epochs: float | None, warmup_steps: int) -> list[Problem]:
+    """What a recipe is warned of only when it is known how many steps its epochs and its warm-up are, and how many
+    epochs its steps."""
+    known = {"schedule.num_epochs": epochs} if loaded.recipe.schedule.max_steps else {"schedule.max_steps": steps}
+    counted = loaded.recipe.with_values({**known, "schedule.warmup_steps": warmup_steps})
+    before, now = (check(each, loaded.origins, texts=loaded.texts, warns=True) for each in (loaded.recipe, counted))
+    return [each for each in now if each not in before]
+
+
 def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
     """What the texts of the rules may name in braces."""
     batch, foreign = recipe.batch, foreign_keys(recipe)
@@ -127,6 +136,8 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         else "",
         "tokens_without_embedding": f"the model has no embedding for {len(lost)}, such as {lost[0]!r}" if lost else "",
         "fused_experts": model_configs.fused_experts(config),
+        "run_steps": _so_many(recipe.schedule.max_steps or 0, "step"),
+        "run_epochs": _so_many(recipe.schedule.num_epochs or 1, "epoch"),
         "model_type": model_configs.text_config(config).get("model_type"),
         "zero3_fault": zero3_fault(recipe, config),
         "unfit_to_compile": compilation.unfit(recipe, config),
@@ -154,6 +165,10 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _so_many(number: float, what: str) -> str:
+    return f"{number:.10g} {what}{'s' * (number != 1)}"
+
+
 def _wrong_values(recipe: Recipe) -> dict[str, str]:
     """Arguments that cannot have the values they have, as given and as allowed, by section."""
     figures = {}
@@ -173,7 +188,8 @@ def _place(rule: Rule, recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 def _is_own(path: str, origins: Mapping[str, str]) -> bool:
     """Whether the user wrote a key, and not for another length of the run than he typed."""
-    place, typed = origin_of(path, origins), origins.get("schedule.max_steps") == COMMAND_LINE
+    lengths = (origins.get("schedule.max_steps"), origins.get("schedule.num_epochs"))
+    place, typed = origin_of(path, origins), COMMAND_LINE in lengths
     return bool(place) and not place.startswith("shipped:") and (place == COMMAND_LINE or not typed)
 
 

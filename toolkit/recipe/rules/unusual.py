@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 
 from toolkit.recipe import model_configs
@@ -17,7 +18,7 @@ def _second_rate(recipe: Recipe) -> float:
 
 def _all_warmup(recipe: Recipe) -> bool:
     schedule = recipe.schedule
-    return schedule.warmup_ratio == 1 or (schedule.warmup_steps or 0) >= (schedule.max_steps or float("inf"))
+    return schedule.warmup_ratio == 1 or (schedule.warmup_steps or 0) >= (schedule.max_steps or math.inf)
 
 
 def _decays_before_the_start(recipe: Recipe) -> bool:
@@ -31,20 +32,21 @@ def _decays_before_the_start(recipe: Recipe) -> bool:
 
 
 def _beyond(key: str, effect: str, instead: str) -> Rule:
-    """A number of steps that a run of `max_steps` never comes to."""
-    steps = attrgetter(key)
-    return Rule(
-        key,
-        lambda r, _: (steps(r) or 0) > (r.schedule.max_steps or float("inf")),
-        f"is more than schedule.max_steps={{r.schedule.max_steps}}, so {effect}",
-        f"set {key} lower{instead}",
-        warns=True,
-        own=True,
-    )
+    """A number of steps, or of epochs, that the run never comes to."""
+    interval, unit = attrgetter(key), key.rpartition("_")[2]
+
+    def broken(recipe: Recipe) -> bool:
+        schedule = recipe.schedule
+        epochs = schedule.num_epochs or (math.inf if schedule.max_steps else 1)
+        return (interval(recipe) or 0) > (epochs if unit == "epochs" else schedule.max_steps or math.inf)
+
+    why = f"is more than the run's {{run_{unit}}}, so {effect}"
+    return Rule(key, lambda r, _: broken(r), why, f"set {key} lower{instead}", warns=True, own=True)
 
 
 UNUSUAL_RULES = {
     "save-beyond": _beyond("checkpoint.save_steps", "no checkpoint is saved on the way", ", or remove it"),
+    "save-epochs-beyond": _beyond("checkpoint.save_epochs", "no checkpoint is saved on the way", ", or remove it"),
     "evaluate-beyond": _beyond("evaluation.every_steps", "rows are evaluated only before and after", ", or remove it"),
     "log-beyond": _beyond("logging.every_steps", "no step is logged", ""),
     "compile-unfit": Rule(
@@ -91,7 +93,7 @@ UNUSUAL_RULES = {
     ),
     "checkpointing-beyond": Rule(
         "activation_checkpointing.every_n_layers",
-        lambda r, c: r.activation_checkpointing.every_n_layers > (model_configs.num_layers(c) or float("inf")),
+        lambda r, c: r.activation_checkpointing.every_n_layers > (model_configs.num_layers(c) or math.inf),
         "the model has {num_layers} layers, so one of them at most is recomputed",
         "set activation_checkpointing.every_n_layers=2, or mode=none",
         warns=True,
@@ -121,7 +123,7 @@ UNUSUAL_RULES = {
         "schedule.warmup_steps",
         lambda r, _: _all_warmup(r) and r.schedule.warmup_ratio != 1,
         "the warm-up is as long as the run or longer, so the learning rate never reaches {r.optimizer.learning_rate:g}",
-        "set schedule.warmup_steps below schedule.max_steps={r.schedule.max_steps}",
+        "set schedule.warmup_steps below the run's {run_steps}",
         warns=True,
     ),
     "warmup-all": Rule(
@@ -134,7 +136,7 @@ UNUSUAL_RULES = {
     "decay-too-long": Rule(
         "schedule.args",
         lambda r, _: _decays_before_the_start(r),
-        "warm-up and decay together are longer than schedule.max_steps={r.schedule.max_steps}",
+        "warm-up and decay together are longer than the run's {run_steps}",
         "set schedule.args.num_decay_steps lower",
         warns=True,
     ),
