@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import types
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -78,6 +79,14 @@ def test_a_wrong_type_is_one_problem(mine: Path, value: Any, monkeypatch: pytest
     assert sorted(found) == sorted(keys)
 
 
+def test_a_variable_is_not_filled_in_where_it_is_told_to_be_wrong(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_VARIABLE", "271828")
+    keys = [key for key, takes in KEYS.items() if str not in takes and not key.startswith("data.sources")]
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [f"{key}={VARIABLE}" for key in keys])
+    assert len(caught.value.problems) == len(keys) and "271828" not in str(caught.value)
+
+
 def test_an_empty_value_is_one_problem(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_VARIABLE", "")
     keys = [key for key in KEYS if key != "description"]
@@ -100,6 +109,25 @@ def test_a_control_character_is_one_problem(mine: Path, monkeypatch: pytest.Monk
     with pytest.raises(RecipeError, match=r"mine.yaml:3") as caught:
         load("mine")
     assert "\x07" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["[1]", "[a]", "[true]", "'5'", "'1e-3'", "'true'", "yes"])
+def test_what_a_change_says_is_taken(mine: Path, value: str) -> None:
+    keys = [key for key in KEYS if not key.startswith("data.sources")]
+
+    def wrong(typed: list[str]) -> dict[str, Problem]:
+        with pytest.raises(RecipeError) as caught:
+            load("smollm2_135m_lora_demo", typed)
+        return {problem.path: problem for problem in caught.value.problems}
+
+    first = wrong([f"{key}={value}" for key in keys])
+    changes = {
+        path: shlex.split(each.hint)[1] for path, each in first.items() if each.hint.startswith(f"write {path}=")
+    }
+    assert changes
+    # A number may be out of bounds all the same.
+    again = wrong([*changes.values(), "seed=-1"])
+    assert [path for path in changes if path in again and again[path].allowed == first[path].allowed] == []
 
 
 PATHS = [

@@ -7,10 +7,8 @@ finding for each alternative of a union.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from toolkit.recipe.dotted import inline, typed
 from toolkit.recipe.other_tools import habit, translation
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.sections import CONTROL, SHELL_VARIABLE, Section
-from toolkit.recipe.spelling import did_you_mean
+from toolkit.recipe.spelling import did_you_mean, unquoted
 
 Origins = dict[str, str]
 """Dotted key to where its value was written, `file:line` or `command line`; a default has none."""
@@ -34,8 +32,14 @@ _log = logging.getLogger("toolkit.recipe")
 _WIDTH = 100
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _MAIN_KEYS = {section.main_key for section in sections().values()}
-_NUMBERS = {"int_type", "float_type", "bool_type"}
-_TRUTH = dict.fromkeys(("true", "yes", "on"), "true") | dict.fromkeys(("false", "no", "off"), "false")
+_PLAIN: dict[str, list[type]] = {
+    "string_type": [str],
+    "bool_type": [bool],
+    "int_type": [int],
+    "float_type": [int, float],
+}
+"""pydantic's findings about plain values, each with the types that it misses."""
+_NUMBERS = _PLAIN.keys() - {"string_type"}
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
 
@@ -247,7 +251,7 @@ def _problem(
     hint = f"did you mean `{close}`?" if close else _change(path, location, kinds, given, filled, texts)
     if close and close == given and "list_type" in kinds:
         hint = f"write [{given}]"
-    if where == COMMAND_LINE and isinstance(given, str) and kinds & _NUMBERS and (plain := _unquoted(given)):
+    if where == COMMAND_LINE and isinstance(given, str) and not filled and (plain := unquoted(given, kinds)):
         hint = f"write {path}: {plain}"
     if "string_type" in kinds and isinstance(given, bool | int | float) and not kinds & _BOUNDS:
         hint = f"quote it: {form.format(path, shown)}"
@@ -354,15 +358,15 @@ def _change(
         return "a variable is text; write ${oc.decode:${oc.env:NAME}} to read it as a number or true/false"
     if filled and kinds == {"list_type"}:
         return f"write [{filled[0]}]"
-    if isinstance(given, str) and kinds & _NUMBERS and _unquoted(given):
+    if isinstance(given, str) and unquoted(given, kinds):
         return "write a plain number or true/false, without quotes"
     if isinstance(given, float) and given.is_integer() and kinds & {"int_type", "int_from_float"}:
         return f"write {given:.0f}"
     if isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given) and not filled:
         return f"write the keys of a section without dashes: {_merged(given, path, texts)}"
-    is_one = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | int | float)
-    if is_one and not filled and ("literal_error" not in kinds or given[0] in literals(*location)):
-        return f"write {path}: {as_text(given[0], f'{path}.0', texts)}"
+    one: Any = given[0] if isinstance(given, list) and len(given) == 1 and not filled else None
+    if one in literals(*location) or any(type(one) in _PLAIN.get(kind, ()) for kind in kinds):
+        return f"write {path}: {as_text(one, f'{path}.0', texts)}"
     if isinstance(given, str | int | float) and kinds == {"list_type"}:
         # A text with a comma is one entry.
         return f"write {inline([given]) if isinstance(given, str) else f'[{as_text(given, path, texts)}]'}"
@@ -371,18 +375,6 @@ def _change(
         return f"write [{as_text(given, path, texts)}]"
     default = _default_at(location)
     return f"write what is allowed, or remove it for the default {default}" if default else "write what is allowed"
-
-
-def _unquoted(text: str) -> str:
-    """The number or true/false that a text is, as it is written without quotes; empty if it is none."""
-    if word := _TRUTH.get(text.lower()):
-        return word
-    with contextlib.suppress(ValueError):
-        if text.isdigit():
-            return str(int(text))  # YAML takes 010 for 8.
-        if math.isfinite(float(text)):
-            return text.strip()
-    return ""
 
 
 def _text_change(path: str, kinds: set[str], given: str) -> str:

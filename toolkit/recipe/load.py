@@ -149,7 +149,8 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
     for path, text in written.items():
         *parents, last = path.split(".")
         if text == "???":
-            problem = Problem(path, "is required: ??? stands for a value to be filled in", origin_of(path, origins))
+            what, hint = "is required: ??? stands for a value to be filled in", "write the value in its place"
+            problem = Problem(path, what, origin_of(path, origins), hint=hint)
         else:
             try:
                 value = OmegaConf.select(config, path)

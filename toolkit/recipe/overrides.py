@@ -157,10 +157,11 @@ def section_word(section: str, text: str, value: Any, where: str, search: list[P
         if not hint and main_key and not values:
             form = f"{section}.{main_key}={text}" if where == COMMAND_LINE else f"{section}: {{{main_key}: {text}}}"
             hint = f"for something else write {form}"
+        hint = hint or "take one of these"
         raise RecipeError("", [Problem(section, "is not known", where, text, ", ".join(known), hint)])
     if main_key is None or value is None:
         allowed = ", ".join(f"{section}.{field}" for field in sections()[section].model_fields)
-        hint = _habit(section, value, where)
+        hint = _habit(section, value, where) or "name the key that is meant"
         if value is None:
             hint = f"~{section} puts all of it back to its defaults"
         raise RecipeError("", [Problem(section, "is a section", where, text, allowed, hint)])

@@ -1,8 +1,12 @@
-"""Which known word a misspelt one means."""
+"""Which known word a misspelt one means, and which plain value a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import math
+from collections.abc import Collection, Iterable
+
+from toolkit.recipe.other_names import TRUTH
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -20,6 +24,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return folded[nearest]
     longer = [name for name in folded if _is_part(word, name) or _spells_out(word, name)]
     return folded[longer[0]] if len(longer) == 1 else ""
+
+
+def unquoted(text: str, kinds: Collection[str]) -> str:
+    """The number or true/false that a text is, and should be, as it is written without quotes; empty if it is none.
+
+    Args:
+        kinds: pydantic's findings about it.
+    """
+    if "bool_type" in kinds:
+        word = TRUTH.get(text.lower(), text.lower())
+        return word if word in ("true", "false") else ""
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if ("float_type" in kinds and math.isfinite(number)) or ("int_type" in kinds and number.is_integer()):
+            return str(int(text)) if text.isdigit() else text.strip()  # YAML takes 010 for 8.
+    return ""
 
 
 def _is_part(word: str, name: str) -> bool:
