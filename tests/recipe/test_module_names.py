@@ -34,6 +34,10 @@ def problems(path: str, **method: object) -> list[str]:
         ({"target_modules": ["layers.31.self_attn.q_proj"], "modules_to_save": ["lm_head"]}, ""),
         ({"target_modules": ["layers.32.self_attn.q_proj"]}, "no module 'layers.32.self_attn.q_proj'"),
         ({"modules_to_save": ["embed_in"]}, "modules_to_save: this model has no module 'embed_in'"),
+        (
+            {"target_modules": ["q_proj", "mlp"]},
+            "'mlp' is no layer that an adapter can be added to; modules with weights: down_proj",
+        ),
         ({"rank_pattern": {"q_proj": 8, r"layers\.3\..*": 4}}, ""),
         ({"rank_pattern": {"gate_up": 8}}, "rank_pattern: 'gate_up' matches nothing"),
         ({"alpha_pattern": {"c_attn": 8}}, "alpha_pattern: 'c_attn' matches nothing"),
@@ -48,6 +52,14 @@ def problems(path: str, **method: object) -> list[str]:
 def test_names_that_match_nothing_are_refused(method: dict[str, object], expected: str) -> None:
     found = problems(LLAMA, name="full" if "freeze" in method else "lora", **method)
     assert expected in found[0] if expected else not found, found
+
+
+def test_experts_are_adapted_by_their_parameters() -> None:
+    mixture = problems("Qwen/Qwen3-30B-A3B", name="lora", target_modules=["q_proj", "experts"])
+    assert "added to; for experts set method.target_parameters=[experts.down_proj, experts.gate_up_proj]" in mixture[0]
+    renamed = problems("Qwen/Qwen3-30B-A3B", name="lora", target_modules=["gate_proj"])
+    assert "no module 'gate_proj'" in renamed[0] and "set method.target_parameters=[experts.down_proj" in renamed[0]
+    assert not problems("Qwen/Qwen3-30B-A3B", name="lora", modules_to_save=["mlp"])
 
 
 @pytest.mark.parametrize("indexed", [True, False])

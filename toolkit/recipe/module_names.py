@@ -41,18 +41,30 @@ def name_problems(recipe: Recipe, config: Mapping[str, Any], origins: Mapping[st
 
 def unmatched(method: Method, modules: Collection[str], parameters: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Key, what is wrong, and what to change, for each name or pattern that matches nothing."""
-    with_weights = sorted({name.split(".")[-2] for name in parameters if name.endswith(".weight")})
     named = method.target_modules if isinstance(method.target_modules, list) else []
     for key, asked in (("method.modules_to_save", method.modules_to_save), ("method.target_modules", named)):
         for module in asked:
-            if not any(matches(path, [module]) for path in modules):
-                change = f"{meant(module, modules)}modules with weights: {', '.join(with_weights)}"
-                yield key, f"this model has no module {module!r}", change
+            paths = [path for path in modules if matches(path, [module])]
+            inside = [name for name in parameters if name.startswith(tuple(f"{path}." for path in paths))]
+            own = {f"{path}.{kind}" for path in paths for kind in ("weight", "bias")}
+            if not paths:
+                yield key, f"this model has no module {module!r}", meant(module, modules) + _with_weights(parameters)
+            elif asked is named and inside and not own.intersection(inside):
+                yield key, f"{module!r} is no layer that an adapter can be added to", _with_weights(inside)
     for pattern in method.freeze:
         if not fnmatch.filter(parameters, pattern):
             some = list(parameters)
             change = f"{meant(pattern, parameters)}parameters are named like {some[0]}, {some[len(some) // 2]}"
             yield "method.freeze", f"no parameter of this model matches {pattern!r}", change
+
+
+def _with_weights(parameters: Iterable[str]) -> str:
+    """What can be named of modules with these parameters."""
+    ends = {tuple(f".{name}".split(".")[-2:]) for name in parameters}
+    layers = sorted({module for module, own in ends if own == "weight"})
+    experts = sorted(f"{module}.{own}" for module, own in ends if module == "experts" and not own.endswith("bias"))
+    said = [f"modules with weights: {', '.join(layers)}"] if layers else []
+    return "; ".join([*said, f"for experts set method.target_parameters=[{', '.join(experts)}]"] if experts else said)
 
 
 def _idle(method: Method, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
