@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.models import compiled_layers
 from toolkit.models.compiled_layers import CompiledLayers, compiled
 from toolkit.models.tiny import tiny_model
 from toolkit.recipe import compilation
@@ -79,6 +81,21 @@ def test_one_graph_serves_all_layers_and_lengths(checkpointing: bool, backend: s
         model(input_ids=torch.ones(1, 5, dtype=torch.long), labels=torch.ones(1, 5, dtype=torch.long))
     model.generate(input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, pad_token_id=0)
     assert layers.graphs == 1
+
+
+def test_vector_instructions_are_known_by_the_time_they_are_asked_for() -> None:
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    compiled_layers.prepare("cuda")
+    assert cpu_vec_isa.valid_vec_isa_list.cache_info().misses == 0
+    compiled_layers.prepare("cpu")
+    for _ in range(600):
+        if cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
+            break
+        time.sleep(0.1)
+    cpu_vec_isa.pick_vec_isa()
+    assert cpu_vec_isa.valid_vec_isa_list.cache_info().hits == 1
 
 
 ROWS = [

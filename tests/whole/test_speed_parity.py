@@ -58,6 +58,7 @@ def trained(
     folder = ranks.folder / "-".join([name, *overrides]).translate(str.maketrans("=./", "---"))
     done = ranks.run(place, *settings, f"output.dir={folder}", processes=processes, entry=entry)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "compiled again" not in done.stderr
     rows = [row for row in metrics(folder / recipe) if "loss" in row]
     manifest = json.loads((folder / recipe / "manifest.json").read_text(encoding="utf-8"))
     return {key: [row[key] for row in rows] for key in FP32}, manifest
@@ -92,9 +93,10 @@ def test_all_that_is_quick_trains_as_nothing_of_it_does(
 ) -> None:
     quick, ran = trained(place, ranks, "quick", "toolkit.run", *overrides, f"compile={compiled}")
     slow, ran_slow = trained(place, ranks, "slow", "slow", *overrides)
-    ways = ("output_head", "attention", "compile")
-    assert [ran["effective"][key] for key in ways] == ["fused", "torch_varlen", compiled]
-    assert [ran_slow["effective"][key] for key in ways] == ["own", "sdpa", "off"]
+    ways = ("output_head", "attention", "compile", "compiled_graphs")
+    graphs = 1 if compiled == "layers" else None
+    assert [ran["effective"].get(key) for key in ways] == ["fused", "torch_varlen", compiled, graphs]
+    assert [ran_slow["effective"].get(key) for key in ways] == ["own", "sdpa", "off", None]
     check_equal(quick, slow, limits)
 
 
@@ -104,5 +106,5 @@ def test_the_demo_trains_alike_with_and_without(place: Path, ranks: Ranks) -> No
     demo: Any = {"recipe": "smollm2_135m_lora_demo", "processes": 1}
     quick, ran = trained(place, ranks, "quick", "toolkit.run", *common, "compile=layers", **demo)
     slow, _ = trained(place, ranks, "slow", "slow", *common, **demo)
-    assert ran["effective"]["compile"] == "layers"
+    assert (ran["effective"]["compile"], ran["effective"]["compiled_graphs"]) == ("layers", 1)
     check_equal(quick, slow, FP32)

@@ -106,6 +106,8 @@ def set_up(
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _decided(loaded, layout, guard, rendezvous)
     compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
+    if compiles:
+        compiled_layers.prepare(device.kind())
     if recipe.model.attention == "auto":
         backend = _for_rows(backend, rendezvous, guard)
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
