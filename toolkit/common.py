@@ -215,7 +215,10 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     # PEFT looks for them among modules, and experts are parameters. What matches nothing at all is refused.
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-    for name in ("accelerate.big_modeling", "bitsandbytes", "DeepSpeed", "torch.distributed.elastic"):
+    for name in (
+        *("accelerate.big_modeling", "bitsandbytes", "DeepSpeed"),
+        *("torch.distributed.elastic", "torch.utils._pytree", "torchao"),
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler

@@ -9,8 +9,9 @@ from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
+from toolkit.recipe.sections import FP8_SCALING
 
-_AMPERE = 8.0
+_AMPERE, _ADA = 8.0, 8.9
 
 
 def has_tf32(kind: str, capability: str | None) -> bool:
@@ -26,6 +27,11 @@ def has_tf32(kind: str, capability: str | None) -> bool:
 def has_bf16(kind: str, capability: str | None) -> bool:
     """Whether a GPU has units for bf16, see `has_tf32`; older ones emulate it, slower than fp32."""
     return kind == "rocm" or has_tf32(kind, capability)
+
+
+def has_fp8(kind: str, capability: str | None) -> bool:
+    """Whether a GPU multiplies in fp8, see `has_tf32`."""
+    return kind == "cuda" and float(capability or _ADA) >= _ADA
 
 
 def without_bf16(recipe: Recipe) -> dict[str, str]:
@@ -49,6 +55,12 @@ def check_device(
     """
     if kind == "cpu":
         check_cpu(recipe, deepspeed_takes_fp16)
+    elif recipe.precision in FP8_SCALING and not has_fp8(kind, capability):
+        raise UserError(
+            f"precision={recipe.precision}: {name} has no units for fp8, which NVIDIA's GPUs have from compute "
+            "capability 8.9 on (L4, RTX 40, H100); AMD's were not tried",
+            "set precision=bf16" if has_bf16(kind, capability) else "set precision=fp16",
+        )
     elif "bf16" in recipe.precision and not has_bf16(kind, capability):
         raise UserError(
             f"precision={recipe.precision}: {name} has no bf16, which NVIDIA's GPUs have from Ampere on",

@@ -15,7 +15,7 @@ from toolkit.common import Partial, UserError
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Recipe
 from toolkit.recipe.libraries import flat
-from toolkit.recipe.sections import ActivationCheckpointing
+from toolkit.recipe.sections import FP8_SCALING, ActivationCheckpointing
 
 _NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
 
@@ -49,7 +49,7 @@ def dtypes(recipe: Recipe) -> Dtypes:
     Replicated and FSDP parameters are their own masters. DeepSpeed computes with 16-bit parameters and keeps fp32
     masters in its optimizer. Without an engine, gradients are summed in the dtype of the parameters they belong to.
     """
-    compute = _NAMES[recipe.precision]
+    compute = _NAMES[recipe.engine_precision]
     master = "bfloat16" if recipe.precision == "pure_bf16" else "float32"
     zero = recipe.strategy.zero_stage > 0
     local = compute if zero else master
@@ -231,7 +231,7 @@ def training_arguments(
         "lr_scheduler_kwargs": dict(schedule.args),
         "warmup_steps": length.warmup_steps,
         # DeepSpeed has no other way to hold parameters in bf16.
-        "bf16": recipe.precision == "bf16" or (recipe.precision == "pure_bf16" and strategy.zero_stage > 0),
+        "bf16": recipe.engine_precision == "bf16" or (recipe.precision == "pure_bf16" and strategy.zero_stage > 0),
         "fp16": recipe.precision == "fp16",
         "activation_checkpointing": recomputes,
         "activation_checkpointing_kwargs": checkpointing_kwargs(checkpointing) if recomputes else None,
@@ -319,6 +319,8 @@ class EngineState(Partial):
     reduce_dtype: str | None = None
     compute_dtype: str | None = None
     autocast: str | None = None
+    fp8_products: str | None = None
+    """What has a scale in the products of linear layers: `tensorwise`, `rowwise` or `none`, where they are not in fp8."""
     tf32: bool | None = None
     """Whether products of fp32 matrices are computed in TF32."""
     offload_optimizer: str | None = None
@@ -370,6 +372,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "trained_dtype": types.local,
         "not_updated": 0,
         "autocast": types.autocast or "none",
+        "fp8_products": FP8_SCALING.get(recipe.precision, "none"),
         "master_dtype": types.master,
     }
     if strategy.zero_stage:

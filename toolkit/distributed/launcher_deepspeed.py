@@ -114,7 +114,7 @@ def _is_unused(recipe: Recipe, key: str, own: Mapping[str, Any]) -> bool:
     """Whether a key means nothing here: of a dtype, a stage or a place for offloading that the recipe does not use."""
     section, _, name = key.rpartition(".")
     if section in ("fp16", "bf16"):
-        return section not in recipe.precision
+        return section not in recipe.engine_precision
     if section.startswith("zero_optimization.offload_"):
         return f"{section}.device" not in own
     return name.startswith("allgather_" if recipe.strategy.zero_stage == 3 else "stage3_")
@@ -143,7 +143,7 @@ def _rows(recipe: Recipe, layout: BatchLayout, stated: Mapping[str, Any]) -> dic
         # Left out, it is true as well.
         "zero_force_ds_cpu_optimizer": Row((False,)),
     }
-    if "bf16" in recipe.precision:
+    if "bf16" in recipe.engine_precision:
         pure = _precision_row(recipe, "pure_bf16")
         rows |= {"bf16.bf16_master_weights_and_grads": pure, "bf16.bf16_optimizer_states": pure}
     if "train_batch_size" in stated:
@@ -191,4 +191,4 @@ def _type_row(key: str, own: str, names: Mapping[str, tuple[str, ...]]) -> Row:
 
 def _precision_row(recipe: Recipe, *names: str) -> Row:
     follow = {"true": f"precision={names[0]}"}
-    return Row((recipe.precision in names,), f"precision={recipe.precision}", follow)
+    return Row((recipe.engine_precision in names,), f"precision={recipe.precision}", follow)

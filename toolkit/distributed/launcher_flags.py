@@ -112,7 +112,7 @@ def _common_rows(recipe: Recipe, layout: BatchLayout) -> dict[str, Row]:
     return {
         "ACCELERATE_DYNAMO_BACKEND": Row(("no",), f"compile={recipe.compile} (of the layers, by itself)"),
         # A bare `accelerate launch` says "no" for want of anything else.
-        "ACCELERATE_MIXED_PRECISION": Row(("no", recipe.precision), f"precision={recipe.precision}", precisions),
+        "ACCELERATE_MIXED_PRECISION": Row(("no", recipe.engine_precision), f"precision={recipe.precision}", precisions),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Row(("auto", "none", steps), f"gradient_accumulation_steps={steps}"),
         "ACCELERATE_GRADIENT_CLIPPING": Row.of("optimizer.max_grad_norm", norm, "auto", "none"),
     }

@@ -11,7 +11,7 @@ from toolkit.planner.hardware import Hardware
 from toolkit.planner.plan import Work
 from toolkit.planner.trace.types import Trace
 from toolkit.recipe import Recipe, model_configs
-from toolkit.recipe.sections import EVA_ROWS
+from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 
 
 def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list[str]:
@@ -51,7 +51,7 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> li
         notes.append("LoftQ reads the model's files once more before step 1, layer by layer; that time is not counted")
     if recipe.method.quantization == "int8":
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
-    if recipe.method.quantization == "fp8" and hardware.device.kind == "cuda":
+    if hardware.device.kind == "cuda" and (recipe.method.quantization == "fp8" or recipe.precision in FP8_SCALING):
         notes.append("fp8: where the device multiplies in fp8, times rest on its peak; no such training was measured")
     return notes
 

@@ -54,6 +54,8 @@ _EXPERTS_AS_LAYERS = {
 """Architectures whose fused experts and routers PEFT adapts by the names that they had as linear layers."""
 _OWN_LAYERS = ("falcon",)
 """Architectures of Transformers 5.23 whose linear layers are of a class of their own."""
+_NO_LINEAR_LAYERS = ("ctrl", "gpt-sw3", "gpt2", "gpt_neox_japanese", "openai-gpt", "xlm", *_OWN_LAYERS)
+"""Architectures of Transformers 5.23 whose layers have none of `torch.nn.Linear`, or are not marked as layers."""
 _READING = ("longcat_flash", "mamba")
 """Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
 _SIZE_KEYS = (
@@ -199,6 +201,12 @@ def fused_experts(config: Mapping[str, Any]) -> int:
 def hides_linear_layers(config: Mapping[str, Any]) -> bool:
     """Whether the model's linear layers are of a class of its own, which quantization passes over."""
     return text_config(config).get("model_type") in _OWN_LAYERS
+
+
+def multiplies_in_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether there is a linear layer between the first and the last layer, see `models.fp8_products`."""
+    kind, layers = text_config(config).get("model_type"), num_layers(config)
+    return kind not in _NO_LINEAR_LAYERS and (layers is None or layers > 2)
 
 
 def adapts_experts(targets: str | Collection[str], config: Mapping[str, Any]) -> bool:

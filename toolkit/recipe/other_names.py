@@ -136,6 +136,7 @@ _PRECISIONS = {
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half", "16", "16-mixed"), "precision: fp16"),
     **dict.fromkeys(("fp32", "float32", "torch.float32", "no", "none", "32", "32-true"), "precision: fp32"),
     "bf16-true": "precision: pure_bf16",
+    "float8": "precision: fp8",
 }
 _OBJECTIVES = {
     "sft": "objective: sft",

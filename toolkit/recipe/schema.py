@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
+    FP8_SCALING,
     ActivationCheckpointing,
     Arguments,
     Batch,
@@ -203,10 +204,11 @@ class Recipe(Section):
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders."""
     method: Method = Method()
-    precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "auto"] = "bf16"
+    precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
-    `pure_bf16`, which holds weights, gradients and optimizer state in bf16. `auto`: the one of the first three that the
-    device computes fastest, bf16 among equals; the losses are then those of that type."""
+    `pure_bf16`, which holds weights, gradients and optimizer state in bf16. `fp8` is `bf16` but for the products of
+    linear layers, which round to 8 bits with a scale for each tensor, or for each row (`fp8_rowwise`). `auto`: the one
+    of the first three that the device computes fastest, bf16 among equals; the losses are then those of that type."""
     tf32: bool | Literal["auto"] = "auto"
     """Let fp32 matrix products use TF32 tensor cores, which is faster and less exact. `auto`: where there are any,
     on NVIDIA's GPUs from Ampere on."""
@@ -239,6 +241,11 @@ class Recipe(Section):
         """Keys that are left to the plan; empty for a recipe that can run."""
         keys = ("precision", "strategy.name", "activation_checkpointing.mode", "batch.micro_batch_size")
         return tuple(key for key in keys if attrgetter(key)(self) == "auto")
+
+    @property
+    def engine_precision(self) -> str:
+        """The precision as engines know it."""
+        return "bf16" if self.precision in FP8_SCALING else self.precision
 
     @property
     def knows_engine(self) -> bool:

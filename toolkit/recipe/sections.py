@@ -19,6 +19,8 @@ from toolkit.recipe.optimizers import OPTIMIZERS, Traits
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 """What `precision: auto` chooses from; bf16 comes before fp16, whose losses must be scaled."""
+FP8_SCALING = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
+"""Precisions that are bf16 but for products of linear layers in fp8, and what has a scale there."""
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
 _WAVES = {"num_cycles": POSITIVE}
 _LOWEST = {"min_lr": number(0), "min_lr_rate": SHARE}

@@ -29,6 +29,7 @@ from toolkit.models import device
 from toolkit.models.load import ModelSource
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
+from toolkit.recipe.sections import FP8_SCALING
 from toolkit.train import optimizer
 from toolkit.train.run_folder import flat, hash_files, versions
 
@@ -247,8 +248,13 @@ def check_devices(recipe: Recipe, world: World) -> None:
     takes_fp16 = bool(gpus) or not recipe.strategy.zero_stage or recipe.precision != "fp16" or _deepspeed_takes_fp16()
     check_device(recipe, device.kind(), device.capability(), device.name(), takes_fp16)
     check_engine(recipe, device.kind(), world.world_size)
-    if "bf16" in recipe.precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if "bf16" in recipe.engine_precision and not gpus and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _log.warning("this CPU computes bf16 a hundred times slower than fp32; set precision=fp32")
+    if recipe.precision in FP8_SCALING:
+        if importlib.util.find_spec("torchao") is None:
+            raise UserError(f"precision={recipe.precision}: torchao is not installed", "run `pip install torchao`")
+        if not gpus:
+            _log.warning("precision=%s: a CPU rounds to fp8 and is slower by it; set precision=bf16", recipe.precision)
     optimizer.check_available(recipe)
     for tracker in recipe.logging.trackers:
         if importlib.util.find_spec(tracker) is None:

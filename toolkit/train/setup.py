@@ -40,7 +40,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
 from toolkit.recipe.rules import warnings_of_length
-from toolkit.recipe.sections import EVA_ROWS
+from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
@@ -134,6 +134,11 @@ def set_up(
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, recipe)
+    if scaling := FP8_SCALING.get(recipe.precision):
+        # torchao takes a second to import.
+        from toolkit.models.fp8_products import multiply_in_fp8
+
+        inner = multiply_in_fp8(model, scaling)
 
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
@@ -178,6 +183,8 @@ def set_up(
     if model_hash:
         for note in notes:
             _log.warning("%s", note)
+        if scaling:
+            progress.message(f"{inner:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
         if recipe.method.name == "lora":
             progress.message(f"{counts.base:,} parameters: {counts.shares}")
         folder.describe(

@@ -178,6 +178,7 @@ def read(trainer: Any) -> EngineState:
         "frozen_parameters": sum(_numel(parameter) for parameter in frozen),
         "trained_dtype": _dtypes(trained),
         "tf32": device.computes_tf32(),
+        "fp8_products": next((each.fp8_scaling for each in model.modules() if hasattr(each, "fp8_scaling")), "none"),
         "compile": "layers" if compiled_layers.compiled(model) else "off",
         "micro_batch_size": _micro_batch_size(loader.batch_sampler),
         "num_workers": loader.num_workers,

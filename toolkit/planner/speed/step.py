@@ -21,6 +21,7 @@ from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, i
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
+from toolkit.recipe.sections import FP8_SCALING
 
 HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 """Bytes/s at which an optimizer runs on a host, in all and per core: 28 bytes per parameter (two moments and the master
@@ -234,13 +235,16 @@ class Step:
         return work / seconds / product_speed(*REFERENCE, half=half) if seconds else 1.0
 
     def _in_fp8(self, load: Load) -> tuple[float, int]:
-        """The share of the matrix products that run in fp8, and the numbers of their weights: of linear layers whose
-        frozen weights are stored so, where `models.fp8` does and the device's peak is known."""
+        """The share of the matrix products that run in fp8, and the numbers of weights that are stored so: of linear
+        layers whose frozen weights are, where `models.fp8` multiplies them and the device's peak is known, and of those
+        that `models.fp8_products` trains, between the first and the last layer."""
         device, (count, active) = self._hardware.device, self._experts
         if device.kind != "cuda" or "fp8" not in device.flops or self._workload.types.compute != "bfloat16":
             return 0.0, 0
         tensors = [each for each in self._trace.tensors if len(each.shape) > 1]
         head = any(each.place == "head" for each in tensors)
+        layers = self._trace.layers
+        trained = max(layers - 2, 0) / layers if self._recipe.precision in FP8_SCALING else 0.0
         low = whole = 0.0
         stored = 0
         for each in tensors:
@@ -249,9 +253,13 @@ class Step:
             rows = load.scored if each.place in ("embeddings", "head") else load.padded
             amount = rows * each.numel * each.count * (active / count if each.shape[0] == count > 1 else 1.0)
             whole += amount
-            if each.kind == "fp8" and len(each.shape) == 2 and not any(side % 16 for side in each.shape):
+            if len(each.shape) > 2 or any(side % 16 for side in each.shape):
+                continue
+            if each.kind == "fp8":
                 low += amount
                 stored += each.numel * each.count
+            elif each.place == "layer":
+                low += trained * amount
         return (low / whole if whole else 0.0), stored
 
     def _update_seconds(self, on_host: bool) -> float:

@@ -118,7 +118,7 @@ _READ_BY: tuple[tuple[str, tuple[str, ...], Callable[[Recipe], object], str], ..
     ("lora", ("layers_pattern",), lambda r: r.method.layers_to_transform, "method.layers_to_transform=[0]"),
     ("deepspeed", ("*",), lambda r: r.strategy.zero_stage, "strategy.name=zero1, zero2 or zero3"),
     ("deepspeed", ("fp16.*",), lambda r: r.precision == "fp16", "precision=fp16"),
-    ("deepspeed", ("bf16.*",), lambda r: "bf16" in r.precision, "precision=bf16"),
+    ("deepspeed", ("bf16.*",), lambda r: "bf16" in r.engine_precision, "precision=bf16"),
     ("deepspeed", _OF_STAGE_3, lambda r: r.strategy.zero_stage == 3, "strategy.name=zero3"),
     (
         "deepspeed",

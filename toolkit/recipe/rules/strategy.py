@@ -145,7 +145,7 @@ STRATEGY_RULES = {
     ),
     "zero-stored-dtype": Rule(
         "model.dtype",
-        lambda r, _: r.strategy.zero_stage and r.model.dtype == "fp32" and r.precision in ("bf16", "fp16"),
+        lambda r, _: r.strategy.zero_stage and r.model.dtype == "fp32" and r.engine_precision in ("bf16", "fp16"),
         "DeepSpeed stores the whole model in the compute precision; its masters are fp32 by themselves",
         "remove model.dtype, or set precision=fp32",
     ),

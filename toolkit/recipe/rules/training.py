@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
+from toolkit.recipe import model_configs
 from toolkit.recipe.arguments import wrong
 from toolkit.recipe.errors import Rule
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.sections import SCHEDULES
+from toolkit.recipe.sections import FP8_SCALING, SCHEDULES
 
 
 def evaluation_keys(recipe: Recipe) -> list[str]:
@@ -84,6 +85,19 @@ TRAINING_RULES = {
         lambda r, _: r.method.name == "lora" and {r.precision, r.model.dtype} == {"bf16", "fp16"},
         "a base in one 16-bit type, computed with in the other, is rounded twice",
         "remove model.dtype, or set precision={r.model.dtype}",
+    ),
+    "fp8-adapters": Rule(
+        "precision",
+        lambda r, _: r.precision in FP8_SCALING and r.method.name == "lora",
+        "fp8 is for weights that are trained; under adapters the frozen base is stored and multiplied in fp8 by "
+        "method.quantization=fp8",
+        "set precision=bf16 and method=lora_fp8",
+    ),
+    "fp8-nothing": Rule(
+        "precision",
+        lambda r, c: r.precision in FP8_SCALING and c and not model_configs.multiplies_in_fp8(c),
+        "the first and the last layer stay in bf16, and between them {model_type} has no linear layer as torch knows it",
+        "set precision=bf16",
     ),
     "optimizer-own-keys": Rule(
         "optimizer.args",
