@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.distributed.device_limits import check_cpu, check_engine
+from toolkit.distributed.device_limits import check_cpu, check_device, check_engine
 from toolkit.recipe import Recipe
 
 
@@ -46,6 +46,22 @@ def test_what_needs_a_gpu_is_refused_and_its_change_is_accepted(
         check_cpu(recipe(**sections))
     assert what in caught.value.what and caught.value.change == f"set {change}"
     check_cpu(recipe(**sections | changed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "change"),
+    [("cuda", "7.5", "fp16"), ("cuda", "8.0", "bf16"), ("cuda", "8.6", "bf16"), ("rocm", "9.4", "bf16")],
+)
+def test_products_in_fp8_need_units_for_them(kind: str, capability: str, change: str) -> None:
+    for precision in ("fp8", "fp8_rowwise"):
+        made = recipe(precision=precision)
+        with pytest.raises(UserError, match=f"precision={precision}: This has no units for fp8") as caught:
+            check_device(made, kind, capability, "This")
+        assert caught.value.change == f"set precision={change}"
+        check_device(made.with_values({"precision": change}), kind, capability, "This")
+        for able in ("8.9", "9.0", "10.0", None):
+            check_device(made, "cuda", able, "That")
+        check_cpu(made)
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

@@ -420,7 +420,13 @@ PLAIN = {
     **{"engine": "none", "world_size": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 4},
     **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
     **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},
-    **{"not_updated": 0, "autocast": "bfloat16", "master_dtype": "float32", "moments_dtype": "float32"},
+    **{
+        "not_updated": 0,
+        "autocast": "bfloat16",
+        "fp8_products": "none",
+        "master_dtype": "float32",
+        "moments_dtype": "float32",
+    },
     "num_workers": 0,
 }
 ON_TWO = {"world_size": 2, "gradient_accumulation_steps": 2}
@@ -438,6 +444,8 @@ SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "
         (1, {"tf32": False}, {"tf32": False}),
         (1, {"activation_checkpointing": {"mode": "full"}}, {"activation_checkpointing": "model"}),
         (1, {"precision": "fp32"}, {"autocast": "none"}),
+        (1, {"precision": "fp8"}, {"fp8_products": "tensorwise"}),
+        (1, {"precision": "fp8_rowwise"}, {"fp8_products": "rowwise"}),
         (1, {"optimizer": {"name": "adamw_8bit"}}, {"moments_dtype": None}),
         (1, {"optimizer": {"name": "adafactor"}}, {"moments_dtype": None}),
         (

@@ -77,7 +77,11 @@ def test_the_first_and_the_last_layer_and_what_is_no_layer_stay_as_they_are() ->
         T5Config(d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=3, num_decoder_layers=4, vocab_size=64)
     )
     multiply_in_fp8(both, "rowwise")
-    assert {tuple(name.split(".")[:3:2]) for name in in_fp8(both)} == {("encoder", "1"), ("decoder", "1"), ("decoder", "2")}
+    assert {tuple(name.split(".")[:3:2]) for name in in_fp8(both)} == {
+        ("encoder", "1"),
+        ("decoder", "1"),
+        ("decoder", "2"),
+    }
 
 
 def test_sides_that_no_unit_takes_and_routers_are_passed_over() -> None:

@@ -123,6 +123,8 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         each("model.dtype", "bf16 fp16"),
         [*each("model.dtype", "fp32 auto"), PURE + "model.dtype=bf16"],
     ),
+    ("fp8-adapters", LORA, each("precision", "fp8 fp8_rowwise"), each("precision", "bf16 fp16 fp32")),
+    ("fp8-adapters", FULL, [], each("precision", "fp8 fp8_rowwise")),
     ("pure-bf16-dtype", PURE, each("model.dtype", "fp32 fp16"), each("model.dtype", "bf16 auto")),
     ("fp32-stored-low", LORA + FP32, each("model.dtype", "bf16 fp16"), each("model.dtype", "fp32 auto")),
     (

@@ -125,6 +125,8 @@ CASES = [
     ("double-quantization", [LORA, "method.double_quantization=false"], ["method.quantization=nf4"]),
     ("8-bit-dora", ["method=lora_int8", "method.use_dora=true"], ["method.quantization=nf4"]),
     ("8-bit-dora", ["method=lora_fp8", "method.use_dora=true"], ["method.use_dora=false"]),
+    ("fp8-adapters", ["precision=fp8", LORA], ["precision=bf16", "method=lora_fp8", "model=a/b"]),
+    ("fp8-nothing", ["precision=fp8_rowwise", "model=gpt2_xl", "batch.seq_len=128"], ["precision=bf16"]),
     ("full-low-masters", ["model.dtype=bf16"], ["~model.dtype"]),
     ("full-low-masters", ["model.dtype=bf16"], ["precision=pure_bf16"]),
     ("pure-bf16-dtype", [LORA, "precision=pure_bf16", "model.dtype=fp32"], ["~model.dtype"]),

@@ -320,7 +320,7 @@ class EngineState(Partial):
     compute_dtype: str | None = None
     autocast: str | None = None
     fp8_products: str | None = None
-    """What has a scale in the products of linear layers: `tensorwise`, `rowwise` or `none`, where they are not in fp8."""
+    """What has a scale in products in fp8: `tensorwise` or `rowwise`; `none` without such products."""
     tf32: bool | None = None
     """Whether products of fp32 matrices are computed in TF32."""
     offload_optimizer: str | None = None

@@ -1,8 +1,8 @@
-"""Full fine-tuning whose linear layers multiply in 8-bit floating point, by torchao; weights and gradients stay as they are.
+"""Full fine-tuning whose linear layers multiply in 8-bit floating point, by torchao.
 
 Inputs, weights and gradients are rounded to e4m3 or e5m2 for each of a layer's three products, with a scale for the
 whole tensor (`tensorwise`) or for each row (`rowwise`: nearer to bf16, and slower). What is rounded is what the same
-training in bf16 would multiply, on every engine alike.
+training in bf16 would multiply, on every engine alike; weights, gradients and what is saved stay as they are.
 """
 
 from __future__ import annotations

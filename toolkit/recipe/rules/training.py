@@ -96,7 +96,7 @@ TRAINING_RULES = {
     "fp8-nothing": Rule(
         "precision",
         lambda r, c: r.precision in FP8_SCALING and c and not model_configs.multiplies_in_fp8(c),
-        "the first and the last layer stay in bf16, and between them {model_type} has no linear layer as torch knows it",
+        "the first and the last layer stay in bf16, and between them {model_type} has no linear layer of torch's own",
         "set precision=bf16",
     ),
     "optimizer-own-keys": Rule(
