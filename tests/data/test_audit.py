@@ -306,7 +306,7 @@ def too_long(rows: int, action: str) -> Side:
         ({"duplicates": 3}, "warning", "3 rows repeat an earlier row", "set `data.deduplicate: true`"),
         ({"in_train_and_eval": 2}, "warning", "2 held-out rows are also trained on", "hold a fraction out"),
         ({"train": side(boundary_merged_rows=4)}, "warning", "in 4 rows one token holds the end", "line break"),
-        ({"train": side(system_lost_rows=5)}, "warning", "in 5 rows the chat template leaves out", "a template that"),
+        ({"train": side(prompt_lost_rows=5)}, "warning", "in 5 rows the chat template leaves out", "a template that"),
         ({"eval": side(0)}, "fatal", "no usable held-out row", "data.eval_sources"),
         (
             {"train": too_long(9, "error")},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from data_fixtures import plain_tokenizer
 
@@ -150,8 +152,33 @@ def test_a_system_message_that_is_not_written_is_noticed() -> None:
     tokenizer = plain_tokenizer()
     for template, lost in (("{{ messages[1].content }}", True), ("{{ messages[0].content }}", False)):
         tokenizer.chat_template = template
-        assert Conversation(tokenizer, [{"role": "system", "content": "Be kind"}, HI], None).loses_system() == lost
-        assert not Conversation(tokenizer, [{"role": "system", "content": " "}, HI], None).loses_system()
+        assert Conversation(tokenizer, [{"role": "system", "content": "Be kind"}, HI], None).loses_of_prompt() == lost
+        assert not Conversation(tokenizer, [{"role": "system", "content": " "}, HI], None).loses_of_prompt()
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "settings", "lost"),
+    [
+        ("", [{"name": "f"}], {}, True),
+        ("{{ tools }}", [{"name": "f"}], {}, False),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", [{"name": "f"}], {}, False),
+        ("", [], {"instructions": "Be kind"}, True),
+        ("{{ instructions }}", None, {"instructions": "Be kind"}, False),
+        ("", None, {"python_tools": ["f"]}, True),
+        (
+            "",
+            None,
+            {"instructions": "", "python_tools": [], "enable_thinking": False, "budget": 5, "date": None},
+            False,
+        ),
+    ],
+)
+def test_tools_and_texts_that_the_template_does_not_read_are_noticed(
+    template: str, tools: Any, settings: dict[str, Any], lost: bool
+) -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = template + "{% for m in messages %}{{ m.content }};{% endfor %}"
+    assert Conversation(tokenizer, [HI, HELLO], tools, settings).loses_of_prompt() == lost
 
 
 def test_turns_without_loops_are_found_by_cutting_the_conversation() -> None:

@@ -143,12 +143,12 @@ def test_chunks_say_what_they_are_of() -> None:
         assert chunk["kind"] == kind and chunk["input_ids"] == encoded.input_ids and chunk["labels"] == encoded.labels
         assert chunk["length"] == max(len(encoded.input_ids), len(encoded.labels))
         assert chunk["trained"] == sum(label != IGNORE for label in encoded.labels)
-        assert chunk["stops"] == (kind != "Segments") and not chunk["merged"] and not chunk["system_lost"]
+        assert chunk["stops"] == (kind != "Segments") and not chunk["merged"] and not chunk["prompt_lost"]
     (merged,) = Chunker(encoder, 512, "error")(Completion("The quick br", "own fox"), "d:1")
     assert merged["merged"]
     tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     (lost,) = Chunker(encoder, 512, "error")(Chat([{"role": "system", "content": "S"}, ASKED, ANSWERED]), "d:1")
-    assert lost["system_lost"]
+    assert lost["prompt_lost"]
 
 
 @pytest.mark.parametrize("over_long", ["error", "drop", "truncate", "split"])

@@ -119,8 +119,8 @@ class Side(BaseModel):
     stop_trained_rows: int
     boundary_merged_rows: int
     """Rows in which one token holds the end of the prompt and the start of the answer."""
-    system_lost_rows: int = 0
-    """Rows whose system message the chat template leaves out."""
+    prompt_lost_rows: int = 0
+    """Rows of which the chat template leaves out the system message, tools, or texts of `chat_template_kwargs`."""
     lengths: Lengths
 
     @property
@@ -273,11 +273,12 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
             f"in {merged:,} rows one token holds the end of the prompt and the start of the answer",
             "end prompts with a line break, or start completions with a space",
         )
-    if lost := train.system_lost_rows:
+    if lost := train.prompt_lost_rows:
         yield Problem(
             "warning",
-            f"in {lost:,} rows the chat template leaves out the system message",
-            "set `model.chat_template` to a template that writes it, or move it into the first user message",
+            f"in {lost:,} rows the chat template leaves out the system message, tools, or texts of "
+            "`chat_template_kwargs`",
+            "set `model.chat_template` to a template that writes them, or move them into the first user message",
         )
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"

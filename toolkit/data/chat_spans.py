@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
@@ -153,8 +154,13 @@ class Conversation:
                 spans.append((max(offset + left, at), end if is_last else offset + right))
         return spans
 
-    def loses_system(self) -> bool:
-        """Whether the template leaves out a system message, or writes it only where a user speaks last (Mistral's)."""
+    def loses_of_prompt(self) -> bool:
+        """Whether the template leaves out a system message, or writes it only where a user speaks last (Mistral's), or
+        reads nothing of the tools or of a text in the settings."""
+        given = {"tools": self.tools, **self.settings}
+        unread = given.keys() - variables(self.tokenizer.get_chat_template(tools=self.tools))
+        if any(isinstance(given[name], str | list | dict) and given[name] for name in unread):
+            return True
         systems = [message["content"].split() for message in self.messages if message["role"] == "system"]
         return any(content and not any(word in self.text for word in content) for content in systems)
 
@@ -193,6 +199,13 @@ class Conversation:
                 f"The chat template leaves out `{field}` of message {holders[0]} ({str(value)[:40]!r}).",
                 f"Set model.chat_template to a template that writes it, or {change}, or set 'data.ignore=[{field}]'.",
             )
+
+
+@lru_cache(maxsize=16)
+def variables(template: str) -> frozenset[str]:
+    """What a chat template reads of what it is given."""
+    environment = _compile_jinja_template(template).environment
+    return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
 
 def render(

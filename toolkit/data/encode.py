@@ -40,13 +40,13 @@ class Encoded:
             is not (always at 0, which nothing predicts); for encoder-decoder rows the tokens of the target.
         boundary_merged: whether a token holds both the end of a prompt and the start of what is trained, so that
             the prompt alone has other tokens.
-        system_lost: whether the chat template leaves out the system message.
+        prompt_lost: whether the chat template leaves out a part of the prompt.
     """
 
     input_ids: list[int]
     labels: list[int]
     boundary_merged: bool = False
-    system_lost: bool = False
+    prompt_lost: bool = False
 
 
 def load_chat_template(name_or_path: str) -> str:
@@ -229,7 +229,7 @@ class Encoder:
         for position, (left, right) in enumerate(encoding["offset_mapping"] if gaps else ()):
             if any(left < end and right > start for start, end in gaps):
                 labels[position] = IGNORE  # also a token that is trained in part
-        return Encoded(encoding["input_ids"], labels, merged, conversation.loses_system())
+        return Encoded(encoding["input_ids"], labels, merged, conversation.loses_of_prompt())
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""

@@ -21,13 +21,12 @@ import numpy as np
 import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
-from jinja2.meta import find_undeclared_variables
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError, build_once, cache_dir, write_json
 from toolkit.data import audit as auditing
+from toolkit.data.chat_spans import variables
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
@@ -137,9 +136,7 @@ def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mapping[st
         return
     if not tokenizer.chat_template:
         raise UserError("data.chat_template_kwargs: this tokenizer has no chat template", "set model.chat_template too")
-    template = tokenizer.get_chat_template()
-    environment = _compile_jinja_template(template).environment
-    read = find_undeclared_variables(environment.parse(template)) - set(environment.globals)
+    read = variables(tokenizer.get_chat_template())
     if unread := sorted(set(given) - read):
         own = sorted(name for name in read - TEMPLATE_ARGUMENTS if not name.endswith("_token"))
         close = did_you_mean(unread[0], own)
@@ -268,9 +265,9 @@ class _Tokens:
     def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset) -> None:
         self.chunks, self.chunker, self.places = chunks, chunker, places
         self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
-        row, length, trained, stops, merged, system_lost = (
+        row, length, trained, stops, merged, prompt_lost = (
             chunks.data.column(name).to_numpy()
-            for name in ("row", "length", "trained", "stops", "merged", "system_lost")
+            for name in ("row", "length", "trained", "stops", "merged", "prompt_lost")
         )
         sequences = ("input_ids", "labels") if "Pair" in self.kinds else ("input_ids",)
         tokens = sum(pc.list_value_length(chunks.data.column(name)).to_numpy() for name in sequences)
@@ -285,7 +282,7 @@ class _Tokens:
 
         self.length, self.over_long = length[self.start], over_long[self.start]
         self.tokens, self.trained, self.stops, self.merged = map(per_row, (tokens, trained, stops, merged))
-        self.system_lost = per_row(system_lost)
+        self.prompt_lost = per_row(prompt_lost)
 
     def usable(self, numbers: Indices) -> Indices:
         """Those of the rows that have a trained token."""
@@ -304,7 +301,7 @@ class _Tokens:
             longest=self.places[int(numbers[length.argmax()])]["where"] if len(numbers) else "",
             stop_trained_rows=int(np.count_nonzero(self.stops[used])),
             boundary_merged_rows=int(np.count_nonzero(self.merged[used])),
-            system_lost_rows=int(np.count_nonzero(self.system_lost[used])),
+            prompt_lost_rows=int(np.count_nonzero(self.prompt_lost[used])),
             lengths=auditing.Lengths.of(length),
         )
 

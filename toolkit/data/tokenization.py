@@ -52,7 +52,7 @@ FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("in
 TOKENS_FEATURES = Features(
     {**FEATURES, "kind": Value("string")}
     | dict.fromkeys(("row", "length", "trained"), Value("int64"))
-    | dict.fromkeys(("stops", "merged", "system_lost"), Value("bool"))
+    | dict.fromkeys(("stops", "merged", "prompt_lost"), Value("bool"))
 )
 
 
@@ -172,7 +172,7 @@ class Chunker:
         ids, labels = encoded.input_ids, encoded.labels
         length = max(len(ids), len(labels))
         whole = {"kind": type(row).__name__, "length": length, "merged": encoded.boundary_merged}
-        whole["system_lost"] = encoded.system_lost
+        whole["prompt_lost"] = encoded.prompt_lost
         starts, end = range(1), length
         if length > self.seq_len and self.over_long == "truncate":
             end = self.seq_len
