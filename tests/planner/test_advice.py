@@ -260,6 +260,7 @@ def test_options_leave_the_micro_batch_to_auto() -> None:
     [
         ("blenderbot_400m_seq2seq", "rtx2060", ["activation_checkpointing.mode=none", "precision=fp16"]),
         ("gemma_3_1b_full", "rtx4090", ["activation_checkpointing.mode=auto", "batch.global_batch_size=1024"]),
+        ("llama_3_2_1b_full", "rtx4060tix4x16", ["strategy=auto", "batch.seq_len=1024", "batch.global_batch_size=64"]),
     ],
 )
 def test_a_line_that_is_typed_gives_its_figures(name: str, hardware: str, words: list[str]) -> None:

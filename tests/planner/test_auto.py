@@ -223,6 +223,22 @@ def test_no_explicit_recomputation_that_fits_is_faster(name: str, hardware: str,
         assert chosen.work.step_seconds.value <= min(best) * (1 + TIE)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "change"), [("a10x2", "batch.micro_batch_size=2"), ("rtx3060x2", "activation_checkpointing.mode=full")]
+)
+def test_where_nothing_fits_the_smallest_change_that_trains_the_same_comes_first(
+    hardware: str, change: str, only_shipped_traces: None
+) -> None:
+    """What the recipe states beside its `auto` may be what does not fit, and needs no other optimizer."""
+    words = ["strategy=auto", "batch.micro_batch_size=4", "activation_checkpointing=none"]
+    loaded = load("llama_3_2_1b_full", words)
+    with pytest.raises(UserError, match=f"nothing fits as asked on {hardware}") as refused:
+        estimate(loaded.recipe, loaded.name, find(hardware), advice=False)
+    assert refused.value.change.startswith(f"set {change} (")
+    cured = load("llama_3_2_1b_full", [*words, change])
+    assert estimate(cured.recipe, cured.name, find(hardware), advice=False).fit.answer == "yes"
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_more_device_memory_is_never_slower(name: str, only_shipped_traces: None) -> None:
     asked, on, before = undecided(name, 4096), find("h200"), math.inf

@@ -80,13 +80,18 @@ def remedies(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
     return sorted(there, key=lambda each: (len(each.changes), each.total))
 
 
+def same_training(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> Candidate | None:
+    """The smallest change of what a recipe states, beside what it leaves to the plan, that trains the same and fits."""
+    return _nearest(recipe, hardware, estimate, _as_auto_takes(recipe, explore(recipe, hardware, estimate, _FREE)), [])
+
+
 def _nearest(
     recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate], options: list[Candidate]
 ) -> Candidate | None:
     """The smallest change that fits: one key before several, the same training before another."""
-    size, *others = _FREE
-    singles = [each for key in others for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
-    singles = [*explore(recipe, hardware, estimate, (size,)), *_as_auto_takes(recipe, singles)]
+    sizes = explore(recipe, hardware, estimate, _FREE[:1]) if recipe.knows_engine else []
+    singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
+    singles = [*sizes, *_as_auto_takes(recipe, singles)]
     for candidates in (singles, explored, options):
         there = fitting(candidates)
         fewest = min((len(each.changes) for each in there), default=0)

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device
-from toolkit.planner.advice import remedies, stated
+from toolkit.planner.advice import remedies, same_training, stated
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.search import (
     EVERY,
@@ -171,12 +171,13 @@ def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explor
             f"{hardware.name}",
             "set these keys; `toolkit validate` then says what stands against them",
         )
-    nearest = least(explored)
-    found = remedies(nearest.recipe, hardware, estimate)
+    nearest, same = least(explored), same_training(recipe, hardware, estimate)
+    found = [*filter(None, [same]), *remedies(nearest.recipe, hardware, estimate)]
     ways = [f"{as_arguments(stated(recipe, way.changes))} ({way.need})" for way in found]
     smaller = "lower batch.seq_len, or take a smaller model or more or larger devices"
+    nothing = "nothing fits as asked" if same else "nothing that trains the same fits"
     return UserError(
-        f"nothing that trains the same fits on {hardware.name}: the least that is needed is {nearest.need}, with "
+        f"{nothing} on {hardware.name}: the least that is needed is {nearest.need}, with "
         f"{as_arguments(nearest.changes)}",
         f"set {', or '.join(ways)}" if ways else smaller,
     )

@@ -238,8 +238,8 @@ def estimate(
     if plan.origin == "formulas" and config is None and not model_configs.known_model(recipe.model):
         # Formulas take any config; what Transformers can make no model of will not train.
         store.config_of(recipe)
-    # Other settings may choose other micro-batches and recompute other layers.
-    again = {"batch.micro_batch_size": asked.batch.micro_batch_size}
+    # Other settings may choose other micro-batches and strategies, and recompute other layers.
+    again = {"batch.micro_batch_size": asked.batch.micro_batch_size, "strategy": asked.strategy}
     changeable = recipe.with_values(again | {"activation_checkpointing": asked.activation_checkpointing})
     suggestions = advise(changeable, hardware, plan, question.plan) if advice else []
     if advice and plan.fit.answer == "no" and all(each.kind == "option" for each in suggestions):
