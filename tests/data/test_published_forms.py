@@ -511,6 +511,10 @@ GENERAL: dict[str, Any] = {
     ),
     **{f"text that is {kind}": ({"text": json.dumps(value)}, change) for kind, (value, change) in WRITTEN.items()},
     **{f"text that Python prints, {kind}": ({"text": str(value)}, "as JSON") for kind, (value, _) in WRITTEN.items()},
+    "a row as text, behind a line break": (
+        {"text": f"\n{json.dumps({'messages': TALK})}"},
+        "write its `messages` as a",
+    ),
     "prompt and completion that Python prints": ({"prompt": str([ASK]), "completion": str([REPLY])}, "as JSON"),
     "messages that Python prints": ({"messages": str(TALK)}, "`messages` holds a conversation as Python prints it"),
     "an output that is messages": (

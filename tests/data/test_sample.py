@@ -273,11 +273,11 @@ def test_what_carries_loss_is_counted(
     rough = sampled(asked(tmp_path, tmp_path / "a.jsonl", **settings))
     assert rough and (rough.sample == "a sample of 3 rows" or "four characters a token" in rough.sample)
     messages, tools = row.get("messages", ()), row.get("tools")
-    if messages and not tools:
-        texts_ = sum(len(chatml_tokenizer()(each["content"])["input_ids"]) for each in messages)
-        assert figures.tokens == 3 * (texts_ + 5 * len(messages))
-    elif tools:
-        assert figures.tokens > 3 * (trained + 10 + len(tools))
+    if messages:
+        texts_ = [*(each["content"] for each in messages if each["content"]), *([json.dumps(tools)] if tools else [])]
+        calls = trained if tools else 0
+        counted = sum(len(chatml_tokenizer()(text)["input_ids"]) for text in texts_) + calls
+        assert figures.tokens == 3 * (counted + 5 * len(messages))
 
 
 def test_files_that_could_only_be_read_whole_are_left_to_the_run(
