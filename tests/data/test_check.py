@@ -34,7 +34,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["data=row.jsonl"], ["did you mean `rows.jsonl`"]),
         (["data=./elsewhere/*.jsonl"], ["no data files"]),
         (["data=[rows.jsonl,./other/b.jsonl]"], ["data.sources.1: ", "there is no folder `other`"]),
-        (["data.columns={prompt: promt}"], ["data.sources.0: ", "no column `promt`", "mine.yaml:4", "prompt"]),
+        (
+            ["data.columns={prompt: promt}"],
+            ["data.columns: ", "`rows.jsonl` has no column `promt`", "command line", "prompt"],
+        ),
         (["data.columns={prompt: completion, completion: prompts}"], ["no column `prompts`"]),
         (["data.format=alpaca"], ["no column `instruction`"]),
         (["data=[chats.jsonl]"], ["chats.jsonl:1", "content"]),

@@ -35,7 +35,8 @@ def data_problems(recipe: Recipe, origins: Mapping[str, str]) -> list[Problem]:
         try:
             _check(source, task)
         except UserError as error:
-            problems.setdefault(error.what, Problem(path, error.what, origin_of(path, origins), hint=error.change))
+            place = "data.columns" if "`data.columns`" in error.what and "data.columns" in origins else path
+            problems.setdefault(error.what, Problem(place, error.what, origin_of(place, origins), hint=error.change))
     return list(problems.values())
 
 

@@ -51,7 +51,7 @@ def typed(change: str) -> str:
     if "; write " in change:
         return "; ".join(map(typed, change.split("; ")))
     match = re.fullmatch(r"write (?P<key>[a-z_]\w*(\.[a-z_]\w*)*): (?P<text>.+)", change)
-    if not match or " or " in change or "${" in change:
+    if not match or " or " in change:
         return change
     value = yaml.safe_load(match["text"])
     return f"write {shlex.quote(match['key'] + '=' + (value if isinstance(value, str) else _typed(value)))}"

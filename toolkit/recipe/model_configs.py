@@ -179,6 +179,12 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
     return layers
 
 
+def width(config: Mapping[str, Any]) -> int | None:
+    """Numbers that the layers hand on for each token; None if not stated."""
+    text = text_config(config)
+    return next((text[key] for key in ("hidden_size", "d_model", "n_embd") if text.get(key)), None)
+
+
 def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
     text = text_config(config)

@@ -28,7 +28,7 @@ from toolkit.recipe.rules.training import (
     unknown_arguments,
     wrong_arguments,
 )
-from toolkit.recipe.rules.unusual import UNUSUAL_RULES
+from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import PRECISIONS, SCHEDULES, STRATEGIES, Section
 
@@ -150,6 +150,9 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),
+        "adapter_scale": f"{adapter_scale(recipe):.3g}",
+        "likely_alpha": 2 * recipe.method.r,
+        "width": model_configs.width(config),
         "num_layers": model_configs.num_layers(config) if config else None,
         "foreign_keys": ", ".join(f"strategy.{key}" for key in foreign),
         "owners": f", or set strategy.name={' or '.join(owners)}" if owners else "",

@@ -44,11 +44,27 @@ def _beyond(key: str, effect: str, instead: str) -> Rule:
     return Rule(key, lambda r, _: broken(r), why, f"set {key} lower{instead}", warns=True, own=True)
 
 
+def _outside(key: str, low: float, high: float, effect: str, usual: str) -> Rule:
+    """A figure that trains, and hardly what is meant."""
+    figure = attrgetter(key)
+
+    def broken(recipe: Recipe) -> bool:
+        return figure(recipe) is not None and not low <= figure(recipe) <= high
+
+    return Rule(key, lambda r, _: broken(r), effect, f"set {key}={usual}", warns=True)
+
+
+def adapter_scale(recipe: Recipe) -> float:
+    """What adapters are multiplied with before they are added to the base."""
+    method = recipe.method
+    return method.lora_alpha / (math.sqrt(method.r) if method.use_rslora else method.r)
+
+
 UNUSUAL_RULES = {
     "save-beyond": _beyond("checkpoint.save_steps", "no checkpoint is saved on the way", ", or remove it"),
     "save-epochs-beyond": _beyond("checkpoint.save_epochs", "no checkpoint is saved on the way", ", or remove it"),
     "evaluate-beyond": _beyond("evaluation.every_steps", "rows are evaluated only before and after", ", or remove it"),
-    "log-beyond": _beyond("logging.every_steps", "no step is logged", ""),
+    "log-beyond": _beyond("logging.every_steps", "only its last one is logged", ""),
     "compile-unfit": Rule(
         "compile",
         lambda r, c: r.compile == "layers" and bool(unfit(r, c)),
@@ -91,6 +107,24 @@ UNUSUAL_RULES = {
         "set method.loraplus_lr_ratio=16, or optimizer.learning_rate lower",
         warns=True,
     ),
+    "loraplus-low": _outside(
+        "method.loraplus_lr_ratio", 1, math.inf, "lets the second matrices learn slower than the first ones", "16"
+    ),
+    "dropout-high": _outside("method.lora_dropout", 0, 0.5, "drops more than half of what adapters read", "0.05"),
+    "adapter-scale": Rule(
+        "method.lora_alpha",
+        lambda r, _: r.method.name == "lora" and not 0.01 <= adapter_scale(r) <= 100,
+        "adapters are scaled by {adapter_scale}, as if they had that many times the learning rate",
+        "set method.lora_alpha={likely_alpha}",
+        warns=True,
+    ),
+    "rank-beyond": Rule(
+        "method.r",
+        lambda r, c: r.method.name == "lora" and r.method.r > (model_configs.width(c) or math.inf),
+        "adapters of a rank above {width}, the width of this model, say no more and are larger than its layers",
+        "set method.r=16, or method.name=full",
+        warns=True,
+    ),
     "checkpointing-beyond": Rule(
         "activation_checkpointing.every_n_layers",
         lambda r, c: r.activation_checkpointing.every_n_layers > (model_configs.num_layers(c) or math.inf),
@@ -103,6 +137,14 @@ UNUSUAL_RULES = {
         lambda r, _: "eps" in r.optimizer.traits.reads and r.optimizer.eps > 1e-3,
         "is larger than the gradients of most models, whose updates then shrink with them",
         "set optimizer.eps=1e-8, or one below 1e-3",
+        warns=True,
+    ),
+    "beta2-low": _outside("optimizer.beta2", 0.5, 1, "the mean of squared gradients forgets within two steps", "0.999"),
+    "clipping-low": Rule(
+        "optimizer.max_grad_norm",
+        lambda r, _: 0 < r.optimizer.max_grad_norm < 1e-3,
+        "gradients are clipped to almost nothing at every step",
+        "set optimizer.max_grad_norm=1, or 0 for no clipping",
         warns=True,
     ),
     "maximize": Rule(
