@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from pathlib import Path
 
@@ -54,17 +55,17 @@ def test_the_answer_to_a_multirun_trains_every_combination(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [
-        (["seq_len=range(128,512,128)"], {"128": "seq_len=128", "256": "seq_len=256", "384": "seq_len=384"}),
-        (["method=choice(lora,dora)"], {"lora": "method=lora", "dora": "method=dora"}),
+        (["seq_len=range(128,512,128)"], {"seq_len-128": "seq_len=128", "seq_len-256": "seq_len=256", "seq_len-384": "seq_len=384"}),
+        (["method=choice(lora,dora)"], {"method-lora": "method=lora", "method-dora": "method=dora"}),
         (
             ["data=data/a.jsonl,data/b.jsonl"],
-            {"data_a.jsonl": "data=data/a.jsonl", "data_b.jsonl": "data=data/b.jsonl"},
+            {"data-data_a.jsonl": "data=data/a.jsonl", "data-data_b.jsonl": "data=data/b.jsonl"},
         ),
         (
             ["method.target_modules=[q_proj],[k_proj,v_proj]"],
             {
-                "_q_proj_": "method.target_modules=[q_proj]",
-                "_k_proj_v_proj_": "method.target_modules=[k_proj,v_proj]",
+                "target_modules-_q_proj_": "method.target_modules=[q_proj]",
+                "target_modules-_k_proj_v_proj_": "method.target_modules=[k_proj,v_proj]",
             },
         ),
     ],
@@ -79,6 +80,8 @@ def test_a_sweep_of_hydra_becomes_a_loop_over_run_folders(
     (tmp_path / "toolkit").chmod(0o755)
     done = subprocess.run(["bash", "-c", f"PATH={tmp_path}:$PATH; {line}"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"launch recipe=mine {key} output.name={name}" for name, key in runs.items()]
+    for name, key in runs.items():
+        assert load("smollm2_135m_lora_demo", [key, f"output.name={name}"]).recipe.output.name == name
 
 
 @pytest.mark.parametrize("argument", ["seq_len=glob(*)", "learning_rate=interval(1e-5,1e-3)"])
@@ -134,6 +137,8 @@ def test_help_lists_every_key(command: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_each_key_has_its_values_default_and_meaning() -> None:
     lines = keys_text().splitlines()
+    after = [after for line, after in itertools.pairwise(lines) if line.endswith("e.g.")]
+    assert all(line.startswith("      ") for line in [*after, lines[-1]]), "cut before the example"
     for places in leaf_paths().values():
         for place in places:
             (at,) = [at for at, line in enumerate(lines) if line.startswith(f"  {place}: ")]

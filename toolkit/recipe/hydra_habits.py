@@ -78,6 +78,8 @@ def _loop(arguments: Sequence[str]) -> str:
         f"{key}=${variables[key]}" if _is_plain(values) else f'{key}="${variables[key]}"' for key, values in swept
     ]
     name = "-".join(_in_name(variables[key], values) for key, values in swept)
+    if len(swept) == 1:  # A number alone is no name.
+        name = f"{swept[0][0].rpartition('.')[2]}-{name}"
     line = " ".join([*loops, "toolkit launch", *kept, *changes, f'output.name="{name}"' + "; done" * len(loops)])
     sweeps = " ".join(f"--sweep {shlex.quote(key + '=' + ','.join(values))}" for key, values in swept)
     return f"plan each: `toolkit plan {' '.join([*kept, sweeps])}`; train each: `{line}`"

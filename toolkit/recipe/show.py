@@ -128,7 +128,7 @@ def keys_text() -> str:
     def add(fields: Mapping[str, dict[str, Any]], prefix: str) -> None:
         for key, field in fields.items():
             default = as_text(field["default"]) if "default" in field else "required"
-            first = re.split(r"(?<=[.]) ", _plain(field["description"]))[0]
+            first = re.split(r"(?<!e[.]g[.])(?<=[.]) ", _plain(field["description"]))[0]
             for text, indent in ((f"{prefix}{key}: {_values(field)} ({default})", 2), (first, 6)):
                 lines.append(textwrap.indent(textwrap.fill(text.replace("`", ""), 78 - indent), " " * indent))
 
