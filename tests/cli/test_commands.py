@@ -319,3 +319,19 @@ def test_options_that_are_keys_are_answered_with_what_to_write(capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "max_steps=VALUE" in said and "for per_device_train_batch_size: set batch.micro_batch_size" in said
     assert "for LoadIn4Bit: write method: {name: lora, quantization: nf4}" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        *(("--num_processes", "--gpus N"), ("--nproc-per-node", "--gpus N"), ("--num_machines", "--nodes N")),
+        *(("--node_rank", "--rank R"), ("--master_addr", "--head HOST"), ("--main_process_port", "--port P")),
+        ("--config_file", "`accelerate launch` takes one"),
+    ],
+)
+def test_options_of_other_launchers_are_answered_with_ours(
+    option: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "recipe=mine", option, "2"])
+    assert ours in capsys.readouterr().err

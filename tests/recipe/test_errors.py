@@ -264,6 +264,7 @@ def test_wrong_override(override: str, words: list[str]) -> None:
         ("optimizer.learning_rate='2e-4'", "write optimizer.learning_rate=2e-4"),
         *((("seed=007", "write seed=7"), ("tf32=yes", "write tf32=true"))),
         *((("checkpoint.resume=true", "write checkpoint.resume=auto"), ("data.eval_split=0", "nothing is held out"))),
+        ("deepspeed=ds.json", "set strategy.name: zero1, zero2 or zero3"),
         ("logging.trackers=none", "write 'logging.trackers=[]'"),
         ("model.dtype=bfloat16", "write model.dtype=bf16"),
         ("evaluation.prompts='Hello, world'", "write ['Hello, world']"),

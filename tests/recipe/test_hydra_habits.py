@@ -55,7 +55,10 @@ def test_the_answer_to_a_multirun_trains_every_combination(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [
-        (["seq_len=range(128,512,128)"], {"seq_len-128": "seq_len=128", "seq_len-256": "seq_len=256", "seq_len-384": "seq_len=384"}),
+        (
+            ["seq_len=range(128,512,128)"],
+            {"seq_len-128": "seq_len=128", "seq_len-256": "seq_len=256", "seq_len-384": "seq_len=384"},
+        ),
         (["method=choice(lora,dora)"], {"method-lora": "method=lora", "method-dora": "method=dora"}),
         (
             ["data=data/a.jsonl,data/b.jsonl"],

@@ -256,7 +256,8 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
     try:
         return kind.from_pretrained(**arguments)
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        close = [name for name in model_configs.nearest(path) if name != path][:3] if key == "model.path" else []
+        misspelt = key == "model.path" and not model_configs.known_model(recipe.model)
+        close = model_configs.nearest(path) if misspelt else []
         change = f"did you mean {' or '.join(close)}? " if close else ""
         what = "tokenizer.json" if key == "model.tokenizer" else "config.json and *.safetensors, or a GGUF file"
         change += f"Set {key} to a hub id, or a folder with {what}"

@@ -187,7 +187,16 @@ BY_VALUE: dict[str, dict[str, str]] = {
 """Keys whose values have other names in a recipe. Of values that are not listed only the places are told; `false` that
 is not listed is what a recipe does without the key."""
 
+_ENGINE = "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param"
 _LAUNCH = "remove it: processes are the launcher's, and strategy.name says what is sharded over them"
+_OPTION = "remove it: `toolkit launch` takes {}, and so do other launchers by names of their own"
+_OPTIONS = {
+    "--gpus N": ("num_processes", "nproc_per_node", "num_gpus", "n_gpu"),
+    "--nodes N": ("num_machines", "nnodes", "num_nodes"),
+    "--rank R": ("machine_rank", "node_rank"),
+    "--head HOST": ("main_process_ip", "master_addr"),
+    "--port P": ("main_process_port", "master_port"),
+}
 _UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
 _LAST = "remove it: the last model is kept, and evaluations are in the report"
 _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
@@ -195,7 +204,9 @@ ADVICE = {
     **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
     **dict.fromkeys(("max_prompt_length", "max_completion_length", "reward_funcs"), _NO_PREFERENCES),
     **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), _LAUNCH),
-    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map", "num_processes"), _LAUNCH),
+    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
+    **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
+    "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _LAST),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _EVALUATION),
@@ -220,7 +231,7 @@ ADVICE = {
     "cosine_min_lr_ratio": "set schedule: {{name: cosine_with_min_lr, args: {{min_lr_rate: {given}}}}}",
     "noisy_embedding_alpha": "set extra: {{training_arguments: {{neftune_noise_alpha: {given}}}}}",
     "gradient_accumulation_steps": "set batch.global_batch_size = micro-batch x {given} x number of processes",
-    "deepspeed": "set strategy.name: zero1, zero2 or zero3, with its offload_optimizer and offload_param",
+    "deepspeed": _ENGINE,
     "fsdp": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
     "fsdp_config": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
     "early_stopping_patience": "remove it: there is no early stopping",
@@ -270,9 +281,11 @@ HABITS: dict[str, dict[str, str]] = {
     "method": {"peft": "method.name: lora", "sft": "method.name: full", "none": "method.name: full"},
     "precision": _PRECISIONS,
     "objective": _OBJECTIVES,
+    "extra.deepspeed": {"*": f"{_ENGINE}; here stand only settings that a recipe has no key for"},
     "data.eval_split": {"#": "data: {{eval_split: 0.05, eval_max_samples: {given}}}"},
 }
-"""A key or section of ours to values that other tools have for it; `#` stands for whole numbers above 0."""
+"""A key or section of ours to values that other tools have for it; `#` stands for whole numbers above 0, `*`
+for any other text."""
 
 TYPES = {"chat_template": "messages", "completion": "text", "input_output": "segments"}
 TRUTH = {"on": "true", "yes": "true", "off": "false", "no": "false"}

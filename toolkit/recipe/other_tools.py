@@ -78,6 +78,7 @@ def habit(place: str, given: Any) -> str:
     answers = HABITS.get(place, {})
     is_count = isinstance(given, int) and not isinstance(given, bool) and given > 0
     answer = _of(answers, given) or (answers.get("#", "").format(given=given) if is_count else "")
+    answer = answer or (answers.get("*", "") if isinstance(given, str) else "")
     value = "" if answer else _of(VALUES.get(place, {}), given)
     return value if " " in value else f"write {place}: {value}" if value else _said(answer)
 
