@@ -60,7 +60,8 @@ _GOOD = ("true", "yes", "y", "good", "right", "correct", "desirable", "chosen", 
 
 def verdict(value: Any) -> bool | None:
     """What a value says of its row, if that is yes or no."""
-    word = str(value).strip().lower() if isinstance(value, str | int | float) else ""
+    # Of a long text the beginning is enough to see that it is none.
+    word = str(value)[:20].strip().lower() if isinstance(value, str | int | float) else ""
     return True if word in (*_GOOD, "1", "1.0") else False if word in (*_BAD, "0", "0.0", "-1", "-1.0") else None
 
 

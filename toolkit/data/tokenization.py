@@ -90,7 +90,9 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
             used = row_format.used_columns()
             while batch := list(itertools.islice(rows, 1000)):
                 for name, value in (item for _, raw in batch for item in raw.items() if item[0] not in used):
-                    unused.setdefault(name, Counter()).update([verdict(value)] if value not in EMPTY else ())
+                    said = unused.setdefault(name, Counter())
+                    if value not in EMPTY:
+                        said[verdict(value)] += 1
                 for _, raw in batch if absent else ():
                     present = set(names_in(raw))
                     absent = {name for name in absent if not {name, name.rpartition(".")[2]} & present}
