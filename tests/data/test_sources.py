@@ -278,6 +278,18 @@ def test_hub_reader_on_a_folder_in_hub_layout(tmp_path: Path, monkeypatch: pytes
         list(sources._Hub(Source(path=str(tmp_path / "d"), split="dev"), streaming).rows())
 
 
+def test_the_subset_that_is_named_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    subsets = "".join(f"- {{config_name: {name}, data_files: {name}.jsonl}}\n" for name in ("one", "two"))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n", encoding="utf-8")
+    for name, rows in (("one", ROWS[:1]), ("two", ROWS)):
+        write_jsonl(tmp_path / "d" / f"{name}.jsonl", rows)
+    one, two = (sources._Hub(Source(path=str(tmp_path / "d"), name=name), True) for name in ("one", "two"))
+    assert [[row for _, row in each.rows()] for each in (one, two)] == [ROWS[:1], ROWS]
+    assert one.fingerprint() != two.fingerprint()
+
+
 NAMES = {
     "train": "train training",
     "validation": "validation valid val dev eval evaluation",
