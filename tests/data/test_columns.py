@@ -144,6 +144,17 @@ def test_what_may_stand_beside_good_answers_alone_is_refused_beside_a_bad_one(co
         assert not refusal("messages", {column: value}), value
 
 
+def test_rejected_is_a_judgement_where_it_says_yes_or_no_and_else_the_worse_answer() -> None:
+    for name in FORMATS:
+        assert "whether the answer is good" in refusal(name, {"rejected": True})
+        assert not refusal(name, {"rejected": False}) and not refusal(name, {"rejected": "no"})
+    names = {"instruction", "output", "rejected"}
+    refuse_other_forms({"output": "b", "Rejected": False}, {"output", "Rejected"}, [], "d")
+    for answer in ("no", "c", ["c"]):
+        with pytest.raises(UserError, match="preference pairs"):
+            refuse_other_forms({"instruction": "a", "output": "b", "rejected": answer}, names, [], "d")
+
+
 def test_the_number_of_the_right_choice_is_no_judgement() -> None:
     assert "whether the answer is good" in refusal("messages", {"correct": "False"})
     assert not refusal("messages", {"correct": 0}) and not refusal("messages", {"correct": "B"})

@@ -65,10 +65,6 @@ def verdict(value: Any) -> bool | None:
     return True if word in (*_GOOD, "1", "1.0") else False if word in (*_BAD, "0", "0.0", "-1", "-1.0") else None
 
 
-def _is_verdict(value: Any) -> bool:
-    return verdict(value) is not None
-
-
 def _says_no(value: Any) -> bool:
     return str(value).strip().lower() in _BAD
 
@@ -87,14 +83,15 @@ def _number(value: Any) -> float:
 
 def _are_verdicts(value: Any) -> bool:
     steps = parsed(value)
-    return isinstance(steps, list) and all(_is_verdict(step) for step in steps)
+    return isinstance(steps, list) and all(verdict(step) is not None for step in steps)
 
 
 JUDGED: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("label", "kto_tag"), _is_verdict),
+    **dict.fromkeys(("label", "kto_tag"), lambda value: verdict(value) is not None),
     **dict.fromkeys(("desirable", "is_desirable", "is_correct", "is_good", "keep", "correctness"), _is_bad),
     **dict.fromkeys(("reward", "score", "rating", "feedback", "preferred", "accepted", "thumbs_up"), _is_bad),
     "correct": _says_no,  # 0 may be the number of a choice.
+    "rejected": lambda value: value is True,  # Else it is the worse answer.
 }
 """Columns, and fields of messages, that judge an answer, and which of their values do. What stands only beside good
 answers harms none, so most are refused where they call one bad; those made for such training, whatever they say."""
@@ -248,7 +245,8 @@ def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable
     roots = {column.partition(".")[0].lower() for column in mapped}
     spelt = {name.lower(): name for name in names}
     for form in OTHER_FORMS:
-        if spelt.keys() >= set(form.columns) and not roots.intersection(form.known_by_mapping):
+        judges = any(isinstance(row.get(spelt.get(column, column)), bool) for column in form.columns)
+        if spelt.keys() >= set(form.columns) and not judges and not roots.intersection(form.known_by_mapping):
             raise UserError(f"data source `{source}` holds {form.what}", form.change(_AnyCase(row)))
 
 
