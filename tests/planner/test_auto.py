@@ -108,7 +108,9 @@ def test_by_default_the_micro_batch_fits_the_card() -> None:
 
 def test_reasons_name_what_does_not_fit_and_what_is_slower() -> None:
     _, chosen = resolve(recipe(**AUTO), find("h200x8"), Arithmetic(8))
-    assert re.match(r"zero1: ddp might not fit \(1\d\d\.\d of 139\.\d GiB of device memory\);", chosen["strategy.name"])
+    assert re.match(
+        r"zero1: ddp might not fit \(up to 1[4-9]\d\.\d of 139\.\d GiB of device memory\);", chosen["strategy.name"]
+    )
     assert "zero2 would be no faster" in chosen["strategy.name"]
     _, chosen = resolve(recipe(**AUTO), find("h200"), Arithmetic(8))
     assert chosen["strategy.offload_optimizer"] == "cpu: goes with strategy"
@@ -258,7 +260,8 @@ def test_more_device_memory_is_never_slower(name: str, only_shipped_traces: None
 def test_the_reason_says_what_recomputing_costs_and_why_it_must_be(only_shipped_traces: None) -> None:
     made = estimate(undecided("llama_3_1_8b_lora", 4096), "x", find("l40s"), advice=False)
     assert re.match(
-        r"full: 1\d% slower than recomputing nothing, which might not fit \(4\d\.\d of 44\.4 GiB of device memory\); "
+        r"full: 1\d% slower than recomputing nothing, which might not fit "
+        r"\(up to 4[4-9]\.\d of 44\.4 GiB of device memory\); "
         r"recomputing every second layer would take 1\.\d\d times as long",
         made.chosen["activation_checkpointing.mode"],
     )

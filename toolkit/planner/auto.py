@@ -145,7 +145,7 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
         if rival is None or (rival.fits, best.fits) == ("tight", "yes"):
             same_batch = [each for each in candidates if each.recipe.batch == best.recipe.batch]
             rival = rival or least(same_batch or candidates)
-            lacks = f"{'might' if rival.fits == 'tight' else 'would'} not fit ({rival.need})"
+            lacks = f"might not fit ({_most(rival)})" if rival.fits == "tight" else f"would not fit ({rival.need})"
             slower = best.seconds / rival.seconds - 1
             text = f"{slower:.0%} slower than {value}, which {lacks}" if slower > best.tie else f"{value} {lacks}"
             texts.append((0, text))
@@ -159,6 +159,13 @@ def _rivals(section: str, best: Candidate, explored: Sequence[Candidate]) -> lis
     if alike:
         texts.append((1, f"{' and '.join(alike)} would be no faster"))
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])][:3]
+
+
+def _most(each: Candidate) -> str:
+    """What a candidate needs at the upper end of its range, which is what does not fit of one that might."""
+    fit, total = each.plan.fit, each.plan.memory[0].total
+    needed = fit.needed * total.high / total.value
+    return f"up to {needed / 2**30:.1f} of {fit.available / 2**30:.1f} GiB of {fit.where}"
 
 
 def _nothing_fits(recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: Sequence[Candidate]) -> UserError:
