@@ -36,7 +36,8 @@ AXOLOTL = """
     adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm bf16 fp16 tf32 gradient_checkpointing flash_attention
     xformers_attention sdp_attention torch_compile evals_per_epoch saves_per_epoch eval_strategy save_strategy
     save_steps save_total_limit resume_from_checkpoint auto_resume_from_checkpoints early_stopping_patience
-    logging_steps wandb_project wandb_name use_wandb output_dir deepspeed fsdp fsdp_config seed
+    logging_steps wandb_project wandb_name use_wandb output_dir deepspeed fsdp fsdp_config seed special_tokens
+    pretraining_dataset use_mlflow use_tensorboard eval_max_new_tokens cut_cross_entropy
 """
 LLAMA_FACTORY = """
     model_name_or_path template flash_attn quantization_bit stage do_train do_eval finetuning_type lora_rank lora_alpha
@@ -44,6 +45,7 @@ LLAMA_FACTORY = """
     max_samples packing mask_history train_on_prompt overwrite_output_dir preprocessing_num_workers output_dir run_name
     logging_steps save_steps report_to per_device_train_batch_size per_device_eval_batch_size predict_with_generate
     gradient_accumulation_steps learning_rate num_train_epochs lr_scheduler_type warmup_ratio bf16 eval_steps
+    pissa_init disable_gradient_checkpointing enable_thinking freeze_trainable_layers galore_rank rope_scaling
 """
 TRANSFORMERS = """
     model_name_or_path model_revision tokenizer_name torch_dtype attn_implementation dataset_name train_file
@@ -51,6 +53,7 @@ TRANSFORMERS = """
     preprocessing_num_workers dataset_text_field dataset_num_proc assistant_only_loss completion_only_loss use_peft
     lora_task_type bnb_4bit_quant_type bnb_4bit_use_double_quant optim data_seed evaluation_strategy push_to_hub
     remove_unused_columns label_smoothing_factor generation_num_beams neftune_noise_alpha use_cache
+    validation_split_percentage val_max_target_length
 """
 
 
