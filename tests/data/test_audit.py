@@ -241,6 +241,8 @@ def test_more_than_half_without_answer_is_fatal(tmp_path: Path) -> None:
 
 def test_no_usable_row_is_fatal(tmp_path: Path) -> None:
     assert "no usable row" in refused(tmp_path, [{"text": " "}, {"text": ""}])
+    unanswered = refused(tmp_path, [{"messages": [{"role": "user", "content": "hi"}]}])
+    assert "no usable row" in unanswered and "end rows with the answer to learn, or check" in unanswered
     assert "no usable row" in refused(tmp_path, [chat_row("hi", "yo " * 99)], seq_len=16, over_long="drop")
 
 

@@ -195,6 +195,8 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     action = train.over_long.action
     check_settings = "check `data.columns`, `data.format` and `data.train_on`, or raise `batch.seq_len`"
     if not train.rows:
+        if untrained and not train.untrained_rows:
+            check_settings = f"end rows with the answer to learn, or {check_settings}"
         yield Problem(
             "fatal",
             f"no usable row: {untrained:,} rows have no trained token, {train.over_long.rows:,} are too long "
@@ -230,7 +232,7 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
             "for answers in a chat name the columns `instruction` and `output` with `data.columns`; to keep plain "
             "text, ask the trained model in plain text, too",
         )
-    elif audit.chat_template.given and not audit.chat_template.needed and audit.objective != "seq2seq":
+    elif audit.chat_template.given and train.rows and not audit.chat_template.needed and audit.objective != "seq2seq":
         yield Problem(
             "warning",
             "no row is a conversation, so model.chat_template is read by none and only saved beside the model",
