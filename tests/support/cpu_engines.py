@@ -26,6 +26,8 @@ def use_cpu_processes() -> None:
     from accelerate.state import DistributedType, PartialState
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    from toolkit.train import preflight
+
     compile_no_inference()
     prepare, place = PartialState._prepare_backend, PartialState.set_device
 
@@ -43,6 +45,7 @@ def use_cpu_processes() -> None:
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     CPU_Accelerator.is_fp16_supported = lambda self: True
     CPU_Accelerator.supported_dtypes = lambda self: [torch.float32, torch.float16, torch.bfloat16]
+    preflight.check_engine = lambda *of_a_cpu: None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,10 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     use_cpu_processes()
     from toolkit.planner.trace import fit
-    from toolkit.train import preflight
     from toolkit.train.main import main as train
 
-    fit.trace, preflight.check_engine = untraced, lambda *of_a_cpu: None
+    fit.trace = untraced
     return train(arguments)
 
 
