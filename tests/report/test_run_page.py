@@ -50,6 +50,12 @@ def test_speed_and_start_up_are_told_in_sentences(run: Path) -> None:
         assert sentence in text, sentence
 
 
+def test_all_steps_of_a_short_run_are_counted(run: Path) -> None:
+    write_metrics(run, step_line(1), step_line(2))
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "Half of the steps took at most" in text and "are not counted" not in text
+
+
 def test_data_and_machine_are_told_in_sentences_with_all_figures_behind_a_fold(run: Path) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     gpus = [{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}] * 2

@@ -65,7 +65,8 @@ def speed_sentences(record: Record) -> list[str]:
         parts = ", ".join(f"{STAGES.get(name, name)} {seconds:.1f} s" for name, seconds in stages.items())
         texts.append(f"The first step had ended {sum(stages.values()):.1f} s after the process was started: {parts}.")
     if speed:
-        texts.append(f"{step_times(speed)} (the first {WARM_UP_STEPS} steps are not counted).")
+        left_out = f" (the first {WARM_UP_STEPS} steps are not counted)" * (len(record.training) > WARM_UP_STEPS)
+        texts.append(f"{step_times(speed)}{left_out}.")
     if speed and speed.data_wait is not None:
         texts.append(f"Of that, {speed.data_wait:.1%} was waiting for batches.")
     if rates := token_rates(record):
