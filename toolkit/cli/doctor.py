@@ -27,7 +27,8 @@ OPTIONAL = ("flash-attn", "liger-kernel", "torchao", "kernels", "tensorboard", "
 # Only what changes how libraries behave; values are shown, so nothing that may hold a secret.
 ENVIRONMENT = (
     *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "TOOLKIT_CACHE", "CUDA_VISIBLE_DEVICES"),
-    *("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_ALLOC_CONF", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
+    *("CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME"),
     *("DS_ACCELERATOR", "WANDB_MODE"),
 )
 
