@@ -58,16 +58,16 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
         139.8 GiB of device memory)`.
 
     Raises:
-        UserError: If nothing fits, with the least that is needed and what to change (a recipe that leaves only its
-            micro-batch open gets the smallest); or if the devices cannot take the recipe at all.
+        UserError: If nothing fits, with the least that is needed and what to change (a recipe that names its strategy
+            gets what needs least); or if the devices cannot take the recipe at all.
     """
     explored = [
         dataclasses.replace(each, changes={**each.changes, **_values(each.recipe, recipe.undecided)})
         for each in explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
     ]
     best = fastest(explored)
-    if best is None and explored and recipe.knows_engine:
-        # The default must not stand between a user and the plan, which says what is missing and what to change.
+    if best is None and explored and recipe.strategy.name != "auto":
+        # Nothing more would make it fit, and the plan says what is missing and what to change.
         best = least(explored)
     if best is None:
         raise _nothing_fits(recipe, hardware, estimate, explored)
