@@ -18,6 +18,7 @@ from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import SHIPPED
 from toolkit.recipe import Recipe, list_recipes, load, model_configs, shipped_recipes
 from toolkit.recipe.rules import check
+from toolkit.recipe.sections import ActivationCheckpointing
 
 _METHODS: tuple[Mapping[str, Any], ...] = (
     {"name": "full"},
@@ -46,13 +47,21 @@ def settings() -> dict[str, Setting]:
         config = model_configs.config_of(recipe.model)
         assert config is not None, "the models of shipped recipes are bundled"
         for device in (_NEW, _OLD, _CPU) if recipe.model.path.startswith(_ON_CPU) else (_NEW, _OLD):
-            for variant in (recipe, *(variants if device != _OLD else ())):
+            for variant in (*_decided(recipe), *(variants if device != _OLD else ())):
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
                     decided = variant.with_values({"precision": precision})
                     for backend in _backends(decided, config, device):
                         each = setting_of(decided, config, device[0], backend, batch_layout(decided, 1))
                         found[each.key()] = each
     return found
+
+
+def _decided(recipe: Recipe) -> list[Recipe]:
+    """The recipe with all that `activation_checkpointing: auto` may come to."""
+    if recipe.activation_checkpointing.mode != "auto":
+        return [recipe]
+    modes = [ActivationCheckpointing(**mode) for mode in (*_MODES, *_MORE_MODES)]
+    return [each for mode in modes if not check(each := recipe.with_values({"activation_checkpointing": mode}))]
 
 
 def _backends(recipe: Recipe, config: Mapping[str, Any], device: tuple[str, str | None]) -> set[str]:

@@ -230,6 +230,7 @@ TYPICAL: dict[str, list[Any]] = {
     "data_seed": [0, 3407],
     "random_seed": [0, 3407],
     "activation_checkpointing.mode": ["full", "offload", "unsloth"],
+    "method.quantization": ["int4", "4bit", "8bit"],
     "stage": ["sft", "pt", "dpo", "kto", "rm", "ppo"],
     "adapter": ["lora", "qlora", "llama-adapter"],
     "finetuning_type": ["lora", "full", "freeze", "oft"],
@@ -248,6 +249,8 @@ SEQ2SEQ = ["objective=seq2seq", "model=blenderbot_400m", "seq_len=64"]
 CONTEXT = {
     "method": ["method=lora"],
     "method.double_quantization": ["method=qlora"],
+    "method.quantization": ["method=lora", "model=a/b"],
+    "precision: fp8": ["method=full"],
     "model.revision": ["model=qwen3_0_6b"],
     "evaluation.num_beams": [
         "evaluation.generation_metrics=true",

@@ -137,7 +137,7 @@ _PRECISIONS = {
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half", "16", "16-mixed"), "precision: fp16"),
     **dict.fromkeys(("fp32", "float32", "torch.float32", "no", "none", "32", "32-true"), "precision: fp32"),
     "bf16-true": "precision: pure_bf16",
-    "float8": "precision: fp8",
+    **dict.fromkeys(("fp8", "float8"), "precision: fp8"),
 }
 _OBJECTIVES = {
     "sft": "objective: sft",
@@ -275,6 +275,10 @@ _NO_EVALUATION = "set data.eval_split: null and evaluation.num_prompts: 0, and l
 HABITS: dict[str, dict[str, str]] = {
     "activation_checkpointing": _CHECKPOINTING,
     "activation_checkpointing.mode": _CHECKPOINTING,
+    "method.quantization": {
+        **dict.fromkeys(("int4", "4bit", "4", "fp4"), "method.quantization: nf4"),
+        **dict.fromkeys(("8bit", "8"), "method.quantization: int8"),
+    },
     "compile": {"true": "compile: layers", "none": "compile: 'off'", "inductor": "compile: layers"},
     "strategy": {
         **_STAGES,
