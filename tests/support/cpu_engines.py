@@ -42,7 +42,6 @@ def use_cpu_processes() -> None:
         place(self)
 
     PartialState._prepare_backend, PartialState.set_device = _prepare_backend, set_device
-    preflight.check_engine = lambda *of_a_cpu: None
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     CPU_Accelerator.is_fp16_supported = lambda self: True
     CPU_Accelerator.supported_dtypes = lambda self: [torch.float32, torch.float16, torch.bfloat16]
