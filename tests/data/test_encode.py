@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
+from toolkit.data.chat_spans import fixed_prompt, render
 from toolkit.data.encode import Encoded, Encoder, load_chat_template
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
@@ -715,3 +718,46 @@ def test_a_turn_is_trained_whole_where_the_prompt_is_written_otherwise() -> None
         row = Chat([USER, HELLO, MORE, FOUR])
         assert trained(encoder, row) == [f"ASSISTANT: {turn['content']}</s>" for turn in (HELLO, FOUR)]
     assert trained(encoder_for(turns), row) == [f"{turn['content']}</s>" for turn in (HELLO, FOUR)]
+
+
+PROMPTED = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "fixed"),
+    [
+        (PROMPTED + "Answer:{% endif %}", {}, "Answer:"),
+        (
+            PROMPTED + "{{ bos_token }}{% if calm %}Calm{% else %}Loud{% endif %}:{% endif %}",
+            {"calm": True},
+            "<s>Calm:",
+        ),
+        (PROMPTED + "{{ bos_token }}{% if calm %}Calm{% else %}Loud{% endif %}:{% endif %}", {}, "<s>Loud:"),
+        # What may depend on the conversation, or is not the end of the text without it.
+        (PROMPTED + "{{ messages[-1].role }}{% endif %}", {}, None),
+        ("{% set name = messages[0].role %}" + PROMPTED + "{{ name }}{% endif %}", {}, None),
+        (PROMPTED + "Answer{% else %}Done{% endif %}", {}, None),
+        (PROMPTED + "Answer{% endif %}.", {}, None),
+        (PROMPTED + "{{ raise_exception('no') }}{% endif %}", {}, None),
+        ("{% if add_generation_prompt %}Question{% endif %}" + PROMPTED + "Answer{% endif %}", {}, None),
+        (PROMPTED.replace("prompt %}", "prompt and messages %}") + "Answer{% endif %}", {}, None),
+    ],
+)
+def test_what_stands_before_every_answer_is_known_from_the_template(
+    template: str, settings: dict[str, Any], fixed: str | None
+) -> None:
+    assert fixed_prompt(tokenizer_with(template), None, settings) == fixed
+
+
+def test_what_stands_before_every_answer_is_what_released_templates_write() -> None:
+    known = 0
+    for template in [*(each.read_text("utf-8") for each in RELEASED), *(case[0] for case in CASES.values())]:
+        tokenizer = tokenizer_with(template)
+        for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+            fixed = fixed_prompt(tokenizer, None, settings)
+            known += fixed is not None
+            for history in ([USER], [SYSTEM, USER, HELLO, MORE]) if fixed is not None else ():
+                with suppress(jinja2.TemplateError):
+                    text = render(tokenizer, history, None, settings)
+                    assert render(tokenizer, history, None, settings, prompt=True) == text + (fixed or "")
+    assert known > 60

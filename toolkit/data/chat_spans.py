@@ -34,6 +34,7 @@ Settings = Mapping[str, Any] | None
 Span = tuple[int, int]
 
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
+_OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
 _MARKER = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
 
 
@@ -218,6 +219,32 @@ def render(
     """
     options = {**(settings or {}), "tokenize": False, "add_generation_prompt": prompt}
     return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
+
+
+def fixed_prompt(tokenizer: PreTrainedTokenizerBase, tools: Tools, settings: Settings) -> str | None:
+    """What the template writes before an answer, whatever the conversation is; None if that may depend on it."""
+    last = _prompt_template(tokenizer.get_chat_template(tools=tools))
+    return None if last is None else last.render({**tokenizer.special_tokens_map, **(settings or {})})
+
+
+@lru_cache(maxsize=16)
+def _prompt_template(source: str) -> jinja2.Template | None:
+    """The end of a template, if only that asks for `add_generation_prompt`, and reads nothing that another part of it
+    or the conversation gives; else None."""
+    environment = _compile_jinja_template(source).environment
+    tree = environment.parse(source)
+    last = tree.body[-1] if tree.body else None
+    if not (isinstance(last, nodes.If) and isinstance(last.test, nodes.Name) and not (last.elif_ or last.else_)):
+        return None
+    asks = [each for each in tree.find_all(nodes.Name) if each.name == "add_generation_prompt"]
+    if asks != [last.test] or any(last.find_all((nodes.Call, nodes.Filter, nodes.For, nodes.Assign))):
+        return None
+    written = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
+    part = nodes.Template(last.body, lineno=1)
+    part.set_environment(environment)
+    if find_undeclared_variables(part) & {*written, *_OF_CONVERSATIONS}:
+        return None
+    return environment.from_string(part)
 
 
 def render_accepted(

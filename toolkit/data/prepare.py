@@ -335,9 +335,6 @@ def _fingerprint(
     vocab_size: int | None,
     readers: list[Reader],
 ) -> str:
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    for state in ("truncation", "padding"):  # what the last call left behind
-        backend.pop(state, None)
     parts = {
         "version": CODE_VERSION,
         "data": recipe.data.model_dump(exclude={"num_proc", "num_workers", "sources", "eval_sources"}),
@@ -350,9 +347,18 @@ def _fingerprint(
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "stop": sorted(stop_token_ids),
-        "tokenizer": backend,
+        "tokenizer": _tokenizer_text(tokenizer),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.is_fast:
+        return json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    # What the last call left behind; the next one states its own.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer.backend_tokenizer.to_str()
 
 
 def _open(sources: list[Source], streaming: bool, max_samples: int | None = None) -> list[Reader]:
