@@ -33,8 +33,8 @@ Tools = list[Any] | None
 Settings = Mapping[str, Any] | None
 Span = tuple[int, int]
 
-# Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
 _OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
+# Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
 _MARKER = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
 
 
