@@ -16,7 +16,8 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
-from toolkit.data.chat_spans import fixed_prompt, render
+from toolkit.data import chat_spans
+from toolkit.data.chat_spans import ENOUGH, Conversation, fixed_prompt, render
 from toolkit.data.encode import Encoded, Encoder, load_chat_template
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
@@ -761,3 +762,51 @@ def test_what_stands_before_every_answer_is_what_released_templates_write() -> N
                     text = render(tokenizer, history, None, settings)
                     assert render(tokenizer, history, None, settings, prompt=True) == text + (fixed or "")
     assert known > 60
+
+
+def test_what_agreed_often_enough_goes_on_to_agree() -> None:
+    """From then on the marked text alone is rendered, where the syntax of a template shows that it cannot differ."""
+    trusted = 0
+    for template in [*(each.read_text("utf-8") for each in RELEASED), *(case[0] for case in CASES.values())]:
+        tokenizer = tokenizer_with(template)
+        chat_spans._AGREED.clear()
+        with suppress(jinja2.TemplateError, UserError):
+            for _ in range(ENOUGH):
+                Conversation(tokenizer, [USER, HELLO, MORE, FOUR], None)
+        trusted += chat_spans._AGREED[template] == ENOUGH
+        odd = {"role": "user", "content": "\U000ff0a0T0:0\U000ff0a1?"}
+        thinks = FOUR | {"reasoning_content": "Two and two."}
+        for messages, tools, settings in (
+            ([USER, HELLO, MORE, FOUR], None, None),
+            ([SYSTEM, USER, FOUR], None, {"enable_thinking": False}),
+            ([odd, HELLO], None, None),
+            ([USER, thinks], None, None),
+            ([USER | {"name": None}, HELLO], None, None),
+            ([USER, CALL, RESULT, FOUR], TOOLS, None),
+        ):
+            with suppress(jinja2.TemplateError, TypeError, UserError):
+                made = Conversation(tokenizer, messages, tools, settings)
+                assert made.text == render(tokenizer, made.messages, tools, settings)
+                agreed, chat_spans._AGREED[template] = chat_spans._AGREED[template], 0
+                assert Conversation(tokenizer, messages, tools, settings).turns == made.turns
+                chat_spans._AGREED[template] = agreed
+    assert trusted > 15
+    chat_spans._AGREED.clear()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set text %}{% for m in messages %} {{ m.content }}{% endfor %}{% endset %}{{ text | length }}",
+        "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}{{ all() | length }}",
+        "{% filter upper %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfilter %}",
+        "{% for m in messages recursive %}{{ m.content }}{% if loop.depth < 2 %}{{ loop(messages) | length }}"
+        "{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_could_see_the_markers_is_never_taken_to_agree(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    for count in range(ENOUGH + 2):
+        messages = [{"role": "user", "content": "a" * count}, HELLO]
+        assert Conversation(tokenizer, messages, None).text == render(tokenizer, messages, None, None)
+    assert not chat_spans._AGREED[template]

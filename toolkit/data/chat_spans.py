@@ -3,9 +3,10 @@
 A chat template is a program that turns messages into one text and keeps no account of what came from where. So markers
 are written into its syntax tree: at the start of every loop iteration (which message is being rendered?), after every
 loop, and around every ``{% generation %}`` block. The marked text is parsed back into character ranges, and must equal,
-byte for byte, what the tokenizer's own `apply_chat_template` renders without markers: it costs a second rendering. The
-usual alternative, to compare renderings of ever longer parts of the conversation, costs one for each turn and fails
-where a template writes the last turn otherwise; it serves only where the markers would change the text.
+byte for byte, what the tokenizer's own `apply_chat_template` renders without markers: a second rendering, until enough
+have agreed of a template that cannot tell. The usual alternative, to compare renderings of ever longer parts of the
+conversation, costs one for each turn and fails where a template writes the last turn otherwise; it serves only where
+the markers would change the text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
@@ -35,7 +37,13 @@ Span = tuple[int, int]
 
 _OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
-_MARKER = re.compile("\U000ff0a0([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
+_MARK = "\U000ff0a0"
+_MARKER = re.compile(_MARK + "([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
+ENOUGH = 64
+"""Conversations whose marked text has to be the tokenizer's own before that is taken to be so of others, where the
+syntax of the template shows that it cannot be otherwise."""
+_AGREED: Counter[str] = Counter()
+"""Of each such template, how many there were."""
 
 
 class Conversation:
@@ -61,18 +69,28 @@ class Conversation:
         self.assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         self.turns: dict[int, list[Span]] = {}
         self.generation: list[tuple[int, Span]] | None = None
+        self.messages = messages
+        source = tokenizer.get_chat_template(tools=tools)
+        trusted = _is_plain(messages, tools) and _writes_straight(source)
+        if trusted and _AGREED[source] >= ENOUGH and (marked := self._marked(source)):
+            self.text = _MARKER.sub("", marked)
+            self._locate(marked)
+            return
         self.text, self.messages = render_accepted(tokenizer, messages, tools, settings)
+        if (marked := self._marked(source)) and _MARKER.sub("", marked) == self.text:
+            self._locate(marked)
+            _AGREED[source] += trusted
+
+    def _marked(self, source: str) -> str:
+        """The text with markers in it; empty where the template refuses the conversation."""
         present = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         markers = _Markers(_alias_reasoning_fields(present))
-        arguments = {**tokenizer.special_tokens_map, "tools": tools, "documents": None, "add_generation_prompt": False}
-        arguments |= self.settings
+        arguments: dict[str, Any] = {**self.tokenizer.special_tokens_map, "tools": self.tools, "documents": None}
+        arguments |= {"add_generation_prompt": False, **self.settings}
         try:
-            template = _marked_template(tokenizer.get_chat_template(tools=tools))
-            marked = template.render(messages=markers.messages, **arguments, __markers__=markers)
+            return _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
         except (jinja2.TemplateError, TypeError):
-            return
-        if _MARKER.sub("", marked) == self.text:
-            self._locate(marked)
+            return ""
 
     def _locate(self, marked: str) -> None:
         """Turns the markers in a text into ranges. The innermost loop's message owns a character."""
@@ -298,13 +316,29 @@ class _Markers:
 
 
 def _marker(kind: str, loop: int = 0, index: int = 0) -> str:
-    return f"\U000ff0a0{kind}{loop}:{index}\U000ff0a1"
+    return f"{_MARK}{kind}{loop}:{index}\U000ff0a1"
 
 
 @lru_cache(maxsize=16)
 def _marked_template(source: str) -> jinja2.Template:
     environment = _compile_jinja_template(source).environment
     return environment.from_string(_AddMarkers(environment).visit(environment.parse(source)))
+
+
+def _is_plain(messages: list[Message], tools: Tools) -> bool:
+    """Whether Transformers hands a conversation to the template as it is, and nothing in it looks like a marker."""
+    values = [value for message in messages for value in message.values()]
+    return tools is None and all(type(value) is str and _MARK not in value for value in values)
+
+
+@lru_cache(maxsize=16)
+def _writes_straight(source: str) -> bool:
+    """Whether what a template's loops write becomes part of the text as it is: it is neither collected in a variable, a
+    macro or a block before, nor returned by a recursive loop, so no other part of the template sees the markers."""
+    tree = _compile_jinja_template(source).environment.parse(source)
+    collecting = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
+    nested = any(any(each.find_all((nodes.For, nodes.CallBlock))) for each in tree.find_all(collecting))
+    return not nested and not any(loop.recursive for loop in tree.find_all(nodes.For))
 
 
 class _AddMarkers(NodeTransformer):

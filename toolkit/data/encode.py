@@ -20,7 +20,17 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError
-from toolkit.data.chat_spans import Conversation, Message, Span, answer_of, fixed_prompt, render, render_accepted
+from toolkit.data.chat_spans import (
+    Conversation,
+    Message,
+    Settings,
+    Span,
+    Tools,
+    answer_of,
+    fixed_prompt,
+    render,
+    render_accepted,
+)
 from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
@@ -109,10 +119,13 @@ class Encoder:
         self.train_on = train_on
         self.vocab_size = vocab_size
         self.template_kwargs = dict(template_kwargs or {})
+        self._fixed_prompts: dict[tuple[str, str], str] = {}
         self.stop_token_ids = stop_token_ids | ({tokenizer.eos_token_id} - {None})
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         stops = sorted(self.stop_token_ids)
-        self._stop = f"(?:{_alternatives(tokenizer.convert_ids_to_tokens(stops))})"
+        stop = f"(?:{_alternatives(tokenizer.convert_ids_to_tokens(stops))})"
+        self._stop_before, self._stop_after = re.compile(rf"\s*{stop}\s*(?=\S)"), re.compile(rf"\s*{stop}")
+        self._stop_at_end = re.compile(rf"{stop}\Z")
         added = (token.content for token in tokenizer.added_tokens_decoder.values())
         self._header_ends = re.compile(f"{_alternatives(added)}|\n")
 
@@ -311,9 +324,8 @@ class Encoder:
         role = conversation.messages[i]["role"]
         try:
             if history and role == "assistant":
-                fixed = fixed_prompt(self.tokenizer, tools, settings)
-                if fixed is not None and fixed.lstrip():
-                    return fixed.lstrip()
+                if fixed := self._fixed_prompt(tools, settings):
+                    return fixed
                 plain = render(self.tokenizer, history, tools, settings)
                 prompted = render(self.tokenizer, history, tools, settings, prompt=True)
                 common = _common_length(plain, prompted)
@@ -327,13 +339,20 @@ class Encoder:
         start = probed.turns.get(i, [(0, 0)])[0][0]
         return probed.text[start : max(probed.text.rfind(_SENTINEL), start)].lstrip()
 
+    def _fixed_prompt(self, tools: Tools, settings: Settings) -> str:
+        """What stands before every answer, if the template shows that nothing else ever does."""
+        key = (self.tokenizer.get_chat_template(tools=tools), str(settings))
+        if key not in self._fixed_prompts:
+            self._fixed_prompts[key] = (fixed_prompt(self.tokenizer, tools, settings) or "").lstrip()
+        return self._fixed_prompts[key]
+
     def _trim(self, text: str, spans: list[Span], header: str) -> list[Span]:
         """Takes the header and what follows the stop token off a turn; adds a stop token written just after it."""
         if not spans:
             return []
         (start, first_end), end = spans[0], spans[-1][1]
         # Some templates write the stop token of a turn at the start of the next one.
-        if late := re.compile(rf"\s*{self._stop}\s*(?=\S)").match(text, start, first_end):
+        if late := self._stop_before.match(text, start, first_end):
             start = late.end()
         body = text[start:first_end].lstrip()
         skip = _common_length(header, body)
@@ -342,8 +361,8 @@ class Encoder:
             skip = self._last_header_end(body, skip)
         start = first_end - len(body) + skip if skip else start
         stripped = len(text[:end].rstrip())
-        after = re.compile(rf"\s*{self._stop}").match(text, end)
-        ends_with_stop = re.search(rf"{self._stop}\Z", text[start:stripped])
+        after = self._stop_after.match(text, end)
+        ends_with_stop = self._stop_at_end.search(text, start, stripped)
         end = after.end() if after and not ends_with_stop else max(stripped, start)
         edges = [start, *list(itertools.chain(*spans))[1:-1], end]
         return list(zip(edges[::2], edges[1::2], strict=True))
@@ -355,18 +374,15 @@ class Encoder:
     def _labels(self, ids: list[int], offsets: list[Span], spans: list[Span]) -> tuple[list[int], bool]:
         """Labels of the tokens that overlap one of `spans`, and whether one of those tokens begins before its span."""
         labels = [IGNORE] * len(ids)
-        merged = False
-        remaining = iter(spans)
-        start, end = next(remaining, (0, 0))
-        for position, (token, (left, right)) in enumerate(zip(ids, offsets, strict=False)):
-            while left >= end and end > 0:
-                start, end = next(remaining, (0, 0))
-            # Control tokens that swallow the whitespace after them (Phi-3) belong to the header.
-            if left >= end or right <= start or (left < start and token in self._added_ids):
-                continue
-            merged |= left < start
-            if position > 0:
-                labels[position] = token
+        merged, position = False, 0
+        for start, end in spans:
+            while position < len(ids) and offsets[position][0] < end:
+                token, (left, right) = ids[position], offsets[position]
+                # Control tokens that swallow the whitespace after them (Phi-3) belong to the header.
+                if right > start and not (left < start and token in self._added_ids):
+                    merged |= left < start
+                    labels[position] = token if position else IGNORE
+                position += 1
         return labels, merged
 
     def _without_eos(self, ids: list[int]) -> list[int]:
