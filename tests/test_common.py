@@ -17,6 +17,7 @@ from toolkit.common import (
     compact,
     duration,
     first_line,
+    quiet_libraries,
     start_logging,
     table,
     write_atomically,
@@ -116,3 +117,14 @@ def test_a_table_wraps_only_its_last_column_and_reads_no_markup() -> None:
     assert table([]).plain == ""
     summary = [("run folder", "runs/demo"), ("report", "runs/demo/report.html")]
     assert table(summary, indent=2).plain == "  run folder  runs/demo\n  report      runs/demo/report.html"
+
+
+def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:
+    """Its logger takes a level of its own then, after others were silenced."""
+    quiet_libraries()
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    said = {each: bool(logger.filter(logger.makeRecord("", each, "", 0, "", (), None))) for each in (30, 40)}
+    logger.setLevel(level)
+    assert said == {logging.WARNING: False, logging.ERROR: True}

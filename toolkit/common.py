@@ -216,10 +216,12 @@ def quiet_libraries() -> None:
     # PEFT looks for them among modules, and experts are parameters. What matches nothing at all is refused.
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
     for name in (
-        *("accelerate.big_modeling", "bitsandbytes", "DeepSpeed"),
-        *("torch.distributed.elastic", "torch.utils._pytree", "torchao"),
+        *("accelerate.big_modeling", "bitsandbytes", "torch.distributed.elastic"),
+        *("torch.utils._pytree", "torchao"),
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Sets its own level when it is imported.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler
     if not sys.stderr.isatty():

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
 from toolkit.data import chat_spans
-from toolkit.data.chat_spans import ENOUGH, Conversation, fixed_prompt, render
-from toolkit.data.encode import Encoded, Encoder, load_chat_template
+from toolkit.data.chat_spans import ENOUGH, Conversation, render
+from toolkit.data.chat_template import fixed_prompt, load_chat_template
+from toolkit.data.encode import Encoded, Encoder
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
 CHATML = load_chat_template("chatml")

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "train/arguments": "distributed/test_engines",
     "recipe/dotted": "recipe/test_compose",
     "recipe/spelling": "recipe/test_errors",
+    "data/chat_template": "data/test_encode",
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
     "recipe/other_names": "recipe/test_other_tools",

@@ -21,12 +21,12 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 
 from toolkit.common import UserError
+from toolkit.data.chat_template import variables, writes_straight
 from toolkit.data.columns import EMPTY
 from toolkit.data.messages import FOR_TEMPLATES
 
@@ -35,7 +35,6 @@ Tools = list[Any] | None
 Settings = Mapping[str, Any] | None
 Span = tuple[int, int]
 
-_OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
 _MARK = "\U000ff0a0"
 _MARKER = re.compile(_MARK + "([TEGg])([0-9]+):(-?[0-9]+)\U000ff0a1")
@@ -71,7 +70,7 @@ class Conversation:
         self.generation: list[tuple[int, Span]] | None = None
         self.messages = messages
         source = tokenizer.get_chat_template(tools=tools)
-        trusted = _is_plain(messages, tools) and _writes_straight(source)
+        trusted = _is_plain(messages, tools) and writes_straight(source)
         if trusted and _AGREED[source] >= ENOUGH and (marked := self._marked(source)):
             self.text = _MARKER.sub("", marked)
             self._locate(marked)
@@ -220,13 +219,6 @@ class Conversation:
             )
 
 
-@lru_cache(maxsize=16)
-def variables(template: str) -> frozenset[str]:
-    """What a chat template reads of what it is given."""
-    environment = _compile_jinja_template(template).environment
-    return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
-
-
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, settings: Settings, prompt: bool = False
 ) -> str:
@@ -237,32 +229,6 @@ def render(
     """
     options = {**(settings or {}), "tokenize": False, "add_generation_prompt": prompt}
     return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
-
-
-def fixed_prompt(tokenizer: PreTrainedTokenizerBase, tools: Tools, settings: Settings) -> str | None:
-    """What the template writes before an answer, whatever the conversation is; None if that may depend on it."""
-    last = _prompt_template(tokenizer.get_chat_template(tools=tools))
-    return None if last is None else last.render({**tokenizer.special_tokens_map, **(settings or {})})
-
-
-@lru_cache(maxsize=16)
-def _prompt_template(source: str) -> jinja2.Template | None:
-    """The end of a template, if only that asks for `add_generation_prompt`, and reads nothing that another part of it
-    or the conversation gives; else None."""
-    environment = _compile_jinja_template(source).environment
-    tree = environment.parse(source)
-    last = tree.body[-1] if tree.body else None
-    if not (isinstance(last, nodes.If) and isinstance(last.test, nodes.Name) and not (last.elif_ or last.else_)):
-        return None
-    asks = [each for each in tree.find_all(nodes.Name) if each.name == "add_generation_prompt"]
-    if asks != [last.test] or any(last.find_all((nodes.Call, nodes.Filter, nodes.For, nodes.Assign))):
-        return None
-    written = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
-    part = nodes.Template(last.body, lineno=1)
-    part.set_environment(environment)
-    if find_undeclared_variables(part) & {*written, *_OF_CONVERSATIONS}:
-        return None
-    return environment.from_string(part)
 
 
 def render_accepted(
@@ -329,16 +295,6 @@ def _is_plain(messages: list[Message], tools: Tools) -> bool:
     """Whether Transformers hands a conversation to the template as it is, and nothing in it looks like a marker."""
     values = [value for message in messages for value in message.values()]
     return tools is None and all(type(value) is str and _MARK not in value for value in values)
-
-
-@lru_cache(maxsize=16)
-def _writes_straight(source: str) -> bool:
-    """Whether what a template's loops write becomes part of the text as it is: it is neither collected in a variable, a
-    macro or a block before, nor returned by a recursive loop, so no other part of the template sees the markers."""
-    tree = _compile_jinja_template(source).environment.parse(source)
-    collecting = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
-    nested = any(any(each.find_all((nodes.For, nodes.CallBlock))) for each in tree.find_all(collecting))
-    return not nested and not any(loop.recursive for loop in tree.find_all(nodes.For))
 
 
 class _AddMarkers(NodeTransformer):

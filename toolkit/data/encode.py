@@ -12,12 +12,10 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError
 from toolkit.data.chat_spans import (
@@ -27,14 +25,13 @@ from toolkit.data.chat_spans import (
     Span,
     Tools,
     answer_of,
-    fixed_prompt,
     render,
     render_accepted,
 )
+from toolkit.data.chat_template import fixed_prompt
 from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
-_BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
 _SENTINEL = "(the answer)"
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What a template may raise for a conversation that it was not written for."""
@@ -57,26 +54,6 @@ class Encoded:
     labels: list[int]
     boundary_merged: bool = False
     prompt_lost: bool = False
-
-
-def load_chat_template(name_or_path: str) -> str:
-    """A built-in chat template by name, or the content of a Jinja file.
-
-    Raises:
-        UserError: If there is no such template, or it is not valid Jinja.
-    """
-    path = _BUILT_IN.get(name_or_path, Path(name_or_path))
-    known = f"Set model.chat_template to a built-in name ({', '.join(_BUILT_IN)}) or to a Jinja file."
-    if not path.is_file():
-        raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
-    try:
-        template = path.read_text(encoding="utf-8")
-        _compile_jinja_template(template)
-    except UnicodeDecodeError as error:
-        raise UserError(f"model.chat_template: {path} is not UTF-8 text.", known) from error
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"model.chat_template: {path}, line {error.lineno}: {error.message}", known) from error
-    return template
 
 
 def no_embedding(holder: str, tokenizer: Any, token: int, vocab_size: int) -> UserError:

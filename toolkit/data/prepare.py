@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.common import UserError, build_once, cache_dir, write_json
 from toolkit.data import audit as auditing
-from toolkit.data.chat_spans import variables
+from toolkit.data.chat_template import variables
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use

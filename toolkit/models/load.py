@@ -31,7 +31,8 @@ from transformers.utils import cached_file
 
 from toolkit.common import UserError, first_line
 from toolkit.data import hub
-from toolkit.data.encode import load_chat_template, no_embedding
+from toolkit.data.chat_template import load_chat_template
+from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config

@@ -1,0 +1,87 @@
+"""Chat templates: where they are, and what one shows by its syntax tree, of every conversation at once.
+
+That is what it reads, what it writes before every answer, and whether it could see marks in what its loops write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from toolkit.common import UserError
+
+_BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
+_OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
+
+
+def load_chat_template(name_or_path: str) -> str:
+    """A built-in chat template by name, or the content of a Jinja file.
+
+    Raises:
+        UserError: If there is no such template, or it is not valid Jinja.
+    """
+    path = _BUILT_IN.get(name_or_path, Path(name_or_path))
+    known = f"Set model.chat_template to a built-in name ({', '.join(_BUILT_IN)}) or to a Jinja file."
+    if not path.is_file():
+        raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
+    try:
+        template = path.read_text(encoding="utf-8")
+        _compile_jinja_template(template)
+    except UnicodeDecodeError as error:
+        raise UserError(f"model.chat_template: {path} is not UTF-8 text.", known) from error
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"model.chat_template: {path}, line {error.lineno}: {error.message}", known) from error
+    return template
+
+
+@lru_cache(maxsize=16)
+def variables(template: str) -> frozenset[str]:
+    """What a chat template reads of what it is given."""
+    environment = _compile_jinja_template(template).environment
+    return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
+
+
+def fixed_prompt(
+    tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, settings: Mapping[str, Any] | None
+) -> str | None:
+    """What the template writes before an answer, whatever the conversation is; None if that may depend on it."""
+    last = _prompt_template(tokenizer.get_chat_template(tools=tools))
+    return None if last is None else last.render({**tokenizer.special_tokens_map, **(settings or {})})
+
+
+@lru_cache(maxsize=16)
+def _prompt_template(source: str) -> jinja2.Template | None:
+    """The end of a template, if only that asks for `add_generation_prompt`, and reads nothing that another part of it
+    or the conversation gives; else None."""
+    environment = _compile_jinja_template(source).environment
+    tree = environment.parse(source)
+    last = tree.body[-1] if tree.body else None
+    if not (isinstance(last, nodes.If) and isinstance(last.test, nodes.Name) and not (last.elif_ or last.else_)):
+        return None
+    asks = [each for each in tree.find_all(nodes.Name) if each.name == "add_generation_prompt"]
+    if asks != [last.test] or any(last.find_all((nodes.Call, nodes.Filter, nodes.For, nodes.Assign))):
+        return None
+    written = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
+    part = nodes.Template(last.body, lineno=1)
+    part.set_environment(environment)
+    if find_undeclared_variables(part) & {*written, *_OF_CONVERSATIONS}:
+        return None
+    return environment.from_string(part)
+
+
+@lru_cache(maxsize=16)
+def writes_straight(source: str) -> bool:
+    """Whether what a template's loops write becomes part of the text as it is: it is neither collected in a variable, a
+    macro or a block before, nor returned by a recursive loop, so no other part of the template sees the markers."""
+    tree = _compile_jinja_template(source).environment.parse(source)
+    collecting = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
+    nested = any(any(each.find_all((nodes.For, nodes.CallBlock))) for each in tree.find_all(collecting))
+    return not nested and not any(loop.recursive for loop in tree.find_all(nodes.For))
