@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from recipes import recipe_of
-from toolkit.data import encode
+from toolkit.data import chat_template
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import CHAT_TEMPLATES
 from toolkit.recipe.sections import Batch, Optimizer
@@ -118,4 +118,4 @@ def test_texts_say_something_and_names_are_those_of_arguments(key: str, fitting:
 
 
 def test_built_in_chat_templates_are_those_that_there_are() -> None:
-    assert sorted(CHAT_TEMPLATES) == sorted(encode._BUILT_IN)
+    assert sorted(CHAT_TEMPLATES) == sorted(chat_template._BUILT_IN)
