@@ -43,7 +43,7 @@ LARGE = 10_000
 """From this many rows on, several processes tokenise, and a terminal shows their progress."""
 PACKED_TOGETHER = 10_000
 """Rows packed at once: enough that the last, part-filled sequence of each group does not matter."""
-PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)")
+PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
 """What stands for a picture, sound or film in a text of LLaMA-Factory, LLaVA, Llama and Qwen; no element of HTML."""
 ROWS_SCHEMA = pa.schema(
     [("row", pa.large_string()), ("where", pa.string()), ("source", pa.int32()), ("content", pa.int64())]
@@ -65,6 +65,12 @@ def open_rows(reader: Reader, task: Task) -> tuple[RowFormat, Iterator[RawRow]]:
     rows = reader.rows()
     head = list(itertools.islice(rows, FIRST_ROWS))
     return recognise([row for _, row in head], reader.source, task), itertools.chain(head, rows)
+
+
+def has_placeholder(text: str) -> bool:
+    """Whether a placeholder stands in a text with no end tag behind it, which an element of HTML has."""
+    last = {match[2]: match.start() for match in PLACEHOLDER.finditer(text)}
+    return any(start > text.rfind(f"</{name}>") for name, start in last.items())
 
 
 def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, list[SourceFigures]]:
@@ -98,7 +104,7 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                     absent = {name for name in absent if not {name, name.rpartition(".")[2]} & present}
                 converted = [(row_format.convert(raw, where), where) for where, raw in batch]
                 records = [_record(row, where, number) for row, where in converted if not is_empty(row, task)]
-                figures.placeholders += sum(bool(PLACEHOLDER.search(record["row"])) for record in records)
+                figures.placeholders += sum(has_placeholder(record["row"]) for record in records)
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=ROWS_SCHEMA))
                 figures.rows += len(batch)
                 figures.empty_rows += len(batch) - len(records)
