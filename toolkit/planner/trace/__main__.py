@@ -17,9 +17,12 @@ def main() -> int:
     quiet_libraries()
     with quick_imports():
         import toolkit.planner.trace.fit  # noqa: F401
-    # Collections would go through the libraries again and again, for a fifth of the time that a trace takes.
+    # Collections would go through the libraries and the models again and again, for a fifth of the time that a trace
+    # takes.
     gc.freeze()
+    gc.disable()
     for line in sys.stdin:
+        gc.collect()
         print(json.dumps(answer(json.loads(line))), flush=True)
     return 0
 

@@ -24,7 +24,7 @@ from trl.kernels import chunked_logprob
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import attention, experts, fp8, output_head, pair_head
 from toolkit.planner.trace.setting import Setting
-from toolkit.planner.trace.tracker import backward_flops, forward_flops
+from toolkit.planner.trace.tracker import STAND_INS, backward_flops, forward_flops
 
 _ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
 
@@ -42,7 +42,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 
 
 # TRL's selective checkpointing keeps the outputs of operations with `flash_attn` in their name.
-_LIBRARY = torch.library.Library("toolkit_tracing", "DEF")
+_LIBRARY = torch.library.Library(STAND_INS, "DEF")
 for _schema, _function in {
     "flash_attn(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)": _flash,
     "flash_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse) -> (Tensor, Tensor, Tensor)": (
@@ -56,7 +56,7 @@ for _schema, _function in {
 }.items():
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
-_OPS = torch.ops.toolkit_tracing
+_OPS = getattr(torch.ops, STAND_INS)
 flop_registry[_OPS.add_product_] = flop_registry[torch.ops.aten.addmm]
 
 

@@ -30,6 +30,8 @@ Sources: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, `inde
 `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h, which is true of every tensor while a dispatch mode is on.
 """
 _FORWARD_ONLY = ("toolkit_tracing::flash_attn", "toolkit_tracing::grouped_mm", "bitsandbytes::gemm_4bit")
+STAND_INS = "toolkit_tracing"
+"""Library of the operations that stand in for kernels; those that return nothing write into their arguments."""
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
 _WORK = ("matmul", "attention", "moved", "launches")
@@ -140,7 +142,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             # Two of three operations on fake tensors only ask where they are; this is how those answer, but quickly.
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-        out = func(*args, **(kwargs or {}))
+        out = _outcome(func, args, kwargs or {})
         if time.process_time() > self._deadline:
             raise TimeoutError("this model takes too many operations to be traced")
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
@@ -212,6 +214,17 @@ class Tracker(TorchDispatchMode):
             self.timeline.work[key] += value
             if repeats:
                 self.timeline.recomputed[key] += value
+
+
+def _outcome(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation returns; fake tensors take several times as long for those that they do not remember."""
+    if func is torch.ops.aten._unsafe_view.default:
+        return torch.ops.aten.view.default(*args)
+    if func is torch.ops.aten.mm.out:
+        return kwargs["out"]
+    if func.namespace == STAND_INS and not func._schema.returns:
+        return None
+    return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
