@@ -152,9 +152,9 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     places: list[str] = []
     call = Chunker.__call__
 
-    def noted(self: Chunker, row: Any, where: str) -> Any:
-        places.append(where)
-        return call(self, row, where)
+    def noted(self: Chunker, rows: Any) -> Any:
+        places.extend(where for _, where in rows)
+        return call(self, rows)
 
     monkeypatch.setattr(Chunker, "__call__", noted)
     return places

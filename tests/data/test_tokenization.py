@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 import pytest
 from data_fixtures import chatml_tokenizer, plain_tokenizer, write_jsonl
 from datasets import Dataset
@@ -39,6 +41,11 @@ def unpacked(packed: Dataset) -> list[tuple[list[int], list[int]]]:
             start += length
         assert start == len(row["input_ids"]) == len(row["labels"])
     return documents
+
+
+def chunks_of(chunker: Chunker, row: Row, where: str = "d:1") -> list[dict[str, Any]]:
+    (chunks,) = chunker([(row, where)])
+    return chunks
 
 
 def test_every_document_is_packed_once_and_whole() -> None:
@@ -78,7 +85,7 @@ def test_a_long_text_is_split_without_losing_tokens() -> None:
     encoder = Encoder(plain_tokenizer(), "auto", frozenset())
     text = Text("A text of some length.")
     ids = encoder(text).input_ids
-    chunks = Chunker(encoder, 10, "split")(text, "d:1")
+    chunks = chunks_of(Chunker(encoder, 10, "split"), text)
     assert [token for chunk in chunks for token in chunk["input_ids"]] == ids
     assert len(chunks) > 1 and all(len(chunk["input_ids"]) == 10 for chunk in chunks[:-1])
     assert all(chunk["labels"] == [IGNORE, *chunk["input_ids"][1:]] for chunk in chunks)
@@ -138,16 +145,16 @@ def test_chunks_say_what_they_are_of() -> None:
         (Segments([("fox", False), ("dog", True)]), "Segments"),
         (Tokens([5, 6, 2], [IGNORE, 6, 2]), "Tokens"),
     ):
-        (chunk,) = Chunker(encoder, 512, "error")(row, "d:1")
+        (chunk,) = chunks_of(Chunker(encoder, 512, "error"), row)
         encoded = encoder(row)
         assert chunk["kind"] == kind and chunk["input_ids"] == encoded.input_ids and chunk["labels"] == encoded.labels
         assert chunk["length"] == max(len(encoded.input_ids), len(encoded.labels))
         assert chunk["trained"] == sum(label != IGNORE for label in encoded.labels)
         assert chunk["stops"] == (kind != "Segments") and not chunk["merged"] and not chunk["prompt_lost"]
-    (merged,) = Chunker(encoder, 512, "error")(Completion("The quick br", "own fox"), "d:1")
+    (merged,) = chunks_of(Chunker(encoder, 512, "error"), Completion("The quick br", "own fox"))
     assert merged["merged"]
     tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
-    (lost,) = Chunker(encoder, 512, "error")(Chat([{"role": "system", "content": "S"}, ASKED, ANSWERED]), "d:1")
+    (lost,) = chunks_of(Chunker(encoder, 512, "error"), Chat([{"role": "system", "content": "S"}, ASKED, ANSWERED]))
     assert lost["prompt_lost"]
 
 
@@ -160,7 +167,7 @@ def test_only_texts_are_split_and_cut_rows_end_where_they_must(over_long: str) -
         Tokens([7] * 30, [IGNORE, *[7] * 29]),
     ):
         ids, labels = encoder(row).input_ids, encoder(row).labels
-        chunks = Chunker(encoder, 12, over_long)(row, "d:1")
+        chunks = chunks_of(Chunker(encoder, 12, over_long), row)
         cuts = [(0, len(ids))]
         if over_long == "truncate":
             cuts = [(0, 12)]
@@ -169,12 +176,14 @@ def test_only_texts_are_split_and_cut_rows_end_where_they_must(over_long: str) -
         assert [chunk["input_ids"] for chunk in chunks] == [ids[a:b] for a, b in cuts]
         assert [chunk["labels"] for chunk in chunks] == [[IGNORE, *labels[a + 1 : b]] for a, b in cuts]
         assert {chunk["length"] for chunk in chunks} == {len(ids)}
-        assert len(Chunker(encoder, len(ids), over_long)(row, "d:1")[0]["input_ids"]) == len(ids)
+        assert len(chunks_of(Chunker(encoder, len(ids), over_long), row)[0]["input_ids"]) == len(ids)
 
 
 def test_what_is_wrong_with_a_row_names_its_place() -> None:
-    with pytest.raises(UserError, match=r"d\.jsonl:7: The row has the token 9999") as caught:
-        Chunker(Encoder(plain_tokenizer(), "auto", frozenset({0})), 10, "error")(Tokens([9999], [IGNORE]), "d.jsonl:7")
+    with pytest.raises(UserError, match="d:7: The row has the token 9999") as caught:
+        chunks_of(
+            Chunker(Encoder(plain_tokenizer(), "auto", frozenset()), 10, "error"), Tokens([9999], [IGNORE]), "d:7"
+        )
     assert "model.tokenizer" in caught.value.change
 
 
@@ -221,7 +230,7 @@ def test_many_rows_are_tokenised_by_as_many_processes_as_may_run(
     count: int, asked: int | None, processes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 4}, raising=False)
-    rows = mock.MagicMock(column_names=["row"])
+    rows = mock.MagicMock(column_names=["row"], data=pa.table({"row": ["text"]}))
     rows.__len__.return_value = count
     tokenise(rows, Chunker(Encoder(plain_tokenizer(), "auto", frozenset()), 10, "error"), asked, Path("tokens.arrow"))
     assert rows.map.call_args.kwargs["num_proc"] == processes

@@ -28,12 +28,12 @@ from transformers.utils.chat_template_utils import _alias_reasoning_fields, _com
 from toolkit.common import UserError
 from toolkit.data.chat_template import variables, writes_straight
 from toolkit.data.columns import EMPTY
+from toolkit.data.labelling import Span
 from toolkit.data.messages import FOR_TEMPLATES
 
 Message = dict[str, Any]
 Tools = list[Any] | None
 Settings = Mapping[str, Any] | None
-Span = tuple[int, int]
 
 # Private-use characters; neither is whitespace, neither is one that transformers uses for its own markers.
 _MARK = "\U000ff0a0"
@@ -176,8 +176,8 @@ class Conversation:
         """Whether the template leaves out a system message, or writes it only where a user speaks last (Mistral's), or
         reads nothing of the tools or of a text in the settings."""
         given = {"tools": self.tools, **self.settings}
-        unread = given.keys() - variables(self.tokenizer.get_chat_template(tools=self.tools))
-        if any(isinstance(given[name], str | list | dict) and given[name] for name in unread):
+        texts = {name for name, value in given.items() if isinstance(value, str | list | dict) and value}
+        if texts and texts - variables(self.tokenizer.get_chat_template(tools=self.tools)):
             return True
         systems = [message["content"].split() for message in self.messages if message["role"] == "system"]
         return any(content and not any(word in self.text for word in content) for content in systems)
@@ -197,7 +197,9 @@ class Conversation:
             is_last = message["role"] == "assistant" and i == len(self.messages) - 1
             thoughts = message.get("reasoning_content", "") if is_last else ""
             contents = (("text", message.get("content") or ""), ("reasoning", thoughts))
-            for kind, parts in (*((kind, content.split()) for kind, content in contents), ("tool calls", calls)):
+            # Most stand in it as they are, which is quickly seen.
+            words = ((kind, content.split()) for kind, content in contents if content not in self.text)
+            for kind, parts in (*words, ("tool calls", calls)):
                 if parts and not any(part in self.text for part in parts):
                     raise UserError(
                         f"The chat template leaves out the {kind} of message {i}.",
@@ -258,27 +260,30 @@ def _with_json_arguments(message: Message) -> Message:
 
 
 class _Markers:
-    """Called by a marked template while it renders; recognises messages by identity."""
+    """Read by a marked template while it renders; recognises messages by identity.
+
+    Subscripts, because the sandbox that templates run in looks at every attribute and call from all sides.
+    """
 
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
         self._index = {id(message): index for index, message in enumerate(messages)}
         self._open: set[int] = set()
 
-    def turn(self, loop: int, *candidates: Any) -> str:
-        """Start of an iteration; loops that are not over messages leave no marker."""
+    def __getitem__(self, key: tuple[Any, ...] | int) -> str:
+        """The marker after a loop, by its number, or at the start of an iteration, by the number and what may be the
+        message; loops that are not over messages leave none."""
+        if isinstance(key, int):
+            if key not in self._open:
+                return ""
+            self._open.discard(key)
+            return _marker("E", key)
+        loop, *candidates = key
         index = next((self._index[id(c)] for c in candidates if id(c) in self._index), -1)
         if index < 0 and loop not in self._open:
             return ""
         self._open.add(loop)
         return _marker("T", loop, index)
-
-    def end(self, loop: int) -> str:
-        """After a loop."""
-        if loop not in self._open:
-            return ""
-        self._open.discard(loop)
-        return _marker("E", loop)
 
 
 def _marker(kind: str, loop: int = 0, index: int = 0) -> str:
@@ -310,8 +315,8 @@ class _AddMarkers(NodeTransformer):
         self.generic_visit(loop)
         if not candidates:
             return [loop]
-        loop.body.insert(0, self._output(f"__markers__.turn({number}, {candidates})"))
-        return [loop, self._output(f"__markers__.end({number})")]
+        loop.body.insert(0, self._output(f"__markers__[{number}, {candidates}]"))
+        return [loop, self._output(f"__markers__[{number}]")]
 
     def visit_CallBlock(self, block: nodes.CallBlock) -> nodes.CallBlock:
         self.generic_visit(block)

@@ -265,8 +265,8 @@ class _AnyCase(dict[str, Any]):
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
     """A column, or what lies inside one: `body.messages`. None where there is nothing."""
-    if column in row:
-        return row[column]
+    if column in row or "." not in column:
+        return row.get(column)
     value: Any = row
     for key in column.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -1,34 +1,34 @@
 """Turns a row into tokens and labels: which characters are trained, and which tokens those are.
 
-Characters are chosen on the rendered text (see `chat_spans`), tokens by the tokenizer's character offsets, so that any
-chat template and any fast tokenizer work. The alternatives ask more of the model: Transformers' assistant mask needs
-`{% generation %}` blocks, which few released templates have, and a search for the tokens of a header misses it where
-they merge with what stands before.
+Characters are chosen on the rendered text (see `chat_spans`), tokens by where they stand in it (see `labelling`), so
+that any chat template and any fast tokenizer work. The alternatives ask more of the model: Transformers' assistant mask
+needs `{% generation %}` blocks, which few released templates have, and a search for the tokens of a header misses it
+where they merge with what stands before.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers import PreTrainedTokenizerBase
 
 from toolkit.common import UserError
 from toolkit.data.chat_spans import (
     Conversation,
     Message,
     Settings,
-    Span,
     Tools,
     answer_of,
     render,
     render_accepted,
 )
 from toolkit.data.chat_template import fixed_prompt
+from toolkit.data.labelling import Labeller, Span
 from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
@@ -65,6 +65,23 @@ def no_embedding(holder: str, tokenizer: Any, token: int, vocab_size: int) -> Us
     )
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: What the chat template writes.
+        ranges: Characters of it that are trained, in order.
+        gaps: Characters within them that are not.
+        prompt_lost: As in `Encoded`.
+    """
+
+    text: str
+    ranges: list[Span]
+    gaps: list[Span]
+    prompt_lost: bool
+
+
 class Encoder:
     """Turns normalised rows into tokens and labels. Picklable.
 
@@ -98,7 +115,7 @@ class Encoder:
         self.template_kwargs = dict(template_kwargs or {})
         self._fixed_prompts: dict[tuple[str, str], str] = {}
         self.stop_token_ids = stop_token_ids | ({tokenizer.eos_token_id} - {None})
-        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._label = Labeller(tokenizer)
         stops = sorted(self.stop_token_ids)
         stop = f"(?:{_alternatives(tokenizer.convert_ids_to_tokens(stops))})"
         self._stop_before, self._stop_after = re.compile(rf"\s*{stop}\s*(?=\S)"), re.compile(rf"\s*{stop}")
@@ -106,20 +123,53 @@ class Encoder:
         added = (token.content for token in tokenizer.added_tokens_decoder.values())
         self._header_ends = re.compile(f"{_alternatives(added)}|\n")
 
-    def __call__(self, row: Row) -> Encoded:
+    def __call__(self, row: Row | Rendered) -> Encoded:
         """Tokens and labels of one row.
 
         Raises:
             UserError: If the row does not suit the tokenizer, its chat template or the model's vocabulary.
         """
-        encoders: dict[type[Row], Callable[[Any], Encoded]]
-        encoders = {Text: self._text, Completion: self._completion, Chat: self._chat, Pair: self._pair}
-        encoders |= {Segments: self._segments, Tokens: self._tokens}
-        encoded = encoders[type(row)](row)
+        match self.rendered(row):
+            case Rendered(text, ranges, gaps, prompt_lost):
+                encoded = Encoded(*self._label(text, ranges, gaps), prompt_lost)
+            case Text(text):
+                encoded = self._text(text)
+            case Completion() as row:
+                encoded = self._completion(row)
+            case Pair() as row:
+                encoded = self._pair(row)
+            case Segments(parts):
+                encoded = self._segments(parts)
+            case Tokens() as row:
+                encoded = self._tokens(row)
         largest = max(max(encoded.input_ids, default=0), max(encoded.labels, default=0))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise no_embedding("The row", self.tokenizer, largest, self.vocab_size)
         return encoded
+
+    def rendered(self, row: Row | Rendered) -> Row | Rendered:
+        """A conversation as text; any other row as it is.
+
+        Raises:
+            UserError: If there is no chat template, or it refuses the conversation or loses a part of it.
+        """
+        if not isinstance(row, Chat):
+            return row
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "The rows are conversations, but the tokenizer has no chat template.",
+                "Set model.chat_template to a built-in name (chatml) or a Jinja file, or use an instruction-tuned "
+                "model's tokenizer.",
+            )
+        try:
+            conversation = Conversation(self.tokenizer, self._messages(row), row.tools, self._settings(row))
+            ranges, gaps = self._trained_spans(conversation, row.messages)
+            conversation.refuse_lost_content()
+        except UserError:
+            raise
+        except _TEMPLATE_ERRORS as error:
+            raise _refused(error) from error
+        return Rendered(conversation.text, ranges, gaps, conversation.loses_of_prompt())
 
     def prompt_text(self, row: Row) -> tuple[str, str]:
         """What the model is asked for this row, and the reference answer.
@@ -162,15 +212,15 @@ class Encoder:
         ids = self.tokenizer(text, add_special_tokens=not isinstance(row, Chat | Segments))["input_ids"]
         return ids if isinstance(row, Pair) else self._without_eos(ids)
 
-    def _text(self, row: Text) -> Encoded:
-        ids = [*self._without_eos(self.tokenizer(row.text)["input_ids"]), self._eos()]
+    def _text(self, text: str) -> Encoded:
+        ids = [*self._without_eos(self.tokenizer(text)["input_ids"]), self._eos()]
         return Encoded(ids, [IGNORE, *ids[1:]])
 
     def _completion(self, row: Completion) -> Encoded:
         text, boundary = row.prompt + row.completion, len(row.prompt)
         encoding = self.tokenizer(text, return_offsets_mapping=True)
         ids = self._without_eos(encoding["input_ids"])
-        labels, merged = self._labels(ids, encoding["offset_mapping"], [(boundary, len(text))])
+        labels, merged = self._label.by_offsets(ids, encoding["offset_mapping"], [(boundary, len(text))])
         if self.train_on == "all":
             labels, merged = [IGNORE, *ids[1:]], False
         return Encoded([*ids, self._eos()], [*labels, self._eos() if ids else IGNORE], merged)
@@ -179,10 +229,10 @@ class Encoder:
         labels = self._without_eos(self.tokenizer(text_target=row.target)["input_ids"])
         return Encoded(self.tokenizer(row.source)["input_ids"], [*labels, self._eos()])
 
-    def _segments(self, row: Segments) -> Encoded:
+    def _segments(self, parts: list[tuple[str, bool]]) -> Encoded:
         ids: list[int] = []
         labels: list[int] = []
-        for text, trained in row.parts:
+        for text, trained in parts:
             tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += tokens
             labels += tokens if trained or self.train_on == "all" else [IGNORE] * len(tokens)
@@ -198,41 +248,6 @@ class Encoder:
         if self.train_on == "all":
             return Encoded(row.input_ids, [IGNORE, *row.input_ids[1:]])
         return Encoded(row.input_ids, row.labels)
-
-    def _chat(self, row: Chat) -> Encoded:
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                "The rows are conversations, but the tokenizer has no chat template.",
-                "Set model.chat_template to a built-in name (chatml) or a Jinja file, or use an instruction-tuned "
-                "model's tokenizer.",
-            )
-        try:
-            conversation = Conversation(self.tokenizer, self._messages(row), row.tools, self._settings(row))
-            spans, gaps = self._trained_spans(conversation, row.messages)
-            conversation.refuse_lost_content()
-        except UserError:
-            raise
-        except _TEMPLATE_ERRORS as error:
-            raise _refused(error) from error
-        ids, offsets = self._with_offsets(conversation.text)
-        labels, merged = self._labels(ids, offsets, spans)
-        for position, (left, right) in enumerate(offsets if gaps else ()):
-            if any(left < end and right > start for start, end in gaps):
-                labels[position] = IGNORE  # also a token that is trained in part
-        return Encoded(ids, labels, merged, conversation.loses_of_prompt())
-
-    def _with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        """Tokens of a text without special ones around it, and where each stands in it."""
-        if type(self.tokenizer)._encode_plus is not TokenizersBackend._encode_plus:
-            encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            return encoding["input_ids"], encoding["offset_mapping"]
-        # What the same call comes to, without the half as much time again that it spends in Python for each text.
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        encoded = backend.encode(text, add_special_tokens=False)
-        return encoded.ids, encoded.offsets
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""
@@ -347,20 +362,6 @@ class Encoder:
     def _last_header_end(self, text: str, limit: int) -> int:
         """Where the last whole control token or line within the first `limit` characters ends."""
         return max((match.end() for match in self._header_ends.finditer(text) if match.end() <= limit), default=0)
-
-    def _labels(self, ids: list[int], offsets: list[Span], spans: list[Span]) -> tuple[list[int], bool]:
-        """Labels of the tokens that overlap one of `spans`, and whether one of those tokens begins before its span."""
-        labels = [IGNORE] * len(ids)
-        merged, position = False, 0
-        for start, end in spans:
-            while position < len(ids) and offsets[position][0] < end:
-                token, (left, right) = ids[position], offsets[position]
-                # Control tokens that swallow the whitespace after them (Phi-3) belong to the header.
-                if right > start and not (left < start and token in self._added_ids):
-                    merged |= left < start
-                    labels[position] = token if position else IGNORE
-                position += 1
-        return labels, merged
 
     def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids

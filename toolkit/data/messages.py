@@ -23,6 +23,9 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """Role in data to the role in chat templates."""
+_CALLS = ("function_call", "tool_call")
+"""Roles whose text is a call."""
+_PLAIN = {"role", "content"}
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names of what the model thinks before it answers."""
 _INVERTED = ("masked", "ignore_loss")
@@ -92,7 +95,21 @@ def read_messages(
         raise UserError(f"{where}: `{column}` holds a conversation as Python prints it, which is no JSON", _AS_JSON)
     if not isinstance(messages, list):
         raise UserError(f"{where}: `{column}` is not a list of messages", 'write [{"role": "user", "content": …}, …]')
-    return [_message(message, f"{where}: `{column}[{n}]`", ignored, flags) for n, message in enumerate(messages)]
+    reads_all = not _PLAIN.isdisjoint((*ignored, *flags))
+    return [
+        {"role": ROLES[message["role"]], "content": message["content"]}
+        if _is_plain(message) and not reads_all
+        else _message(message, f"{where}: `{column}[{n}]`", ignored, flags)
+        for n, message in enumerate(messages)
+    ]
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message says nothing but who says what, as most do, and so needs no reading."""
+    if not isinstance(message, dict) or message.keys() != _PLAIN:
+        return False
+    role, content = message["role"], message["content"]
+    return type(role) is type(content) is str and role in ROLES and role not in _CALLS
 
 
 def _from_lists(fields: dict[str, Any], column: str, where: str) -> list[Message]:
@@ -200,7 +217,7 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     content = _Content(role, flag, where)
     content.add(given[0] if given else message.pop("content", ""))
     calls = message.pop("tool_calls", None)
-    if role in ("function_call", "tool_call"):
+    if role in _CALLS:
         calls, content.text = content.text, ""
     if (legacy := message.pop("function_call", None)) is not None:
         calls = [legacy]

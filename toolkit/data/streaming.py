@@ -148,7 +148,7 @@ class Stream:
         row, chunker = raw.format.convert(raw.content, raw.where), self.chunker
         if is_empty(row, self.task):
             return
-        for chunk in chunker(row, raw.where):
+        for chunk in chunker([(row, raw.where)])[0]:
             over_long = chunker.over_long if chunk["length"] > chunker.seq_len else None
             if over_long == "error" or (over_long == "split" and chunk["kind"] != "Text"):
                 raise UserError(

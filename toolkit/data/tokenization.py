@@ -13,11 +13,11 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
@@ -30,19 +30,22 @@ from tqdm import tqdm
 from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
-from toolkit.data.encode import Encoder
+from toolkit.data.encode import Encoded, Encoder
 from toolkit.data.formats import RowFormat, Task, recognise
 from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
 from toolkit.data.sources import Reader
 
+_Encoded = TypeVar("_Encoded")
 FIRST_ROWS = 100
 """By so many rows the format of a source is recognised."""
 LARGE = 10_000
 """From this many rows on, several processes tokenise, and a terminal shows their progress."""
 PACKED_TOGETHER = 10_000
 """Rows packed at once: enough that the last, part-filled sequence of each group does not matter."""
+_TOGETHER = 2**20
+"""Bytes of rows that are tokenised at once, up to 1,000 rows; as tokens they are some twenty times as large."""
 PLACEHOLDER = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>")
 """What stands for a picture, sound or film in a text of LLaMA-Factory, LLaVA, Llama and Qwen; no element of HTML."""
 ROWS_SCHEMA = pa.schema(
@@ -167,24 +170,30 @@ class Chunker:
     seq_len: int
     over_long: str
 
-    def __call__(self, row: Row, where: str) -> list[dict[str, Any]]:
-        """The columns of `TOKENS_FEATURES` (without `row`) for every chunk of one row.
+    def __call__(self, rows: Sequence[tuple[Row, str]]) -> list[list[dict[str, Any]]]:
+        """The columns of `TOKENS_FEATURES` (without `row`) for every chunk of each of some rows.
+
+        All are rendered before the first is tokenised, which takes a sixth less than in turns: either work has the
+        processor's caches for itself.
+
+        Args:
+            rows: Rows, and where they stand.
 
         Raises:
-            UserError: The row cannot be encoded; the message names `where`.
+            UserError: A row cannot be encoded; the message names where it stands.
         """
-        try:
-            encoded = self.encoder(row)
-        except UserError as error:
-            raise UserError(f"{where}: {error.what}", error.change) from error
+        rendered = [(type(row).__name__, _named(self.encoder.rendered, row, where), where) for row, where in rows]
+        return [self._chunks(kind, _named(self.encoder, row, where)) for kind, row, where in rendered]
+
+    def _chunks(self, kind: str, encoded: Encoded) -> list[dict[str, Any]]:
         ids, labels = encoded.input_ids, encoded.labels
         length = max(len(ids), len(labels))
-        whole = {"kind": type(row).__name__, "length": length, "merged": encoded.boundary_merged}
+        whole = {"kind": kind, "length": length, "merged": encoded.boundary_merged}
         whole["prompt_lost"] = encoded.prompt_lost
         starts, end = range(1), length
         if length > self.seq_len and self.over_long == "truncate":
             end = self.seq_len
-        elif length > self.seq_len and self.over_long == "split" and isinstance(row, Text):
+        elif length > self.seq_len and self.over_long == "split" and kind == "Text":
             starts, end = range(0, length, self.seq_len), self.seq_len
         chunks = []
         for start in starts:
@@ -195,6 +204,14 @@ class Chunker:
             stops = not self.encoder.stop_token_ids.isdisjoint(targets)
             chunks.append(chunk | whole | {"trained": len(targets), "stops": stops})
         return chunks
+
+
+def _named(encode: Callable[[Any], _Encoded], row: Any, where: str) -> _Encoded:
+    """A row through a step of the encoder, whose error names the row."""
+    try:
+        return encode(row)
+    except UserError as error:
+        raise UserError(f"{where}: {error.what}", error.change) from error
 
 
 def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) -> Dataset:
@@ -218,7 +235,7 @@ def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) 
         partial(_encode_batch, chunker),
         with_indices=True,
         batched=True,
-        batch_size=100,
+        batch_size=max(1, min(1000, _TOGETHER * len(rows.data) // max(rows.data.nbytes, 1))),
         remove_columns=rows.column_names,
         features=TOKENS_FEATURES,
         num_proc=num_proc if num_proc > 1 else None,
@@ -233,8 +250,8 @@ def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) 
 
 
 def _encode_batch(chunker: Chunker, batch: dict[str, list[Any]], positions: list[int]) -> dict[str, list[Any]]:
-    rows = zip(batch["row"], batch["where"], positions, strict=True)
-    chunks = [{"row": n, **chunk} for text, where, n in rows for chunk in chunker(from_json(text), where)]
+    each = chunker(list(zip(map(from_json, batch["row"]), batch["where"], strict=True)))
+    chunks = [{"row": n, **chunk} for n, chunks in zip(positions, each, strict=True) for chunk in chunks]
     return {name: [chunk[name] for chunk in chunks] for name in TOKENS_FEATURES}
 
 
