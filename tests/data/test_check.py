@@ -23,6 +23,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
     Path("chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": 5}]}) + "\n")
+    Path("silent.jsonl").write_text("".join(json.dumps(row | {"completion": " "}) + "\n" for row in GOOD))
     write("mine", "model: smollm2_135m_builtin\ndata:\n  sources:\n  - rows.jsonl\n  eval_split: 0.5\n")
     return tmp_path
 
@@ -41,6 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["data.columns={prompt: completion, completion: prompts}"], ["no column `prompts`"]),
         (["data.format=alpaca"], ["no column `instruction`"]),
         (["data=[chats.jsonl]"], ["chats.jsonl:1", "content"]),
+        (["data=[silent.jsonl]"], ["data.sources: ", "no row has anything to train on", "`data.train_on`"]),
         (["data.eval_split=validation"], ["data.eval_split: ", "command line", "no split `validation`"]),
         (["data.eval_sources=[held.jsonl]"], ["data.eval_sources.0: ", "does not exist"]),
         (["objective=language_modelling", "data.format=text"], ["no column `text`"]),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from toolkit.common import UserError
 from toolkit.data import readers, remote
-from toolkit.data.formats import Task, recognise
+from toolkit.data.formats import Task, is_empty, recognise
 from toolkit.data.sources import open_source
 from toolkit.recipe import Problem, Recipe, origin_of
 from toolkit.recipe.schema import Source
@@ -23,7 +23,8 @@ _WHOLE_BYTES = 20e6
 
 
 def data_problems(recipe: Recipe, origins: Mapping[str, str]) -> list[Problem]:
-    """Missing files and splits, columns that no format has or that `columns` misspells, rows of a wrong form.
+    """Missing files and splits, columns that no format has or that `columns` misspells, rows of a wrong form, small
+    files with nothing to train on.
 
     Args:
         origins: Where the recipe's values were written.
@@ -31,34 +32,47 @@ def data_problems(recipe: Recipe, origins: Mapping[str, str]) -> list[Problem]:
     # Whether the tokenizer has a template is not known without it; the run asks.
     task = Task(recipe.objective, recipe.data.train_on, has_chat_template=True)
     problems: dict[str, Problem] = {}
-    for path, source in _sources(recipe):
-        try:
-            _check(source, task)
-        except UserError as error:
-            place = "data.columns" if "`data.columns`" in error.what and "data.columns" in origins else path
-            problems.setdefault(error.what, Problem(place, error.what, origin_of(place, origins), hint=error.change))
+
+    def add(path: str, what: str, hint: str) -> None:
+        problems.setdefault(what, Problem(path, what, origin_of(path, origins), hint=hint))
+
+    for key, sources in (("data.sources", _training(recipe)), ("data.eval_sources", _held_out(recipe))):
+        is_silent = []
+        for path, source in sources:
+            try:
+                is_silent.append(_check(source, task))
+            except UserError as error:
+                is_silent.append(False)
+                named = "`data.columns`" in error.what and "data.columns" in origins
+                add("data.columns" if named else path, error.what, error.change)
+        if is_silent and all(is_silent):
+            add(key, "no row has anything to train on", "check the rows, `data.columns` and `data.train_on`")
     return list(problems.values())
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:
-    data = recipe.data
-    for number, source in enumerate(data.training_sources()):
+def _training(recipe: Recipe) -> Iterator[tuple[str, Source]]:
+    for number, source in enumerate(recipe.data.training_sources()):
         yield f"data.sources.{number}", source
-    held_out = data.evaluation_sources()
-    for number, source in enumerate(held_out):
+
+
+def _held_out(recipe: Recipe) -> Iterator[tuple[str, Source]]:
+    data = recipe.data
+    for number, source in enumerate(data.evaluation_sources()):
         yield (f"data.eval_sources.{number}" if number < len(data.eval_sources) else "data.eval_split"), source
 
 
-def _check(source: Source, task: Task) -> None:
+def _check(source: Source, task: Task) -> bool:
+    """Whether it was read whole, and no row of it has anything to train on."""
     if "://" in source.path:
-        return remote.require_known(source.path)
+        remote.require_known(source.path)
+        return False
     if source.path.startswith("builtin:"):
-        return
+        return False
     reader = open_source(source, streaming=True)
     files = reader.local_files()
     if not files or any(readers.kind(file) in _WHOLE and file.stat().st_size > _WHOLE_BYTES for file in files[:1]):
-        return
+        return False
     head = list(itertools.islice(reader.rows(), _ROWS))
     rows = recognise([row for _, row in head], source, task)
-    for where, row in head:
-        rows.convert(row, where)
+    is_silent = [is_empty(rows.convert(row, where), task) for where, row in head]
+    return all(is_silent) and len(head) < _ROWS

@@ -26,7 +26,7 @@ from toolkit.data.columns import (
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.proposal import are_texts, proposal
-from toolkit.data.rows import Chat, Completion, Pair, Row, Text
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
 
 _PLAIN = ("text", "segments", "tokens")
@@ -193,6 +193,27 @@ class RowFormat:
         if not isinstance(settings, dict | None):
             raise UserError(f"{where}: `chat_template_kwargs` is no object", 'write {"enable_thinking": false}')
         return Chat(messages, read_tools(row.get("tools") or row.get("functions"), where), settings)
+
+
+def is_empty(row: Row, task: Task) -> bool:
+    """Whether a row has no content that could be trained on."""
+    match row:
+        case Text(content) | Completion(_, content):
+            return not content.strip()
+        case Pair(source, target):
+            return not (source.strip() and target.strip())
+        case Segments(parts):
+            return not any(text and trained for text, trained in parts)
+        case Tokens(_, labels):
+            return all(label == IGNORE for label in labels)
+    if task.trains_prompts:
+        return not row.messages
+    roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
+    return not any(
+        message["content"] or message.get("tool_calls")
+        for message in row.messages
+        if message.get("train", message["role"] in roles)
+    )
 
 
 def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat:

@@ -22,9 +22,9 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from toolkit.common import UserError, in_background
-from toolkit.data.formats import RowFormat, Task
+from toolkit.data.formats import RowFormat, Task, is_empty
 from toolkit.data.sources import Reader
-from toolkit.data.tokenization import FEATURES, Chunker, is_empty, open_rows, pack
+from toolkit.data.tokenization import FEATURES, Chunker, open_rows, pack
 from toolkit.recipe import Recipe
 
 AUDITED_ROWS = 1000

@@ -31,10 +31,10 @@ from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoded, Encoder
-from toolkit.data.formats import RowFormat, Task, recognise
+from toolkit.data.formats import RowFormat, Task, is_empty, recognise
 from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, from_json, to_json
+from toolkit.data.rows import IGNORE, Chat, Row, from_json, to_json
 from toolkit.data.sources import Reader
 
 _Encoded = TypeVar("_Encoded")
@@ -134,27 +134,6 @@ def _record(row: Row, where: str, source: int) -> dict[str, Any]:
         ) from None
     content = int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
     return {"row": text, "where": where, "source": source, "content": content}
-
-
-def is_empty(row: Row, task: Task) -> bool:
-    """Whether a row has no content that could be trained on."""
-    match row:
-        case Text(content) | Completion(_, content):
-            return not content.strip()
-        case Pair(source, target):
-            return not (source.strip() and target.strip())
-        case Segments(parts):
-            return not any(text and trained for text, trained in parts)
-        case Tokens(_, labels):
-            return all(label == IGNORE for label in labels)
-    if task.trains_prompts:
-        return not row.messages
-    roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
-    return not any(
-        message["content"] or message.get("tool_calls")
-        for message in row.messages
-        if message.get("train", message["role"] in roles)
-    )
 
 
 @dataclass(frozen=True)
