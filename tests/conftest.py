@@ -13,6 +13,7 @@ from figures import pytest_terminal_summary  # noqa: F401
 from harness import leave_unmeasured, untraced
 from ranks import Ranks
 
+from toolkit import common
 from toolkit.models.imports import quick_imports
 from toolkit.planner.trace import store
 from toolkit.planner.trace.__main__ import answer
@@ -54,6 +55,13 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 def traced_here() -> None:
     """What a command would have another process trace, the tests' own traces, which has imported all that it takes."""
     store.ask = answer
+
+
+@pytest.fixture(autouse=True)
+def nothing_concealed() -> None:
+    """What one test took from the environment may stand in what the next one shows."""
+    common._CONCEALED.clear()
+    common._concealed_texts.cache_clear()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from toolkit.common import (
     bytes_text,
     check_disk,
     compact,
+    conceal,
+    concealed,
     duration,
     first_line,
     quiet_libraries,
@@ -128,3 +131,33 @@ def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:
     said = {each: bool(logger.filter(logger.makeRecord("", each, "", 0, "", (), None))) for each in (30, 40)}
     logger.setLevel(level)
     assert said == {logging.WARNING: False, logging.ERROR: True}
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "shown"),
+    [
+        ("hunter2hunter2", "xhunter2hunter2y", "x${X}y"),
+        ("a 'quoted' \\ word", repr("a 'quoted' \\ word"), '"${X}"'),
+        ("wrapped at spaces", "wrapped at\n     spaces", "${X}"),
+        ("./here/there", "in here/there/final", "in ${X}/final"),
+        ("llama", "llama, llama. llamas codellama", "${X}, ${X}. llamas codellama"),
+        ("20261123", "0.20261123 and 20261123", "0.20261123 and ${X}"),
+        ("yes", "yes", "yes"),
+    ],
+)
+def test_a_value_is_concealed_wherever_it_would_be_recognised(value: str, text: str, shown: str) -> None:
+    conceal(value, "${X}")
+    assert concealed(text) == shown
+    assert concealed({value: [text, 1, None]}) == {concealed(value): [shown, 1, None]}
+    assert str(UserError(text)) == shown
+
+
+def test_what_is_concealed_is_not_printed_by_anybody(capsys: pytest.CaptureFixture[str]) -> None:
+    start_logging(argparse.Namespace(quiet=False, verbose=False))
+    conceal("hunter2hunter2", "${X}")
+    print("out: hunter2hunter2")
+    sys.stderr.writelines(["err: hunter2", "hunter2\n"])
+    logging.getLogger("toolkit.train").warning("logged: %s", "hunter2hunter2")
+    shown = "".join(capsys.readouterr())
+    assert "hunter2" not in shown and shown.count("${X}") == 3
+    assert "".join(table([["hunter2hunter2"] * 2], columns=12).plain.split()) == "${X}${X}"

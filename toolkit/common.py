@@ -6,10 +6,12 @@ Nothing heavy is imported, so that `toolkit show` answers at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import threading
@@ -50,9 +52,74 @@ def printable(text: str) -> str:
     What could steer the terminal or hide something (control characters, marks that turn the direction of writing, half
     surrogates) becomes an escape, such as `\x1b`.
     """
+    text = concealed(text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+_CONCEALED: dict[str, str] = {}
+"""Values to what is shown in their place."""
+_LEAST, _LEAST_ANYWHERE = 4, 8
+
+
+def conceal(value: str, written: str) -> None:
+    """Has all that this process prints, and all that a run leaves, show `written` where it would show `value`.
+
+    Values of less than four characters stand in too many words to be looked for; those of less than eight are looked
+    for as whole words, and so are numbers, longer ones anywhere.
+    """
+    # Also as they are quoted, and as a path of theirs is written.
+    for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1], str(Path(value))):
+        if len(spelling) >= _LEAST and spelling not in _CONCEALED:
+            _CONCEALED[spelling] = written
+            _concealed_texts.cache_clear()
+
+
+@functools.cache
+def _concealed_texts() -> tuple[re.Pattern[str], list[str]]:
+    """What finds the values, the longest first, each as a group of its own; and what is shown in their place."""
+
+    def form(value: str) -> str:
+        # A line may have been wrapped at its spaces.
+        text = r"\s+".join(map(re.escape, re.split(r"\s+", value)))
+        is_word = len(value) < _LEAST_ANYWHERE or value.isdigit()
+        return rf"(?<!\w)(?<!\w\.){text}(?!\w|\.\w)" if is_word else text
+
+    values = sorted(_CONCEALED, key=len, reverse=True)
+    return re.compile("|".join(f"({form(value)})" for value in values)), [_CONCEALED[value] for value in values]
+
+
+def concealed(content: T) -> T:
+    """Content as it may be shown, see `conceal`; of nested content every text."""
+    result: Any = content
+    if not _CONCEALED:
+        return content
+    if isinstance(content, str):
+        pattern, written = _concealed_texts()
+        result = pattern.sub(lambda match: written[(match.lastindex or 0) - 1], content)
+    elif isinstance(content, dict):
+        result = {concealed(key): concealed(value) for key, value in content.items()}
+    elif isinstance(content, list | tuple):
+        result = [concealed(value) for value in content]
+    return result
+
+
+class _Shown:
+    """A stream of text to which everything goes `concealed`; all else is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(concealed(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def in_a_line(error: BaseException) -> str:
@@ -201,7 +268,8 @@ def table(
         grid.add_column(justify="right" if side == "r" else "left", no_wrap=not wraps, overflow="fold")
     grid.columns[0].min_width = first
     for row in rows:
-        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        # Before a value is wrapped, which would hide it from `concealed`.
+        grid.add_row(*(Text(concealed(cell)) if isinstance(cell, str) else cell for cell in row))
     console = Console(width=10_000 if columns is None else columns - indent)
     lines = []
     for parts in console.render_lines(grid, pad=False):
@@ -215,6 +283,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     # PEFT looks for them among modules, and experts are parameters. What matches nothing at all is refused.
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+    # An adapter's files name its base as the recipe does.
+    warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
     for name in (
         *("accelerate.big_modeling", "bitsandbytes", "torch.distributed.elastic"),
         *("torch.utils._pytree", "torchao"),
@@ -265,6 +335,10 @@ def start_logging(options: argparse.Namespace, first: bool = True) -> None:
         options: What `add_verbosity` has parsed.
         first: Whether this process talks to the user; of the others, only warnings and errors are shown.
     """
+    # What libraries print, and stack traces, pass through here too.
+    for name in ("stdout", "stderr"):
+        if not isinstance(stream := getattr(sys, name), _Shown):
+            setattr(sys, name, _Shown(stream))
     level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
     logger = logging.getLogger("toolkit")
     logger.handlers, logger.propagate = [_StandardError()], False
@@ -292,5 +366,5 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Writes a JSON file as `write_atomically` does."""
-    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    """Writes a JSON file as `write_atomically` does, without values of `conceal`."""
+    write_atomically(file, json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n")

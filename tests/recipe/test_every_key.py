@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 
 from recipes import write
+from toolkit.cli.main import main
 from toolkit.recipe import Problem, Recipe, RecipeError, load
 from toolkit.recipe.schema import Source, sections
 
@@ -128,6 +129,35 @@ def test_what_a_change_says_is_taken(mine: Path, value: str) -> None:
     # A number may be out of bounds all the same.
     again = wrong([*changes.values(), "seed=-1"])
     assert [path for path in changes if path in again and again[path].allowed == first[path].allowed] == []
+
+
+PUBLISHED = [
+    *("model.new_tokens", "method.target_modules", "method.target_parameters", "method.rank_pattern"),
+    *("method.alpha_pattern", "method.modules_to_save", "output.name", "extra.lora"),
+]
+
+
+@pytest.mark.parametrize("key", [key for key, takes in KEYS.items() if takes & {str, list, dict}])
+def test_a_value_of_the_environment_is_shown_as_it_was_written(
+    key: str, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    takes, published = KEYS[key], key in PUBLISHED
+    monkeypatch.setenv("MY_VARIABLE", SECRET)
+    text = f"'a {VARIABLE}/b'"
+    value = text if str in takes else f"[{text}]" if list in takes else f"{{a: {text}}}"
+    section, of_source, field = key.partition("sources.0.")
+    change = f"{section}sources=[{{path: x, {field}: {value}}}]" if of_source and field != "path" else f"{key}={value}"
+    change = change.replace("sources.0.path=" + value, f"sources=[{value}]")
+    for name in ("validate", "show", "plan"):
+        main([name, "recipe=smollm2_135m_lora_demo", change, *["--json"] * (name == "plan")])
+    shown = "".join(capsys.readouterr())
+    assert SECRET not in shown
+    assert ("cannot come from the environment" in shown) == published
+    if not published:
+        return
+    monkeypatch.delenv("MY_VARIABLE")
+    with pytest.raises(RecipeError, match="is not set"):
+        load("smollm2_135m_lora_demo", [change])
 
 
 PATHS = [

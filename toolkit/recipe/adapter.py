@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError
+from toolkit.common import UserError, concealed
 from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
 from toolkit.recipe.files import read
 from toolkit.recipe.libraries import PASSED
@@ -63,7 +63,7 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
             what, change = f"{folder}/tokenizer.json does not name the tokens of its rows", "name another adapter"
         problems.append(problem("model.new_tokens", what, as_text(recipe.model.new_tokens), change))
     base, path = config.get("base_model_name_or_path"), BUILTIN_MODELS.get(recipe.model.path, recipe.model.path)
-    if base and base != path and not Path(path).exists():
+    if base and base not in (path, concealed(path)) and not Path(path).exists():
         problems.append(
             problem("model.adapter", f"was trained on {base}", recipe.model.adapter, f"set model.path={base}")
         )

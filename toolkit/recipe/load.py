@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +20,10 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 from pydantic import ValidationError
 
+from toolkit.common import conceal
 from toolkit.recipe.adapter import start_from
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.dotted import interpolated, remove, value_at
@@ -152,13 +158,21 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
             what, hint = "is required: ??? stands for a value to be filled in", "write the value in its place"
             problem = Problem(path, what, origin_of(path, origins), hint=hint)
         else:
+            _asked_for.clear()
             try:
                 value = OmegaConf.select(config, path)
                 part = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
                 parent = value_at(data, parents)
                 if parent is not None:  # It is under a key with a dot in it, which no section knows.
                     parent[int(last) if isinstance(parent, list) else last] = part
-                continue
+                if not _asked_for:
+                    continue
+                _hide(part, text)
+                if not (place := _published(path, data)):
+                    continue
+                what = f"cannot come from the environment: {place}, for everyone to read"
+                hint = f"write the value itself; in a command, your shell fills in ${_asked_for[0]}"
+                problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
             except OmegaConfBaseException as error:
                 what, hint = _interpolation_error(error)
                 problem = Problem(path, what, origin_of(path, origins), text, hint=hint)
@@ -168,6 +182,55 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
         if not problem.path.rpartition(".")[2].isdigit():
             remove(data, problem.path)
     return data, written, problems
+
+
+_PUBLISHED = {"output.name": "it names the run folder", "model.new_tokens": "tokenizer.json holds it"} | dict.fromkeys(
+    (
+        *("method.target_modules", "method.target_parameters", "method.modules_to_save"),
+        *("method.rank_pattern", "method.alpha_pattern", "extra.lora"),
+    ),
+    "adapter_config.json holds it",
+)
+"""Keys whose values must stand as they are in what a run leaves, to where."""
+_asked_for: list[str] = []
+"""The variables of the environment that went into the value at hand."""
+
+
+def _published(path: str, data: Any) -> str | None:
+    """Where the value at a path, or a part of it, must stand as it is."""
+    return next(
+        (
+            place
+            for key, place in _PUBLISHED.items()
+            if f"{path}.".startswith(f"{key}.") or (key.startswith(f"{path}.") and value_at(data, key.split(".")))
+        ),
+        None,
+    )
+
+
+@functools.cache
+def _public_words() -> str:
+    return json.dumps(Recipe.model_json_schema(), ensure_ascii=False)
+
+
+def _hide(value: Any, written: str) -> None:
+    """Has every text of a value shown as it was written, unless the schema itself says that word."""
+    if isinstance(value, str) and not re.search(rf"(?<!\w){re.escape(value)}(?!\w)", _public_words()):
+        conceal(value, written)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _hide(part, written)
+
+
+def _from_environment(name: str, *default: str | None) -> str | None:
+    """OmegaConf's `oc.env`; notes what the environment holds as nothing to show."""
+    value: str | None = oc.env(name, *default)
+    if name in os.environ:
+        _asked_for.append(name)
+        _hide(os.environ[name], f"${{oc.env:{name}}}")
+    return value
+
+
+OmegaConf.register_new_resolver("oc.env", _from_environment, replace=True)
 
 
 def _defaults() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from toolkit.common import compact, duration, perplexity_of, perplexity_text
+from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
 from toolkit.recipe import Recipe
 from toolkit.report import page
@@ -48,8 +48,8 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         run: The run folder, for what was measured.
         base_model: Hub id, local path or `builtin:` name of the model that training started from.
     """
-    record = read_run(run)
-    gguf = recipe.model.gguf_file or (Path(recipe.model.path).name if recipe.model.path.endswith(".gguf") else "")
+    record, base_model = read_run(run), concealed(base_model)
+    gguf = recipe.model.gguf_file or (Path(base_model).name if base_model.endswith(".gguf") else "")
     content = page.render(
         "card.md.j2",
         card_data=_metadata(record, recipe, base_model).to_yaml(),
@@ -192,7 +192,7 @@ def _method(recipe: Recipe) -> str:
 
 
 def _source_paths(recipe: Recipe) -> list[str]:
-    return [source.path for source in recipe.data.training_sources()]
+    return [concealed(source.path) for source in recipe.data.training_sources()]
 
 
 def _is_hub_id(path: str) -> bool:

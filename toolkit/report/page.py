@@ -11,6 +11,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from toolkit.common import concealed
+
+
+def _shown(value: Any) -> Any:
+    # Markup was made of texts that were shown so already.
+    return concealed(value) if type(value) is str else value
+
+
 TEMPLATES = Environment(
     loader=PackageLoader("toolkit.report"),
     autoescape=select_autoescape(["html.j2"]),
@@ -18,6 +26,7 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
+    finalize=_shown,
 )
 
 

@@ -16,11 +16,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import Seq2SeqTrainingArguments
 from trl import SFTConfig
 
-from toolkit.common import UserError, first_line
+from toolkit.common import UserError, concealed, first_line
 from toolkit.distributed.engines import dtypes, fsdp_mesh, training_arguments
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Loaded, Recipe
 from toolkit.train.run_folder import RunFolder
+
+
+class _Described:
+    """Arguments that are described, as they are to trackers, without values of the environment."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return concealed(super().to_dict())  # type: ignore[misc]
+
+
+class _CausalArguments(_Described, SFTConfig):
+    pass
+
+
+class _EncoderDecoderArguments(_Described, Seq2SeqTrainingArguments):
+    pass
 
 
 def build_arguments(
@@ -53,18 +68,18 @@ def build_arguments(
                 part["nvme_path"] = str(swap)
     if mesh := fsdp_mesh(recipe, world):
         kwargs["parallelism_config"] = ParallelismConfig(**mesh)
-    kind: Any = Seq2SeqTrainingArguments
+    kind: Any = _EncoderDecoderArguments
     if recipe.objective != "seq2seq":
         # What the data is made of is decided elsewhere.
         prepared = {"max_length": None, "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        kind, kwargs = SFTConfig, kwargs | prepared
+        kind, kwargs = _CausalArguments, kwargs | prepared
     try:
         arguments = kind(**kwargs)
     except (TypeError, ValueError) as error:
         if not recipe.extra.training_arguments:
             raise
         raise UserError(
-            f"extra.training_arguments: {kind.__name__} does not take them: {first_line(error)}",
+            f"extra.training_arguments: Transformers does not take them: {first_line(error)}",
             f"change {', '.join(recipe.extra.training_arguments)}",
         ) from error
     if arguments.world_size != world.world_size:

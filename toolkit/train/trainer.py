@@ -25,7 +25,7 @@ from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
-from toolkit.common import UserError
+from toolkit.common import UserError, concealed, write_atomically
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
@@ -209,8 +209,20 @@ class _ExactMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
+        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
         # A pickle that nothing reads, with this machine's paths and perhaps a token in it.
-        Path(output_dir or self.args.output_dir, "training_args.bin").unlink(missing_ok=True)  # type: ignore[attr-defined]
+        (folder / "training_args.bin").unlink(missing_ok=True)
+        # Both name the base by the path that it was loaded from.
+        for file in filter(Path.is_file, (folder / "adapter_config.json", folder / "README.md")):
+            text = file.read_text(encoding="utf-8")
+            if text != (written := concealed(text)):
+                write_atomically(file, written)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+            # What DeepSpeed was started with, which it writes into every checkpoint and reads no more.
+            self.model_wrapped.config = concealed(self.model_wrapped.config)  # type: ignore[attr-defined]
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: Any) -> Any:
         if self._sums_norm_itself:

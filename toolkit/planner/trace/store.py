@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from filelock import FileLock
 
-from toolkit.common import UserError, cache_dir, in_a_line, write_atomically
+from toolkit.common import UserError, cache_dir, concealed, in_a_line, write_atomically
 from toolkit.data import hub
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.every import every_nth
@@ -119,7 +119,7 @@ def keep(setting: Setting, trace: Trace) -> None:
     """Puts a trace into the cache."""
     file = _cached(setting)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(trace.to_json()))
+    write_atomically(file, json.dumps(concealed(trace.to_json())))
 
 
 def ask(question: Mapping[str, Any]) -> dict[str, Any]:
