@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 import signal
 import time
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness import losses, metrics, write_recipe
 from matrix import ENGINES, METHODS, Difference, Result
 from ranks import ON_CPU, Ranks
@@ -18,6 +23,7 @@ from toolkit.common import UserError
 from toolkit.recipe import Loaded, load
 from toolkit.train import checkpoint
 from toolkit.train.run_folder import claim
+from toolkit.train.seal import read_seal, seal
 
 RECIPE = """
 description: A training that is interrupted
@@ -41,7 +47,7 @@ def write_checkpoint(folder: Path, step: int, *overrides: str, processes: int = 
     for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", f"global_step{step}/optim_states.pt"):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("content")
-    checkpoint.seal(place, step, recipe_of(*overrides).recipe, processes)
+    checkpoint.complete(place, step, recipe_of(*overrides).recipe, processes)
     return place
 
 
@@ -59,14 +65,26 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_newest_whole_checkpoint_is_found_by_its_step(place: Path) -> None:
     three, nine, ten, hundred = (write_checkpoint(place, step) for step in (3, 9, 10, 100))
-    assert checkpoint.newest(place) == (hundred, [])
+    assert checkpoint.newest(place) == (hundred, {})
     (hundred / "global_step100" / "optim_states.pt").write_text("cont")
-    assert checkpoint.newest(place) == (ten, [hundred])
+    passed_over = {hundred: "is damaged: global_step100/optim_states.pt differs from what was saved"}
+    assert checkpoint.newest(place) == (ten, passed_over)
     (ten / "rng_state_1.pth").unlink()  # One of the two processes was killed before.
-    assert checkpoint.newest(place) == (nine, [ten, hundred])
+    passed_over[ten] = "is damaged: it lacks rng_state_1.pth"
+    assert checkpoint.newest(place) == (nine, passed_over)
     (nine / "checkpoint.json").unlink()  # Killed when some processes had not written all.
-    assert checkpoint.newest(place) == (three, [ten, hundred, nine])
-    assert checkpoint.missing_files(hundred) == ["global_step100/optim_states.pt"]
+    passed_over[nine] = "was cut off while saving"
+    assert checkpoint.newest(place) == (three, passed_over)
+    assert list(checkpoint.newest(place)[1]) == [hundred, ten, nine]
+
+
+def test_steps_not_clocks_say_which_checkpoints_stay(place: Path) -> None:
+    """Those of later steps, which are trained anew or damaged, go before all others."""
+    saved = [write_checkpoint(place, step) for step in (9, 10, 11, 100)]
+    for number, each in enumerate(saved):
+        os.utime(each, (10**9 - number, 10**9 - number))
+    checkpoint.rotate(place, 11, 2)
+    assert sorted(each.name for each in place.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-11"]
 
 
 ZERO2, ZERO3 = "strategy.name=zero2", "strategy.name=zero3"
@@ -154,28 +172,8 @@ def test_a_named_checkpoint_must_be_whole_and_of_this_method_with_steps_left(pla
             checkpoint.check_named(folder, recipe_of(*overrides).recipe)
         assert refusal.value.what == f"checkpoint.resume={folder} {what}" and change in refusal.value.change
     (folder / "checkpoint.json").unlink()
-    with pytest.raises(UserError, match="is not a whole checkpoint of this toolkit: no checkpoint"):
+    with pytest.raises(UserError, match="was cut off while saving"):
         checkpoint.check_named(folder, recipe_of().recipe)
-
-
-def test_a_record_that_cannot_be_read_is_that_of_no_checkpoint(place: Path) -> None:
-    folder = write_checkpoint(place, 3)
-    for text in ("", '{"step": 3'):
-        (folder / "checkpoint.json").write_text(text)
-        assert checkpoint.missing_files(folder) == ["checkpoint.json"]
-        assert checkpoint.newest(place) == (None, [folder])
-
-
-def test_what_a_cut_off_checkpoint_lacks_is_named_as_far_as_it_can_be_read(place: Path) -> None:
-    folder = write_checkpoint(place, 3)
-    record = json.loads((folder / "checkpoint.json").read_text())
-    assert (record["step"], record["method"], record["world_size"]) == (3, "full", 2)
-    assert record["files"]["global_step3/optim_states.pt"] == len("content") and len(record["files"]) == 4
-    record["files"] |= {f"lost{number}": 1 for number in range(9)}
-    (folder / "checkpoint.json").write_text(json.dumps(record))
-    with pytest.raises(UserError) as refusal:
-        checkpoint.check_named(folder, recipe_of().recipe)
-    assert refusal.value.what.endswith(": no lost0, lost1, lost2, lost3, lost4")
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +243,51 @@ def test_continued_run_equals_one_that_was_never_stopped(ranks: Ranks, home: Pat
     continued = cut_off(straight, f"{engine}-{method}-cut")
     run(ranks, home, continued.name, engine, *SETTINGS[method])
     assert_continued(continued, straight)
+
+
+class Payload:
+    """What a pickle runs that names `open`: it makes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.trace), "w")
+
+
+# Of a checkpoint, what is no pickle, or read by nobody.
+NO_PICKLES = (".json", ".safetensors", ".jinja", ".py", "latest")
+EVERY = ("single", "ddp", "zero2", "zero3", "fsdp", "fsdp_full")
+PLANTED = [
+    ("zero2", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    ("fsdp", ".metadata"),
+    *(pytest.param(engine, "", marks=pytest.mark.matrix) for engine in EVERY),
+]
+
+
+@pytest.mark.parametrize(("engine", "only"), PLANTED)
+def test_no_code_in_a_checkpoint_runs(ranks: Ranks, home: Path, engine: str, only: str) -> None:
+    """It is sealed again, as by whoever planted the code: in files called `only`, or in each file in turn."""
+    processes = 1 if engine == "single" else 2
+    straight = run(ranks, home, f"{engine}-full", engine, processes=processes)
+    good = straight / "checkpoints" / "checkpoint-3"
+    names = [name for name in read_seal(good)["files"] if not only or Path(name).name == only]
+    assert names
+    for number, name in enumerate(names):
+        planted, trace = home / "planted" / "checkpoint-3", home / "trace"
+        shutil.rmtree(planted, ignore_errors=True)
+        shutil.copytree(good, planted)
+        if zipfile.is_zipfile(good / name):
+            torch.save({"state": Payload(trace)}, planted / name)
+        else:
+            (planted / name).write_bytes(pickle.dumps(Payload(trace)))
+        seal(planted, {key: value for key, value in read_seal(good).items() if key != "files"})
+        settings = [*ALL[engine], f"checkpoint.resume={planted}", f"output.name={engine}-planted-{number}"]
+        done = ranks.run(home, "recipe=small", *settings, processes=processes, entry=ON_CPU)
+        assert not trace.exists(), name
+        assert done.returncode != 0 or name.endswith(NO_PICKLES), name
+        if only:
+            assert f"{planted} names io.open, which" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

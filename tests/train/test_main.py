@@ -22,6 +22,7 @@ from harness import RUN, SUPPORT, environment, losses, metrics, write_recipe
 from ranks import Launch, Ranks
 from tiny import chat_rows, tiny_model
 
+from toolkit.common import UserError
 from toolkit.train import process as process_module
 from toolkit.train.callbacks import Evaluator
 from toolkit.train.main import main
@@ -400,12 +401,45 @@ def test_resume_refuses_other_data(place: Path, capsys: pytest.CaptureFixture[st
     assert main(["recipe=small", "batch.micro_batch_size=1"]) == 0  # As after running out of memory.
 
 
+def test_a_refused_start_changes_nothing_of_the_run_before(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of one that is finished nor of one that could continue, however late it is refused."""
+    run, rows = place / "runs" / "small", (place / "chat.jsonl").read_text(encoding="utf-8")
+    assert main(["recipe=small"]) == 0
+
+    def content() -> dict[str, bytes]:
+        return {str(each): each.read_bytes() for each in run.rglob("*") if each.is_file() and each.name != ".lock"}
+
+    finished = content()
+    for wrong in ("seed=5", "max_steps=5", "precision=fp16"):
+        assert main(["recipe=small", wrong]) != 0
+        assert content() == finished
+    assert main(["recipe=small", "description=again"]) == 0 and content() == finished
+    shutil.rmtree(run / "final")
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
+    interrupted = content()
+    (place / "chat.jsonl").write_text(rows.replace("a", "b", 1), encoding="utf-8")
+    assert main(["recipe=small", "description=other data"]) == 1 and content() == interrupted
+    (place / "chat.jsonl").write_text("{", encoding="utf-8")
+    assert main(["recipe=small", "description=no data"]) == 1 and content() == interrupted
+    (place / "chat.jsonl").write_text(rows, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        # The last thing that may refuse a start before the model is loaded.
+        patch.setattr("toolkit.train.preflight.all_reduce", lambda *_: (_ for _ in ()).throw(UserError("no network")))
+        assert main(["recipe=small", "description=no network"]) == 1 and content() == interrupted
+    assert main(["recipe=small", "description=at last"]) == 0
+    assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
+    assert "at last" in (run / "recipe.yaml").read_text()
+
+
 def test_second_process_is_kept_out_of_a_run_folder(
     place: Path, capsys: pytest.CaptureFixture[str], ranks: Ranks
 ) -> None:
     first = ranks.start(place, *ENDLESS)
     wait_for(lambda: steps_done(place / "runs" / "small") >= 1, first.running)
-    assert main([*ENDLESS]) == 1
+    recipe = (place / "runs" / "small" / "recipe.yaml").read_bytes()
+    assert main([*ENDLESS, "description=another"]) == 1
+    assert (place / "runs" / "small" / "recipe.yaml").read_bytes() == recipe
     first.send(signal.SIGKILL)
     first.wait()
     assert "another process is training" in capsys.readouterr().err
@@ -418,7 +452,7 @@ def test_checkpoint_that_does_not_fit_is_refused(place: Path, capsys: pytest.Cap
     for overrides, word in (
         (["max_steps=3"], "is at step 3 already"),
         (["~method", "max_steps=6"], "holds an adapter"),
-        (["max_steps=6"], "no optimizer.pt"),
+        (["max_steps=6"], "is damaged: it lacks optimizer.pt"),
     ):
         if "optimizer" in word:
             (checkpoint / "optimizer.pt").unlink()

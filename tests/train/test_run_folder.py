@@ -102,7 +102,7 @@ def test_only_one_process_claims_and_all_get_the_same_folder() -> None:
             return json.loads(json.dumps(judge({0: answers[0], 1: None})))
 
     for rank in (0, 1):
-        assert claim_together(small(), Together(rank)) == RunFolder(Path("runs/small"), False, saved, [])  # type: ignore[arg-type]
+        assert claim_together(small(), Together(rank)) == RunFolder(Path("runs/small"), False, saved, {}, False)  # type: ignore[arg-type]
 
 
 def test_a_name_with_a_folder_becomes_one_folder(place: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_an_attempt_leaves_that_never_took_a_step(place: Path, left: str, f
     (place / "runs" / "small").mkdir(parents=True)
     (place / "runs" / "small" / left).touch()
     if not foreign:
-        assert claim(small(), 1) == RunFolder(Path("runs/small"), cut_off=[])
+        assert claim(small(), 1) == RunFolder(Path("runs/small"))
     else:
         with pytest.raises(UserError, match="holds files that are no run"):
             claim(small(), 1)
@@ -215,11 +215,12 @@ LAYOUT = batch_layout(load("smollm2_135m_full", ["global_batch_size=6", "micro_b
 def stopped(*overrides: str, step: int = 3, hashes: dict[str, str] = HASHES) -> Path:
     """The checkpoint of a run that was stopped; its folder is claimed and described."""
     folder = claim(small(*overrides), 2)
+    (folder.path / "recipe.yaml").write_text(small(*overrides).to_yaml())
     folder.describe(small(*overrides), LAYOUT, hashes)
     saved = folder.checkpoints / f"checkpoint-{step}"
     saved.mkdir(parents=True)
     (saved / "weights").write_text("content")
-    checkpoint.seal(saved, step, small(*overrides).recipe, 2)
+    checkpoint.complete(saved, step, small(*overrides).recipe, 2)
     return saved
 
 
@@ -308,9 +309,10 @@ def test_folder_of_another_recipe_is_refused_with_the_keys_that_move_weights(pla
 def test_a_claim_says_where_to_go_on_and_what_it_passes_over(place: Path) -> None:
     whole, cut = stopped(), stopped(step=9)
     (cut / "weights").unlink()
-    assert claim(small(), 2) == RunFolder(Path("runs/small"), False, whole, [cut])
+    why = {cut: "is damaged: it lacks weights"}
+    assert claim(small(), 2) == RunFolder(Path("runs/small"), False, whole, why, False)
     elsewhere = claim(small(f"checkpoint.resume={whole}", "output.name=new"), 2)
-    assert elsewhere == RunFolder(Path("runs/new"), False, whole, [])
+    assert elsewhere == RunFolder(Path("runs/new"), False, whole)
     assert elsewhere.final == Path("runs/new/final")
     RunFolder(Path("runs/small")).update_manifest(status="finished")
     assert claim(small(), 2) == RunFolder(Path("runs/small"), finished=True)

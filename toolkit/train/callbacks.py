@@ -19,11 +19,10 @@ from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from toolkit.common import write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
-from toolkit.train.checkpoint import seal
+from toolkit.train.checkpoint import complete, rotate
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
@@ -219,8 +218,9 @@ class Seal(TrainerCallback):
         check_weights(self._session, step)
         self._session.trainer.accelerator.wait_for_everyone()
         if self._session.leads:
-            seal(Path(args.output_dir, f"checkpoint-{step}"), step, recipe, self._session.world.world_size)
-            rotate_checkpoints(args.output_dir, recipe.checkpoint.save_total_limit, use_mtime=True)
+            folder = self._session.folder.checkpoints
+            complete(folder / f"checkpoint-{step}", step, recipe, self._session.world.world_size)
+            rotate(folder, step, recipe.checkpoint.save_total_limit)
 
 
 class CleanStop(TrainerCallback):

@@ -1,36 +1,37 @@
-"""Checkpoints of every engine: which are whole, and what can continue from them.
-
-The engines' files are never interpreted. When all processes have written theirs, the first one records what a
-checkpoint consists of and who wrote it. Without this record, or with other files than it names, the checkpoint was cut
-off while saving.
-"""
+"""Checkpoints of every engine: which one a run goes on from, and what can continue from it."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError, write_json
+from toolkit.common import UserError
 from toolkit.recipe import Recipe
+from toolkit.train.seal import fault, read_seal, seal
 
-_RECORD = "checkpoint.json"
 _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
 """Of the optimizer, what its saved state holds."""
 
 
-def seal(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
-    """Records that a checkpoint is whole. To be called when every process has written its part."""
-    files = {file: file.stat().st_size for file in sorted(checkpoint.rglob("*")) if file.is_file()}
-    record = {
-        "step": step,
-        "method": recipe.method.name,
-        "optimizer": recipe.optimizer.model_dump(include=_IN_STATE),
-        **writer(recipe, world_size),
-        "files": {file.relative_to(checkpoint).as_posix(): size for file, size in files.items()},
-    }
-    write_json(checkpoint / _RECORD, record)
+def complete(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
+    """Makes a checkpoint count. To be called when every process has written its part."""
+    state = {"method": recipe.method.name, "optimizer": recipe.optimizer.model_dump(include=_IN_STATE)}
+    seal(checkpoint, {"step": step, **state, **writer(recipe, world_size)})
+
+
+def rotate(folder: Path, step: int, limit: int | None) -> None:
+    """Keeps the newest checkpoints of a folder, by their steps: a clock may be wrong.
+
+    Args:
+        step: Of the one that was just completed. Those of later steps are of a past that is trained anew, or damaged,
+            and go first.
+        limit: How many stay; None for all.
+    """
+    order = sorted(folder.glob("checkpoint-*"), key=lambda each: (_number(each) <= step, _number(each)), reverse=True)
+    for checkpoint in order[limit:] if limit else ():
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
@@ -44,43 +45,31 @@ def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
     return {**written_by, "world_size": world_size}
 
 
-def missing_files(checkpoint: Path) -> list[str]:
-    """What a checkpoint lacks to continue from it: files of its record that are not there, or of another size."""
-    record = _record(checkpoint)
-    if not record:
-        return [_RECORD]
-    return [
-        name
-        for name, size in record["files"].items()
-        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size
-    ]
-
-
-def newest(folder: Path) -> tuple[Path | None, list[Path]]:
-    """The newest whole checkpoint of a folder, and those that are passed over because they were cut off."""
-    checkpoints = list(folder.glob("checkpoint-*"))
-    whole = [checkpoint for checkpoint in checkpoints if not missing_files(checkpoint)]
-    return max(whole, key=step_of, default=None), sorted(set(checkpoints) - set(whole))
+def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest whole checkpoint of a folder, and why later ones are passed over."""
+    passed_over: dict[Path, str] = {}
+    for checkpoint in sorted(folder.glob("checkpoint-*"), key=_number, reverse=True):
+        if not (reason := fault(checkpoint)):
+            return checkpoint, passed_over
+        passed_over[checkpoint] = reason
+    return None, passed_over
 
 
 def step_of(checkpoint: Path) -> int:
     """The optimizer step at which a whole checkpoint was saved."""
-    return int(_record(checkpoint)["step"])
+    return int(read_seal(checkpoint)["step"])
 
 
 def check_named(checkpoint: Path, recipe: Recipe) -> None:
     """Refuses a checkpoint that the user named and that this recipe cannot continue.
 
     Raises:
-        UserError: If it is cut off, holds another method's weights, or has no step left to take.
+        UserError: If it is cut off or damaged, holds another method's weights, or has no step left to take.
     """
     what = f"checkpoint.resume={checkpoint}"
-    if missing := missing_files(checkpoint):
-        raise UserError(
-            f"{what} is not a whole checkpoint of this toolkit: no {', '.join(missing[:5])}",
-            "name another checkpoint",
-        )
-    method = _record(checkpoint)["method"]
+    if reason := fault(checkpoint):
+        raise UserError(f"{what} {reason}", "name another checkpoint of a run of this toolkit")
+    method = read_seal(checkpoint)["method"]
     if method != recipe.method.name:
         kinds = {"lora": "an adapter", "full": "a full model"}
         raise UserError(
@@ -101,7 +90,7 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
     Raises:
         UserError: Naming who wrote it and who would read it.
     """
-    saved, now = _record(checkpoint), writer(recipe, world_size)
+    saved, now = read_seal(checkpoint), writer(recipe, world_size)
     if _form(saved) != _form(now):
         raise UserError(
             f"{checkpoint} was saved by {_described(saved)}; {_described(now)} cannot read it",
@@ -112,7 +101,7 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
 def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
     """What the recipe says otherwise of the optimizer than the checkpoint, whose state brings its own back."""
     now = recipe.optimizer.model_dump(include=_IN_STATE)
-    saved = _record(checkpoint).get("optimizer", now)
+    saved = read_seal(checkpoint).get("optimizer", now)
     return [
         f"optimizer.{key}={value:g} has no effect: {checkpoint.name} goes on with {saved[key]:g}. "
         "checkpoint.resume=never begins anew"
@@ -142,9 +131,7 @@ def _described(writer: Mapping[str, Any]) -> str:
     return f"{settings} on {number} process" + ("es" if number > 1 else "")
 
 
-def _record(checkpoint: Path) -> dict[str, Any]:
-    """What `seal` wrote; empty if it did not."""
-    try:
-        return json.loads((checkpoint / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+def _number(checkpoint: Path) -> int:
+    """The step in a checkpoint's name, which is there also where its seal is not."""
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdecimal() else -1

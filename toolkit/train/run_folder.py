@@ -17,9 +17,10 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
-from toolkit.common import UserError, write_atomically, write_json
+from toolkit.common import UserError, write_json
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
@@ -48,21 +49,26 @@ _WITHOUT_EFFECT = {
 _WRITING = threading.Lock()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunFolder:
-    """A run's folder on disk.
+    """A run's folder on disk. What an earlier start left in it stays as it is until this one is accepted.
 
     Args:
         path: The folder.
         finished: Whether this very run has already been completed there.
         resume_from: The checkpoint from which training continues.
-        cut_off: Checkpoints that were passed over, because they are not whole.
+        passed_over: Later checkpoints, and why it does not continue from them.
+        accepted: Whether nothing of an earlier start is there, or this one has been accepted (by `describe`).
     """
 
     path: Path
     finished: bool = False
     resume_from: Path | None = None
-    cut_off: Sequence[Path] = ()
+    passed_over: Mapping[Path, str] = field(default_factory=dict)
+    accepted: bool = True
+
+    def __post_init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
 
     @property
     def final(self) -> Path:
@@ -111,6 +117,9 @@ class RunFolder:
                     )
         if before.started:
             values["continued"] = now()
+        self.accepted = True
+        while self._waiting:
+            self._waiting.pop(0)()
         self.update_manifest(
             name=loaded.name,
             command=" ".join(["python", shlex.join(sys.argv)]),
@@ -130,8 +139,18 @@ class RunFolder:
             **values,
         )
 
+    def once_accepted(self, write: Callable[[], None]) -> None:
+        """Has something written into the folder, now or when this run is accepted."""
+        if self.accepted:
+            write()
+        else:
+            self._waiting.append(write)
+
     def update_manifest(self, **values: Any) -> None:
-        """Merges values, see `Manifest`, into `manifest.json`; from any thread."""
+        """Merges values, see `Manifest`, into `manifest.json`, once the run is accepted; from any thread."""
+        self.once_accepted(lambda: self._merge(values))
+
+    def _merge(self, values: dict[str, Any]) -> None:
         with _WRITING:
             before = self.manifest().model_dump()
             values["hashes"] = before.get("hashes", {}) | values.get("hashes", {})
@@ -181,15 +200,16 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
             )
         if manifest.status == "finished":
             return RunFolder(path, finished=True)
-    newest, cut_off = checkpoint.newest(folder.checkpoints)
+    newest, passed_over = checkpoint.newest(folder.checkpoints)
     if start := named or newest:
         checkpoint.check_readable(start, loaded.recipe, world_size)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / "recipe.yaml", loaded.to_yaml())
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
-    return RunFolder(path, resume_from=start, cut_off=[] if named else cut_off)
+    return RunFolder(path, accepted=not _used(path), resume_from=start, passed_over={} if named else passed_over)
 
 
 def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:

@@ -55,6 +55,7 @@ from toolkit.train.samples import Samples
 from toolkit.train.session import Session
 from toolkit.train.startup import StartUp
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
+from toolkit.train.unpickling import EndOfReading
 from toolkit.train.verify import Verify
 
 _log = logging.getLogger("toolkit.train")
@@ -260,7 +261,7 @@ def _prepare(
 
     def show(audit: Audit) -> None:
         if folder:
-            write_json(folder.path / "audit.json", audit.model_dump())
+            folder.once_accepted(lambda: write_json(folder.path / "audit.json", audit.model_dump()))
             progress.message(render(audit))
 
     try:
@@ -376,6 +377,6 @@ class Callbacks:
         profiler = Profiler(session, self.meter.pause) if self.meter and session.recipe.logging.profile else None
         # What is not finite is noted before it ends the run.
         watching = (self.meter, Finite(session), self.evaluator, self.stop, profiler, start_up)
-        for each in (Verify(session), self.samples, Seal(session), *watching):
+        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

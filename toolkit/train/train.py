@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.common import duration, first_line, table, write_json
+from toolkit.common import duration, first_line, table, write_atomically, write_json
 from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
@@ -43,6 +43,7 @@ from toolkit.train.save import publish
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
 from toolkit.train.startup import StartUp
+from toolkit.train.unpickling import only_data
 
 _log = logging.getLogger("toolkit.train")
 
@@ -74,8 +75,8 @@ def train(loaded: Loaded, force: bool = False) -> None:
                 "To train it again beside the old one, set checkpoint.resume=never or another output.name."
             )
             return
-        for checkpoint in folder.cut_off:
-            _log.info("%s was cut off while saving and is passed over", checkpoint)
+        for checkpoint, reason in folder.passed_over.items():
+            _log.warning("%s %s, and is passed over", checkpoint, reason)
         with folder.held() if first else contextlib.nullcontext():
             _train(loaded, rendezvous, folder, progress, start_up, force)
 
@@ -87,6 +88,8 @@ def _train(
     source: ModelSource | None = None
     session: Session | None = None
     try:
+        if world.rank == 0:
+            folder.once_accepted(lambda: write_atomically(folder.path / "recipe.yaml", loaded.to_yaml()))
         prepare_process()
         preflight.check_devices(recipe, world)
         device.set_tf32(recipe.tf32)
@@ -102,7 +105,7 @@ def _train(
             resume_from = folder.resume_from
             for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():
                 _log.warning("%s", warning)
-            with _not_collected():
+            with only_data(resume_from), _not_collected():
                 session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if callbacks.stop.stopped:
                 interrupted(session, callbacks)
@@ -132,8 +135,8 @@ def _not_collected() -> Iterator[None]:
 
 def _failed(folder: RunFolder, error: BaseException) -> None:
     """Notes what ended the run. The disk may be full, and the first error must not be hidden by a second one."""
-    if folder.manifest().status == "finished":
-        return  # The model is saved; only what comes after it was cut short.
+    if not folder.accepted or folder.manifest().status == "finished":
+        return  # It is an earlier start's; or the model is saved, and only what comes after it was cut short.
     with contextlib.suppress(OSError):
         folder.update_manifest(status="failed", finished=now(), error=f"{type(error).__name__}: {error}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -206,6 +207,14 @@ class _ExactMixin:
         in the memory of one process, would be read by nobody; the trained model is gathered at the end."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # type: ignore[attr-defined]
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # What is left of a damaged checkpoint of this step would count as part of the new one.
+        place = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            shutil.rmtree(place, ignore_errors=True)
+        self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
