@@ -13,6 +13,7 @@ import pytest
 from toolkit.common import (
     UserError,
     add_verbosity,
+    brief,
     bytes_text,
     check_disk,
     compact,
@@ -20,6 +21,7 @@ from toolkit.common import (
     concealed,
     duration,
     first_line,
+    printable,
     quiet_libraries,
     start_logging,
     table,
@@ -161,3 +163,21 @@ def test_what_is_concealed_is_not_printed_by_anybody(capsys: pytest.CaptureFixtu
     shown = "".join(capsys.readouterr())
     assert "hunter2" not in shown and shown.count("${X}") == 3
     assert "".join(table([["hunter2hunter2"] * 2], columns=12).plain.split()) == "${X}${X}"
+
+
+def test_all_that_steers_or_hides_is_escaped_and_what_people_write_is_not() -> None:
+    hidden = [
+        *map(chr, (*range(9), *range(11, 32), *range(0x7F, 0xA0))),
+        *"\xad\u200b\u200f\u202e\u2066\ufeff\udc80\U000e0041",
+    ]
+    for character in hidden:
+        assert printable(f"a{character}b") == f"a{character.encode('unicode_escape').decode()}b"
+    written = "a\tb\nc\xa0d\u3000e \u200d\U0001f469\u200d\U0001f680 \u0645\u06cc\u200c\u062e \U0001f1e8\U0001f1ed"
+    assert printable(written) == written
+    assert table([("\x1b[2J", "x")]).plain == "\\x1b[2J  x"
+
+
+def test_a_message_is_no_longer_than_a_person_reads() -> None:
+    error = UserError("\n".join(f"column {number}" for number in range(1_000_000)), "x" * 1_000_000)
+    assert len(str(error).splitlines()) == 41 and "999,961 more lines" in str(error) and len(str(error)) < 4000
+    assert brief("one\ntwo") == "one\ntwo" and brief("a\nb\nc", 2) == "a\n… and 2 more lines"

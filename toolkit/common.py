@@ -40,22 +40,37 @@ class UserError(ValueError):
     """
 
     exit_code = 1
+    most_lines = 40
 
     def __init__(self, what: str, change: str = "") -> None:
-        self.what, self.change = printable(what), printable(change)
+        self.what, self.change = (brief(printable(text), self.most_lines) for text in (what, change))
         super().__init__(f"{self.what}\n  {self.change}" if change else self.what)
 
 
 def printable(text: str) -> str:
-    r"""Text from outside as a terminal may show it, line by line.
+    r"""Text from outside as a terminal or a page may show it, line by line.
 
     What could steer the terminal or hide something (control characters, marks that turn the direction of writing, half
     surrogates) becomes an escape, such as `\x1b`.
     """
     text = concealed(text)
-    if text.isprintable():
+    return text if text.isprintable() else _HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+
+
+_HIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
+    r"\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
+)
+
+
+def brief(text: str, lines: int = 40, columns: int = 2000) -> str:
+    """A text of which no more is kept than a person reads: so many lines, and the beginning of very long ones."""
+    if len(text) <= columns and text.count("\n") < lines:
         return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    first, *rest = (line if len(line) <= columns else f"{line[:columns]}…" for line in text.split("\n"))
+    left = len(rest) + 1 - lines
+    kept = [first, *rest] if left <= 0 else [first, *rest[: lines - 2], f"… and {left + 1:,} more lines"]
+    return "\n".join(kept)
 
 
 _CONCEALED: dict[str, str] = {}
@@ -269,7 +284,7 @@ def table(
     grid.columns[0].min_width = first
     for row in rows:
         # Before a value is wrapped, which would hide it from `concealed`.
-        grid.add_row(*(Text(concealed(cell)) if isinstance(cell, str) else cell for cell in row))
+        grid.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     console = Console(width=10_000 if columns is None else columns - indent)
     lines = []
     for parts in console.render_lines(grid, pad=False):
@@ -349,7 +364,7 @@ class _StandardError(logging.StreamHandler[Any]):
     """Writes a message alone, except that a warning says that it is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = printable(super().format(record))
+        text = brief(printable(super().format(record)))
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -366,5 +381,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Writes a JSON file as `write_atomically` does, without values of `conceal`."""
-    write_atomically(file, json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n")
+    """Writes a JSON file as `write_atomically` does, without values of `conceal`; of half a surrogate pair, which is no
+    text, a question mark."""
+    text = json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n"
+    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))

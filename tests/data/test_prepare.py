@@ -368,7 +368,7 @@ def test_unwritable_cache_is_a_user_error(tmp_path: Path) -> None:
 def test_show_does_not_let_data_steer_the_terminal(tmp_path: Path, cache: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [chat_row("\x1b[2J\rhi", "yo\tyo\x07")])
     text = show(prepare(recipe(path), chatml_tokenizer(), STOP, cache), chatml_tokenizer(), 1, color=False)
-    assert "␛[2J␍hi" in text and "«yo\tyo␇<|im_end|>»" in text
+    assert r"\x1b[2J\rhi" in text and "«yo\tyo\\x07<|im_end|>»" in text
     assert not set(text) & {"\x1b", "\r", "\x07"}
 
 

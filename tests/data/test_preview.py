@@ -44,7 +44,7 @@ def test_rows_show_what_is_trained(tmp_path: Path) -> None:
     head, *text = first.splitlines()
     assert head.startswith("── row 1: ") and head.endswith(" trained") and "documents" not in head
     assert "«yo<|im_end|>»" in "\n".join(text) and "«hi" not in first
-    assert "␛[31m" in second and "\x1b" not in plain and "── row 2" in second
+    assert "\\x1b[31m" in second and "\x1b" not in plain and "── row 2" in second
     assert show(rows, chatml_tokenizer(), 1, color=False).rstrip() == first.rstrip()
     colored = show(rows, chatml_tokenizer(), 1, color=True)
     assert "\x1b[32myo<|im_end|>\x1b[0m" in colored and "«" not in colored

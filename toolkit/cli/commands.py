@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature, weights
-from toolkit.common import UserError, table
+from toolkit.common import UserError, printable, table
 
 Command = Callable[[argparse.Namespace], int | None]
 """Returns an exit code; None is success."""
@@ -81,7 +81,7 @@ def show(options: argparse.Namespace) -> None:
     loaded = _load(options)
     from toolkit.recipe.show import with_origins
 
-    print(with_origins(loaded))
+    print(printable(with_origins(loaded)))
 
 
 @_command(_RECIPE, _FOLDER, _flag("--all", "validate all your recipes (without any: the shipped ones)"))
@@ -94,7 +94,7 @@ def validate(options: argparse.Namespace) -> int:
         loaded = _load(argparse.Namespace(arguments=arguments, recipes=options.recipes))
         if problems := local_problems(loaded):
             raise RecipeError(loaded.name, problems)
-        return f"recipe {loaded.name}: valid"
+        return printable(f"recipe {loaded.name}: valid")
 
     if not options.all:
         print(valid(options.arguments))
@@ -304,7 +304,7 @@ def report(options: argparse.Namespace) -> None:
     run = _run_folder(options.run)
     from toolkit.report.run_page import write_report
 
-    print(write_report(run))
+    print(printable(str(write_report(run))))
 
 
 @_command(

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         place = f" {error.filename}" if error.filename else ""
-        print(f"error: cannot use{place}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {UserError(f'cannot use{place}: {error.strerror or error}')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

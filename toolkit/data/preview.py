@@ -8,14 +8,12 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.common import table
+from toolkit.common import printable, table
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rows import IGNORE
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421, 0x9B: 0x241B}
-"""Data may hold what steers a terminal; it is shown as the pictures Unicode has for it."""
 
 
 def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: bool) -> str:
@@ -53,7 +51,7 @@ def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list
         if position < len(ids):
             so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
         opening, closing = delimiters[is_trained]
-        result.append(f"{opening}{so_far[len(before) :].translate(PICTURES)}{closing}")
+        result.append(f"{opening}{printable(so_far[len(before) :])}{closing}")
         before = so_far
     return "".join(result)
 
@@ -93,4 +91,4 @@ def render(audit: Audit) -> str:
 
 
 def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(printable(text), width, subsequent_indent=indent, break_on_hyphens=False)

@@ -16,11 +16,11 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from toolkit.common import UserError
+from toolkit.common import UserError, printable
 from toolkit.recipe.dotted import inline, typed
 from toolkit.recipe.other_tools import habit, translation
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
-from toolkit.recipe.sections import CONTROL, SHELL_VARIABLE, Section
+from toolkit.recipe.sections import SHELL_VARIABLE, Section
 from toolkit.recipe.spelling import did_you_mean, unquoted
 
 Origins = dict[str, str]
@@ -39,6 +39,8 @@ _PLAIN: dict[str, list[type]] = {
     "float_type": [int, float],
 }
 """pydantic's findings about plain values, each with the types that it misses."""
+_ALL_SHOWN, _FIRST_SHOWN, ENOUGH = 20, 6, 250
+"""Up to how many problems are all shown, how many of more, and from how many on no further ones are looked for."""
 _NUMBERS = _PLAIN.keys() - {"string_type"}
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
@@ -66,7 +68,7 @@ class Problem:
             lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
         parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
         text = "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
-        return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+        return printable(text)
 
 
 def warn(problems: Iterable[Problem]) -> None:
@@ -93,6 +95,7 @@ class RecipeError(UserError):
     """
 
     exit_code = 2
+    most_lines = 200
 
     def __init__(
         self,
@@ -106,7 +109,11 @@ class RecipeError(UserError):
         self.partial = partial
         self.origins = origins or {}
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
-        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(map(str, self.problems)))
+        count += " or more" if len(self.problems) >= ENOUGH else ""
+        shown = self.problems if len(self.problems) <= _ALL_SHOWN else self.problems[:_FIRST_SHOWN]
+        more = [f"… and {len(self.problems) - len(shown)} more"] if len(shown) < len(self.problems) else []
+        lines = "\n".join([*map(str, shown), *more])
+        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n{lines}")
 
 
 Config = Mapping[str, Any]
@@ -200,7 +207,7 @@ def from_validation_error(
     for finding in error.errors():
         location = _existing(finding["loc"], data, missing_leaf=finding["type"] == "missing")
         by_path.setdefault(".".join(map(str, location)), []).append((finding, location))
-    problems = [_problem(path, findings, origins, written, texts) for path, findings in by_path.items()]
+    problems = [_problem(path, findings, origins, written, texts) for path, findings in [*by_path.items()][:ENOUGH]]
     return [
         dataclasses.replace(each, hint=typed(each.hint) if each.where == COMMAND_LINE else each.hint)
         for each in problems

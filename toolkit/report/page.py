@@ -11,12 +11,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from toolkit.common import concealed
+from toolkit.common import printable
 
 
 def _shown(value: Any) -> Any:
     # Markup was made of texts that were shown so already.
-    return concealed(value) if type(value) is str else value
+    return printable(value) if type(value) is str else value
 
 
 TEMPLATES = Environment(

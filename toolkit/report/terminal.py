@@ -180,7 +180,12 @@ def console_of(stream: TextIO) -> Console:
 
 
 def write(text: Text, console: Console) -> None:
-    """Writes text with its colours to a terminal; a log gets plain text, whatever its encoding."""
+    """Writes text with its colours to a terminal; a log gets plain text, whatever its encoding.
+
+    Text that would steer the terminal is escaped, and loses its colours.
+    """
+    if (escaped := printable(text.plain)) != text.plain:
+        text = Text(escaped)
     if console.is_terminal and not console.is_dumb_terminal:
         console.print(text)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.common import UserError
+from toolkit.common import UserError, printable
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
 from toolkit.models import attention
@@ -53,7 +53,8 @@ def chat(
 
     for prompt in prompts or _typed(run.name):
         ids = as_prompt(tokenizer, prompt, audit, stops, recipe.data.chat_template_kwargs)
-        print(answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)[0], flush=True)
+        texts = answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)
+        print(printable(texts[0]), flush=True)
 
 
 def _typed(name: str) -> Iterator[str]:
