@@ -16,7 +16,7 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
-from toolkit.data import chat_spans
+from toolkit.data import chat_spans, chat_template
 from toolkit.data.chat_spans import ENOUGH, Conversation, render
 from toolkit.data.chat_template import fixed_prompt, load_chat_template
 from toolkit.data.encode import Encoded, Encoder
@@ -811,3 +811,50 @@ def test_a_template_that_could_see_the_markers_is_never_taken_to_agree(template:
         messages = [{"role": "user", "content": "a" * count}, HELLO]
         assert Conversation(tokenizer, messages, None).text == render(tokenizer, messages, None, None)
     assert not chat_spans._AGREED[template]
+
+
+HOSTILE = {
+    "loops": (
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "more than 0.2 seconds",
+    ),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "repetition": ("{{ 'x' * 10**10 }}", "repeats a text 10000000000 times"),
+    "power": ("{{ 9**9**9 }}", "to the power of 9"),
+    "division": ("{{ 1 / 0 }}", "division by zero"),
+    "refusal": ("{{ raise_exception('no\x1b[2J') }}", r"no\x1b[2J"),
+    "no-attribute": ("{{ messages.foo.bar }}", "foo"),
+    "forbidden": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "elsewhere": ("{% include '/etc/passwd' %}", "loader"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_template_is_one_short_error_soon(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
+    template, words = HOSTILE[kind]
+    row = Chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}])
+    for encode in (encoder_for(template), encoder_for(template + CHATML)):
+        for ask in (encode, encode.prompt_text):
+            with pytest.raises(UserError, match="chat template") as caught:
+                ask(row)
+            assert words in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_powers_and_repetitions_that_templates_need_are_as_ever() -> None:
+    template = (
+        "{{ '  ' * 3 }}{{ [1, 2] * 2 }}{{ 2 ** 10 }}{{ 3 * 2.5 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    row = [{"role": "user", "content": "Hi"}]
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = template
+    assert render(tokenizer, row, None, None) == "      [1, 2, 1, 2]10247.5Hi"
+
+
+@pytest.mark.parametrize(
+    "text", ["{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", "{% if 1 %}" * 400 + "{% endif %}" * 400]
+)
+def test_a_template_nested_too_deep_is_said_to_be(text: str, tmp_path: Path) -> None:
+    (tmp_path / "deep.jinja").write_text(text)
+    with pytest.raises(UserError, match="nested too deep"):
+        load_chat_template(str(tmp_path / "deep.jinja"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from recipes import BASE, values, write
 from toolkit.recipe import RecipeError, list_recipes, load, recipe_folders, shipped_recipes
 from toolkit.recipe.files import locate, options, read, search_order, short
+from toolkit.recipe.rules import load_checked
+from toolkit.recipe.show import description
 
 pytestmark = pytest.mark.usefixtures("mine")
 
@@ -128,3 +131,36 @@ def test_lines_are_those_of_keys_and_entries_whatever_is_merged() -> None:
     }
     assert (result.texts["a.c"], result.texts["d.c"], result.texts["f.0"]) == ("off", "0x3", "g")
     assert result.values["d"] == {"b": 1, "e": 2, "c": 3}
+
+
+def _laughs(merged: bool) -> str:
+    """Nine times nine times … the same, as lists or as merged mappings."""
+    first, each = ("{k0: 1}", "{{<<: [{}]}}") if merged else ("[x]", "[{}]")
+    steps = (f"a{n}: &a{n} {each.format(', '.join([f'*a{n - 1}'] * 9))}\n" for n in range(1, 9))
+    return f"a0: &a0 {first}\n{''.join(steps)}"
+
+
+CHAIN = "".join(f", a{n}: '{f'${{extra.lora.a{n - 1}}}' * 10}'" for n in range(1, 8))
+HOSTILE = {
+    "aliases": (_laughs(merged=False), "aliases written out"),
+    "merged-aliases": (_laughs(merged=True), "aliases written out"),
+    "keys": ("".join(f"key{n}: {n}\n" for n in range(150_000)), "larger than 256 KiB"),
+    "many-keys": ("".join(f"key{n}: {n}\n" for n in range(4_000)), "and 244 more"),
+    "entries": (f"data: {{sources: [{', '.join(f'{n}.txt' for n in range(12_000))}]}}\n", "10,000 are the most"),
+    "nested": (f"x: {'[' * 5000}{']' * 5000}\n", "nested too deep"),
+    "interpolations": (f"extra: {{lora: {{a0: x{CHAIN}}}}}\n", "more than 1 seconds"),
+    "steering": ('"\\e[2J\\e]0;title\\a\\x9b": 1\n', r"\x1b[2J\x1b]0;title\x07\x9b: unknown key"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_one_short_error_soon(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = sys.modules["toolkit.recipe.rules.check"]
+    monkeypatch.setattr(check, "_SECONDS", 1 if kind == "interpolations" else 10)
+    text, words = HOSTILE[kind]
+    write("hostile", BASE + text)
+    with pytest.raises(RecipeError) as caught:
+        load_checked("hostile")
+    said = str(caught.value)
+    assert words in " ".join(said.split()) and len(said) < 8000 and len(said.splitlines()) <= 40
+    assert description(Path("recipes/hostile.yaml")) == ""  # Which `toolkit ls` asks for.

@@ -31,7 +31,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("recipes").mkdir()
     Path("existing").mkdir()
     Path("bare").mkdir()
-    Path("existing", "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
+    for name in ("adapter", "both"):
+        Path(name).mkdir()
+        Path(name, "adapter_config.json").write_text('{"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}')
     for file in ("m.gguf", "existing/own.gguf", "bare/own.gguf", "own.jinja"):
         Path(file).touch()
     vocabulary = {str(number): number for number in range(49_160)}
@@ -46,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("rwkv", {"model_type": "rwkv"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
-        ("existing", {"model_type": "llama"}),
+        *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded")),
         ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
         ("encoder", {"model_type": "roberta", "is_decoder": False}),
@@ -54,6 +56,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         Path(name).mkdir(exist_ok=True)
         Path(name, "config.json").write_text(json.dumps(config))
+    head = json.dumps({"model.norm.weight": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    Path("rounded/model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"\1")
     Path("recipes/mine.yaml").write_text(BASE)
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _alias_reasoning_fields, _compile_jinja_template
 
 from toolkit.common import UserError
-from toolkit.data.chat_template import variables, writes_straight
+from toolkit.data.chat_template import in_time, variables, writes_straight
 from toolkit.data.columns import EMPTY
 from toolkit.data.labelling import Span
 from toolkit.data.messages import FOR_TEMPLATES
@@ -87,7 +87,8 @@ class Conversation:
         arguments: dict[str, Any] = {**self.tokenizer.special_tokens_map, "tools": self.tools, "documents": None}
         arguments |= {"add_generation_prompt": False, **self.settings}
         try:
-            return _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
+            with in_time():
+                return _marked_template(source).render(messages=markers.messages, **arguments, __markers__=markers)
         except (jinja2.TemplateError, TypeError):
             return ""
 
@@ -230,7 +231,8 @@ def render(
         jinja2.TemplateError: If the template refuses the conversation.
     """
     options = {**(settings or {}), "tokenize": False, "add_generation_prompt": prompt}
-    return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
+    with in_time():
+        return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
 
 
 def render_accepted(

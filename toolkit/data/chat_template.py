@@ -5,7 +5,8 @@ That is what it reads, what it writes before every answer, and whether it could 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sized
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,58 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import SandboxedEnvironment, SecurityError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from toolkit.common import UserError
+from toolkit.common import UserError, in_a_line
+from toolkit.recipe.time_limit import TimeLimit
 
 _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
 _OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError, MemoryError, RecursionError, SyntaxError),
+)
+"""What a template may raise for a conversation that it was not written for, or for any."""
+_SECONDS = 2.0
+_LARGEST = 2**24
+"""Characters of a text that a template repeats, and the largest power it takes."""
+
+
+def _times(left: Any, right: Any) -> Any:
+    for text, number in ((left, right), (right, left)):
+        if isinstance(text, Sized) and isinstance(number, int) and len(text) * number > _LARGEST:
+            raise SecurityError(f"it repeats a text {number} times")
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    if abs(right) * math.log2(abs(left) + 1) > 64:
+        raise SecurityError(f"it raises {left} to the power of {right}")
+    return left**right
+
+
+# The hook of Jinja's sandbox for operators that one call of may take all memory or time. Transformers makes the
+# environments, so it is the class that is told.
+SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
+SandboxedEnvironment.default_binop_table = {
+    **SandboxedEnvironment.default_binop_table,
+    "*": _times,
+    "**": _power,
+}
+
+
+def in_time() -> TimeLimit:
+    """What a template is compiled and rendered under: it is a program, and may be one without an end."""
+    return TimeLimit(_SECONDS, _endless)
+
+
+def _endless() -> UserError:
+    return UserError(
+        f"The chat template takes more than {_SECONDS:g} seconds for one conversation.",
+        "Set model.chat_template to a template that ends, or take the row out if it is far longer than the others.",
+    )
 
 
 def load_chat_template(name_or_path: str) -> str:
@@ -34,11 +80,14 @@ def load_chat_template(name_or_path: str) -> str:
         raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
     try:
         template = path.read_text(encoding="utf-8")
-        _compile_jinja_template(template)
+        with in_time():
+            _compile_jinja_template(template)
     except UnicodeDecodeError as error:
         raise UserError(f"model.chat_template: {path} is not UTF-8 text.", known) from error
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"model.chat_template: {path}, line {error.lineno}: {error.message}", known) from error
+    except (RecursionError, SyntaxError) as error:
+        raise UserError(f"model.chat_template: {path} is nested too deep: {in_a_line(error)}", known) from None
     return template
 
 
@@ -54,7 +103,10 @@ def fixed_prompt(
 ) -> str | None:
     """What the template writes before an answer, whatever the conversation is; None if that may depend on it."""
     last = _prompt_template(tokenizer.get_chat_template(tools=tools))
-    return None if last is None else last.render({**tokenizer.special_tokens_map, **(settings or {})})
+    if last is None:
+        return None
+    with in_time():
+        return last.render({**tokenizer.special_tokens_map, **(settings or {})})
 
 
 @lru_cache(maxsize=16)

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.common import UserError
+from toolkit.common import UserError, in_a_line
 from toolkit.data.chat_spans import (
     Conversation,
     Message,
@@ -27,14 +26,12 @@ from toolkit.data.chat_spans import (
     render,
     render_accepted,
 )
-from toolkit.data.chat_template import fixed_prompt
+from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt
 from toolkit.data.labelling import Labeller, Span
 from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
 _SENTINEL = "(the answer)"
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What a template may raise for a conversation that it was not written for."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ class Encoder:
             conversation.refuse_lost_content()
         except UserError:
             raise
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise _refused(error) from error
         return Rendered(conversation.text, ranges, gaps, conversation.loses_of_prompt())
 
@@ -200,7 +197,7 @@ class Encoder:
                         self.tokenizer, messages[:last], row.tools, self._settings(row), prompt=True
                     )
                     return prompt, answer
-                except _TEMPLATE_ERRORS as error:
+                except TEMPLATE_ERRORS as error:
                     raise _refused(error) from error
 
     def prompt_ids(self, row: Row) -> list[int]:
@@ -326,7 +323,7 @@ class Encoder:
                 if prompt := prompted[common:].lstrip():
                     return prompt
             probed = Conversation(self.tokenizer, [*history, {"role": role, "content": _SENTINEL}], tools, settings)
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return ""
         start = probed.turns.get(i, [(0, 0)])[0][0]
         return probed.text[start : max(probed.text.rfind(_SENTINEL), start)].lstrip()
@@ -397,6 +394,6 @@ def _alternatives(strings: Iterable[str]) -> str:
 
 def _refused(error: Exception) -> UserError:
     return UserError(
-        f"The chat template refuses this conversation: {error}",
+        f"The chat template refuses this conversation: {error if str(error) else in_a_line(error)}",
         "Change the row (roles, order of turns, tools), or set model.chat_template to a template that accepts it.",
     )

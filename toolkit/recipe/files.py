@@ -6,6 +6,7 @@ PyYAML's nodes know their lines and OmegaConf reads the values, so a file is rea
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -173,7 +174,11 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     if folders is not None and not _inside(file, folders):
         problem(f"leads outside the recipe folders, to {file.resolve()}", hint="copy the file instead of linking it")
         return result
-    content = file.read_bytes()
+    with file.open("rb") as opened:
+        content = opened.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        problem(f"is larger than {_LARGEST // 1024} KiB", hint="a recipe names files of data, it does not hold them")
+        return result
     try:
         text = content.decode("utf-8-sig")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -185,6 +190,10 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
         return result
     except RecursionError:
         problem("is nested too deep to be read", hint="look for brackets that are not closed")
+        return result
+    if node is not None and (size := _size(node, {})) > _MOST_VALUES:
+        hint = "for many files name their folder, or a pattern such as data/*.jsonl; write out what aliases repeat"
+        problem(f"holds {size:.3g} keys and values, aliases written out; {_MOST_VALUES:,} are the most", hint=hint)
         return result
     if not isinstance(node, yaml.MappingNode):
         what = "is empty" if node is None else "must be a mapping of keys"
@@ -280,6 +289,21 @@ INTERPOLATION = (
 )
 _DEEPEST = 20
 """Levels of nesting; no key of a recipe or of a library needs a quarter of them."""
+
+
+_LARGEST = 256 * 1024
+"""Bytes of a file; shipped recipes have some thousands."""
+_MOST_VALUES = 10_000
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Keys and values of a node if its aliases were written out, each part counted once."""
+    if id(node) not in known:
+        known[id(node)] = 1  # Until it is counted, for an alias that leads to a part around it.
+        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        inside = () if isinstance(node, yaml.ScalarNode) else parts
+        known[id(node)] += sum(_size(part, known) for part in inside)
+    return known[id(node)]
 
 
 def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tuple[yaml.Node, str, str, str]]:

@@ -27,7 +27,7 @@ from toolkit.common import conceal
 from toolkit.recipe.adapter import start_from
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.dotted import interpolated, remove, value_at
-from toolkit.recipe.errors import Origins, Problem, RecipeError, from_validation_error, origin_of
+from toolkit.recipe.errors import ENOUGH, Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import INTERPOLATION, first_lines, read
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.schema import Recipe, sections
@@ -138,7 +138,7 @@ def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, s
             problems += [each for each in new if not any(f"{path}.".startswith(f"{each.path}.") for path in known)]
             # Backwards, because taking out an entry of a list renumbers those after it.
             removed = [remove(data, problem.path) for problem in reversed(new)]
-            if not all(removed):
+            if not all(removed) or len(problems) >= ENOUGH:
                 raise RecipeError(name, problems, None, origins) from None
     if problems:
         raise RecipeError(name, problems, recipe, origins)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,6 +22,8 @@ from toolkit.recipe.schema import Model, Recipe
 from toolkit.recipe.sections import Method
 from toolkit.recipe.spelling import did_you_mean
 
+_LONGEST_HEAD = 10**8
+"""Bytes; the library reads none that are longer."""
 _MANY = re.compile(r"<(\d+)>")
 """In a name of the bundle: so many layers, counted from 0."""
 
@@ -124,15 +127,45 @@ def _expanded(name: str) -> Iterator[str]:
 
 
 def _stored(folder: Path) -> list[str]:
-    """Names in an index of safetensors, or in the head of a single file: its length in 8 bytes, and as much JSON."""
-    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    """Names in an index of safetensors, or in the head of a single file."""
+    index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
             return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # What is wrong with it is said when it is loaded.
+    return list(_head(folder / "model.safetensors"))
+
+
+def _head(file: Path) -> dict[str, Any]:
+    """What a file of safetensors says of each tensor; nothing if it cannot be read."""
+    return _head_of(file, file.stat().st_mtime_ns) if file.is_file() else {}
+
+
+@functools.cache
+def _head_of(file: Path, modified: int) -> dict[str, Any]:
+    try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             # Of another file, such as Git LFS's pointer, they are no length.
-            head = json.loads(stream.read(min(length, file.stat().st_size)))
-        return [name for name in head if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # What is wrong with it is said when it is loaded.
+            head = json.loads(stream.read(length)) if length <= _LONGEST_HEAD else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    tensors = head.items() if isinstance(head, dict) else ()
+    return {name: about for name, about in tensors if isinstance(about, dict) and name != "__metadata__"}
+
+
+def whole_numbers(folder: Path | None, config: Mapping[str, Any]) -> str:
+    """A weight in a model's folder that is stored as whole numbers without a word on what they stand for; else empty.
+
+    Transformers would take them for the weights themselves.
+    """
+    if folder is None or "quantization_config" in config:
+        return ""
+    tensors = (each for file in sorted(folder.glob("*.safetensors")) for each in _head(file).items())
+    wrong = (
+        f"{name} ({about['dtype']})"
+        for name, about in tensors
+        if name.endswith(".weight") and str(about.get("dtype")).startswith(("I", "U", "BOOL"))
+    )
+    return next(wrong, "")

@@ -19,7 +19,7 @@ from toolkit.common import UserError
 from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.errors import DEFAULT, as_text, origin_of
-from toolkit.recipe.files import NAME, options, recipe_folders, search_order, shipped_recipes
+from toolkit.recipe.files import NAME, options, read, recipe_folders, search_order, shipped_recipes
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import inherited, parse
 from toolkit.recipe.schema import Recipe, sections
@@ -33,10 +33,9 @@ _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum
 def description(file: Path) -> str:
     """The `description` of a recipe file; empty when it has none or is not YAML."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return " ".join(str(read(file).values.get("description") or "").split())
+    except OSError:
         return ""
-    return " ".join(str(content.get("description") or "").split()) if isinstance(content, dict) else ""
 
 
 def with_origins(loaded: Loaded) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.recipe import compilation, model_configs
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
-from toolkit.recipe.module_names import name_problems
+from toolkit.recipe.module_names import name_problems, whole_numbers
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
@@ -31,7 +31,10 @@ from toolkit.recipe.rules.training import (
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale
 from toolkit.recipe.schema import Recipe, sections
 from toolkit.recipe.sections import PRECISIONS, SCHEDULES, STRATEGIES, Section
+from toolkit.recipe.time_limit import TimeLimit
 
+_SECONDS = 10.0
+"""Recipes take a tenth of a second."""
 RULES: dict[str, Rule] = INPUT_RULES | METHOD_RULES | TRAINING_RULES | STRATEGY_RULES | IGNORED_RULES | UNUSUAL_RULES
 """Every rule by its stable name, in the order in which problems are reported."""
 
@@ -101,16 +104,22 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
     Raises:
         RecipeError: With every problem found.
     """
-    try:
-        loaded = load(name, overrides, folder)
-    except RecipeError as error:
-        if error.partial is None:
-            raise
-        raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
-    if broken := check(loaded.recipe, loaded.origins, texts=loaded.texts):
-        raise RecipeError(loaded.name, broken)
-    warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, texts=loaded.texts, warns=True)]
-    return dataclasses.replace(loaded, warnings=tuple(warnings))
+    with TimeLimit(_SECONDS, lambda: _too_long(name)):
+        try:
+            loaded = load(name, overrides, folder)
+        except RecipeError as error:
+            if error.partial is None:
+                raise
+            raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
+        if broken := check(loaded.recipe, loaded.origins, texts=loaded.texts):
+            raise RecipeError(loaded.name, broken)
+        warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, texts=loaded.texts, warns=True)]
+        return dataclasses.replace(loaded, warnings=tuple(warnings))
+
+
+def _too_long(name: str) -> RecipeError:
+    hint = "shorten its texts and lists, and look for interpolations that are filled in over and over"
+    return RecipeError(name, [Problem("", f"takes more than {_SECONDS:g} seconds to be read and checked", hint=hint)])
 
 
 def warnings_of_length(loaded: Loaded, steps: int, epochs: float | None, warmup_steps: int) -> list[Problem]:
@@ -136,6 +145,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         else "",
         "tokens_without_embedding": f"the model has no embedding for {len(lost)}, such as {lost[0]!r}" if lost else "",
         "fused_experts": model_configs.fused_experts(config),
+        "whole_numbers": whole_numbers(model_configs.local_files(recipe.model), config),
         "run_steps": _so_many(recipe.schedule.max_steps or 0, "step"),
         "run_epochs": _so_many(recipe.schedule.num_epochs or 1, "epoch"),
         "model_type": model_configs.text_config(config).get("model_type"),

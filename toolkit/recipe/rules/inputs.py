@@ -8,7 +8,8 @@ from pathlib import Path
 
 from toolkit.recipe import model_configs
 from toolkit.recipe.errors import Rule
-from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Recipe
+from toolkit.recipe.module_names import whole_numbers
+from toolkit.recipe.schema import CHAT_TEMPLATES, VARLEN_ATTENTION, Model, Recipe
 
 
 def _is_local(recipe: Recipe) -> bool:
@@ -26,6 +27,12 @@ def _no_folder(path: str | None) -> bool:
 def _no_model(path: str) -> bool:
     """Whether a path means a file, and none that holds a model."""
     return Path(path).is_file() and not path.endswith(".gguf")
+
+
+def _is_also_adapter(model: Model) -> bool:
+    """Whether an adapter lies where the model does."""
+    folder = model_configs.local_files(model)
+    return folder is not None and all((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _twice(columns: Mapping[str, str] | None) -> bool:
@@ -63,6 +70,18 @@ INPUT_RULES = {
         lambda r, _: _no_model(r.model.path),
         "this file is no model: of files only GGUF ones are",
         "set model.path to the folder with config.json, a GGUF file, or the id of a model on the hub",
+    ),
+    "model-is-adapter": Rule(
+        "model.path",
+        lambda r, _: _is_also_adapter(r.model),
+        "an adapter_config.json lies there: Transformers would load the base that it names, and not what lies here",
+        "set model.path to the base and model.adapter to this folder, or take that file out of it",
+    ),
+    "model-whole-numbers": Rule(
+        "model.path",
+        lambda r, c: not r.model.gguf_file and whole_numbers(model_configs.local_files(r.model), c),
+        "holds whole numbers for weights, such as {whole_numbers}, and no quantization_config that says what they mean",
+        "set model.path to weights in floating point, or to a whole quantized model",
     ),
     "tokenizer-no-folder": Rule(
         "model.tokenizer",

@@ -1,0 +1,54 @@
+"""What never ends is ended, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+
+from toolkit.common import UserError, in_background
+from toolkit.recipe.time_limit import TimeLimit
+
+
+def test_endless_work_is_ended_in_any_thread_and_only_it() -> None:
+    def endless() -> None:
+        with TimeLimit(0.3, lambda: UserError("too long")):
+            while True:
+                with contextlib.suppress(Exception):
+                    sum(range(1000))
+
+    def waits() -> str:
+        with TimeLimit(0.3, lambda: UserError("too long")):
+            time.sleep(1)
+        return "done"
+
+    for _ in range(2):
+        with pytest.raises(UserError, match="too long"):
+            endless()
+    idle = in_background(waits)
+    with pytest.raises(UserError, match="too long"):
+        in_background(endless).result(timeout=30)
+    assert idle.result(timeout=30) == "done"
+    # The limit around counts on after one inside it.
+    with pytest.raises(UserError, match="outer"), TimeLimit(0.5, lambda: UserError("outer")):
+        with TimeLimit(60, lambda: UserError("inner")):
+            pass
+        endless_loop = iter(int, 1)
+        for _ in endless_loop:
+            pass
+
+
+def test_a_forked_process_has_limits_of_its_own() -> None:
+    with TimeLimit(60, lambda: UserError("never")):
+        process = os.fork()
+        if not process:
+            try:
+                with TimeLimit(0.3, lambda: UserError("too long")):
+                    while True:
+                        pass
+            except UserError:
+                os._exit(7)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
