@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from small import INT8, LORA, NF4, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 
-from toolkit.common import UserError
+from toolkit.common import UserError, printable
 from toolkit.distributed.engines import dtypes
 from toolkit.models import device
 from toolkit.models import load as load_module
@@ -184,3 +185,54 @@ def test_stored_types_follow_the_recipe() -> None:
     assert dtypes(recipe("precision=bf16", *LORA)).load == "bfloat16"
     model = set_up(*LORA, "precision=bf16", "model.dtype=fp32").trainer.model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
+DEEP, BOM = b'{"a":' * 100_000, b"\xef\xbb\xbf{}"
+DAMAGES = [
+    *(
+        (file, content)
+        for file in (CONFIG, TOKENIZER, SETTINGS)
+        for content in (b"\xff\xfe\x00", b"[]", b"3", DEEP, BOM)
+    ),
+    (CONFIG, b""),
+    (CONFIG, b'{"model_type": "llama", "vocab_size": 1000000000000}'),
+    (CONFIG, b'{"model_type": "llama", "num_hidden_layers": 1000000000}'),
+    (CONFIG, b'{"model_type": "llama", "vocab_size": ' + b"9" * 5000 + b"}"),
+    (CONFIG, b'{"model_type": "llama", "hidden_act": "\\ud800\\u001b[2J"}'),
+    (CONFIG, b'{"model_type": "llama", "intermediate_size": "x"}'),
+    (CONFIG, b'{"model_type": "llama\\u001b[2J"}'),
+    (CONFIG, b'{"model_type": "llama", "quantization_config": "x"}'),
+    (CONFIG, b'{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}'),
+    (TOKENIZER, b'{"model": {"vocab": 3}, "added_tokens": "x"}'),
+    (SETTINGS, b'{"tokenizer_class": 3, "eos_token": ["x"]}'),
+    (GENERATION, b"[]"),
+    (GENERATION, b'{"eos_token_id": "x"}'),
+    (WEIGHTS, b""),
+    (WEIGHTS, b"\xff" * 100),
+    (WEIGHTS, (100).to_bytes(8, "little") + b"{" * 100),
+    (WEIGHTS, (99_999_999).to_bytes(8, "little") + b" " * 100),
+    ("adapter_config.json", b'{"base_model_name_or_path": "../llama"}'),
+]
+
+
+@pytest.mark.parametrize(("file", "content"), DAMAGES, ids=lambda part: str(part)[:40])
+def test_garbage_in_a_models_folder_is_one_clear_error(file: str, content: bytes, place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "hostile"))
+    (folder / file).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        source = ModelSource.open(load_checked("small", [f"model.path={folder}"]).recipe)
+        source.stop_tokens(source.tokenizer())
+        source.load(dtypes(source.recipe), "sdpa")
+    said = str(caught.value)
+    assert "hostile" in said and len(said) < 2000 and printable(said) == said
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 100, b"GGUF\3\0\0\0" + b"\xff" * 64, b"GGUF\3\0\0\0" + b"\0" * 16, b"GGUF9" * 50]
+)
+def test_garbage_for_a_gguf_file_is_one_clear_error(content: bytes, place: Path, tmp_path: Path) -> None:
+    (tmp_path / "hostile.gguf").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.path"):
+        ModelSource.open(recipe(f"model.path={tmp_path / 'hostile.gguf'}"))

@@ -7,6 +7,7 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +29,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from toolkit.common import UserError, first_line
+from toolkit.common import UserError, first_line, in_a_line
 from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
@@ -38,6 +38,8 @@ from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
 from toolkit.recipe import Recipe, model_configs
+
+_log = logging.getLogger("toolkit.models")
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,12 @@ class ModelSource:
         ids = {tokenizer.eos_token_id}
         file = self._file("generation_config.json")
         if file:
-            stops = GenerationConfig.from_pretrained(file.parent).eos_token_id
-            ids.update(stops if isinstance(stops, list) else [stops])
+            where = {"pretrained_model_name_or_path": str(file.parent)}
+            stops = _from_pretrained(GenerationConfig, self.recipe, where).eos_token_id
+            stops = stops if isinstance(stops, list) else [stops]
+            if not all(isinstance(token, int | None) for token in stops):
+                raise UserError(f"{file}: eos_token_id is {stops}, not numbers of tokens", "correct the file")
+            ids.update(stops)
         return frozenset(token for token in ids if token is not None)
 
     def weight_files(self) -> list[Path]:
@@ -249,14 +255,17 @@ def _locate(recipe: Recipe) -> dict[str, Any]:
 
 
 def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
-    path = arguments["pretrained_model_name_or_path"]
+    path = (arguments := dict(arguments)).pop("pretrained_model_name_or_path")
     key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
     if Path(path).is_dir() and not any(Path(path).iterdir()):
         file = "tokenizer.json" if key == "model.tokenizer" else "config.json"
         raise UserError(f"{key}: the folder {path} is empty", f"set {key} to a folder with {file}")
     try:
-        return kind.from_pretrained(**arguments)
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+        return kind.from_pretrained(path, **arguments)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Files of others may hold anything, and the libraries raise anything for it.
+        _log.debug("%s of %s", kind.__name__, path, exc_info=True)
         misspelt = key == "model.path" and not model_configs.known_model(recipe.model)
         close = model_configs.nearest(path) if misspelt else []
         change = f"did you mean {' or '.join(close)}? " if close else ""
@@ -264,7 +273,8 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         change += f"Set {key} to a hub id, or a folder with {what}"
         if "trust_remote_code=True" in str(error):
             change = "set model.trust_remote_code=true, once you have read that code"
-        what = f"cannot be loaded as {kind.__name__}: {first_line(error)}"
+        said = first_line(error) if isinstance(error, OSError | ValueError) else in_a_line(error)
+        what = f"cannot be loaded as {kind.__name__}: {said}"
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             what = "is neither a folder here nor in the hub's cache"
             change += f"; `hf download {path}` fills the cache where there is a network"

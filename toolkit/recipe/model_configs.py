@@ -64,6 +64,10 @@ _SIZE_KEYS = (
 )
 
 
+_MOST_LAYERS, _LARGEST_SIZE = 10_000, 10**8
+"""Ten times what the deepest and the widest released models have. A plan builds every layer, if only in outline."""
+
+
 @dataclass(frozen=True)
 class KnownModel:
     """A model whose config is bundled."""
@@ -255,7 +259,7 @@ def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
         if isinstance(vocabulary, list):  # Of [token, score].
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         return {token["content"]: token["id"] for token in content.get("added_tokens") or ()}, vocabulary
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}, {}  # What is wrong with it is said when it is loaded.
 
 
@@ -282,20 +286,28 @@ def _read(file: Path) -> dict[str, Any] | None:
     change = "correct the file, or set model.path to another model"
     try:
         config = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON: {error}", change) from None
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no object, as a model's config is", change)
     text = text_config(config)
     if not isinstance(text, dict):
-        raise UserError(f"{file}: text_config is {json.dumps(text)}, not an object", change)
+        raise UserError(f"{file}: text_config is {_shown(text)}, not an object", change)
     for part in (config, text):
         for key in (*_LAYER_KEYS, *_POSITION_KEYS, *_SIZE_KEYS):
             value = part.get(key)
             if value is not None and (type(value) is not int or (value < 1 and key not in _POSITION_KEYS)):
-                raise UserError(f"{file}: {key} is {json.dumps(value)}, not a whole number above 0", change)
+                raise UserError(f"{file}: {key} is {_shown(value)}, not a whole number above 0", change)
+            most = _MOST_LAYERS if "layer" in key else _LARGEST_SIZE
+            if value is not None and value > most and key not in _POSITION_KEYS:
+                raise UserError(f"{file}: {key} is {_shown(value)}, which no model has: at most {most:,}", change)
     # Without its kind Transformers may still know what it is, or says what is missing.
     return config if isinstance(config.get("model_type"), str) else None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _float(part: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.common import UserError, in_a_line
 from toolkit.planner.plan import UnknownSize
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.types import Amount, Moment, Pass, Tensors, Trace
@@ -31,6 +32,19 @@ def estimated(setting: Setting, note: str) -> Trace:
     Raises:
         UnknownSize: If the config does not say how large the model is.
     """
+    try:
+        return _estimated(setting, note)
+    except UserError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise UnknownSize(
+            f"this model cannot be planned: its config holds what cannot be ({in_a_line(error)}), and its code could "
+            f"not be traced: {textwrap.shorten(note, 200, placeholder=' …')}",
+            "correct its config.json, or set model.path to another model",
+        ) from error
+
+
+def _estimated(setting: Setting, note: str) -> Trace:
     text = dict(model_configs.text_config(setting.config))
     hidden, depth, vocab = (_find(text, *keys, default=0) for keys in (_HIDDEN, _LAYERS, ("vocab_size",)))
     crossing = depth if model_configs.is_encoder_decoder(setting.config) else 0
