@@ -48,6 +48,14 @@ def test_the_first_lines_answer(plan: Plan, words: str) -> None:
     assert re.search(r"1\.00 s a step, 65\.5k tokens/s, 18m 20s in all, 2\.44 GPU-hours, costs 6\.10", "\n".join(lines))
 
 
+@pytest.mark.parametrize("where", ["host RAM", "device memory"])
+def test_a_limit_on_the_hosts_memory_is_named(where: str) -> None:
+    plan = example_plan(host_limit="`ulimit -v`")
+    plan = plan.model_copy(update={"fit": plan.fit.model_copy(update={"where": where})})
+    assert ("`ulimit -v` leaves" in plan_view.fit_text(plan)) == (where == "host RAM")
+    assert "that `ulimit -v` leaves" in dict(plan_view.store_rows(plan))["RAM"]
+
+
 @pytest.mark.parametrize("plan", [FITS, TIGHT, TOO_LARGE], ids=["fits", "tight", "too-large"])
 def test_bars_follow_each_other_and_the_line_stands_where_the_device_ends(plan: Plan) -> None:
     lines = plain(plan_text.memory_text(plan)).splitlines()

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from toolkit.common import cache_dir, in_a_line, table
 from toolkit.planner.hardware import driver_version
+from toolkit.planner.hardware.host_memory import host_memory
 
 DISTRIBUTION = "accelerate-toolkit"
 OPTIONAL = ("flash-attn", "liger-kernel", "torchao", "kernels", "tensorboard", "wandb", "mlflow", "trackio")
@@ -63,12 +64,13 @@ def render(sections: dict[str, Any]) -> str:
 
 
 def _machine() -> dict[str, str]:
-    memory = psutil.virtual_memory()
+    memory, usable = psutil.virtual_memory(), host_memory()
+    limit = f", of which a run may use {_gib(usable.bytes)} ({usable.limit})" if usable.limit else ""
     return {
         "os": platform.platform(),
         "python": f"{platform.python_version()} ({_short(sys.executable)})",
         "cpu cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
-        "memory": f"{_gib(memory.total)}, {_gib(memory.available)} available",
+        "memory": f"{_gib(memory.total)}, {_gib(memory.available)} available{limit}",
     }
 
 

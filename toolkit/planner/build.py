@@ -119,6 +119,7 @@ class _Question:
             memory=ranks,
             host=ram,
             host_memory=hardware.node.ram,
+            host_limit=hardware.node.ram_limit,
             disk=drives,
             fit=fit(hardware, ranks, ram, drives),
             work=done,

@@ -282,7 +282,9 @@ class Plan(Figures):
     host: Host
     """Host RAM that one node needs."""
     host_memory: int
-    """Bytes of host RAM that one node has."""
+    """Bytes of host RAM that one node has, or a limit leaves of it."""
+    host_limit: str = ""
+    """That limit, such as `ulimit -v`; empty where there is none."""
     disk: Disk
     """Bytes on drives: checkpoints, the final model, what is offloaded to NVMe."""
     fit: Fit

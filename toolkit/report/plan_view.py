@@ -68,6 +68,8 @@ def fit_text(plan: Plan) -> str:
     fit = plan.fit
     unit = Unit.of(fit.available)
     needed, available = unit.text(fit.needed), f"{unit.text(fit.available)} {unit.name} {fit.where}"
+    if plan.host_limit and fit.where == "host RAM":
+        available += f" that {plan.host_limit} leaves"
     decides = f"largest part: {fit.decides}"
     if fit.answer == "no":
         return f"{needed} of {available}, {unit.text(-fit.margin)} {unit.name} too much; {decides}"
@@ -190,8 +192,9 @@ def store_rows(plan: Plan) -> list[tuple[str, str]]:
     unit = Unit.of(plan.host_memory)
     largest = sorted(plan.host.parts.items(), key=lambda pair: -pair[1])
     parts = ", ".join(f"{name} {bytes_text(amount)}" for name, amount in largest[:4] if amount)
-    node = "a node" if plan.nodes > 1 else "the machine"
-    rows = [("RAM", f"{unit.text(plan.host.peak)} of {unit.text(plan.host_memory)} {unit.name} of {node}: {parts}")]
+    owner = "a node" if plan.nodes > 1 else "the machine"
+    owner = f"of {owner}" if not plan.host_limit else f"that {plan.host_limit} leaves"
+    rows = [("RAM", f"{unit.text(plan.host.peak)} of {unit.text(plan.host_memory)} {unit.name} {owner}: {parts}")]
     disk = {"a checkpoint": plan.disk.checkpoint, "all that are kept": plan.disk.kept, "the result": plan.disk.model}
     rows.append(("disk", ", ".join(f"{name} {bytes_text(amount)}" for name, amount in disk.items() if amount)))
     nvme = f"{bytes_text(plan.disk.nvme)} of each node while training"

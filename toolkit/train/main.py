@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.common import UserError, add_help, add_verbosity, quiet_libraries, start_logging
+from toolkit.common import UserError, add_help, add_verbosity, bytes_text, quiet_libraries, start_logging
 from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, data = loaded.recipe.model, loaded.recipe.data
         sources = [each.path for each in (*data.sources, *data.eval_sources)]
         hub.ask_for(model.path, model.tokenizer, *sources)
+        if not options.force:
+            _check_host_memory(world.local_world_size)
         # Only now: these imports take seconds and read the environment.
         with quick_imports():
             from toolkit.train.train import train
@@ -102,3 +104,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         leave_process_group()
     return 0
+
+
+def _check_host_memory(processes: int) -> None:
+    """Refuses what no plan would live to refuse: over a limit on memory, importing the frameworks gets it killed."""
+    # Not needed to say what is wrong with a recipe.
+    from toolkit.planner.hardware.host_memory import host_memory
+    from toolkit.planner.memory.host import CPU_PROCESS
+
+    usable, least = host_memory(processes), processes * CPU_PROCESS
+    if usable.limit and usable.bytes < least:
+        raise UserError(
+            f"{processes} process{'es take' if processes > 1 else ' takes'} {bytes_text(least)} of host RAM before any "
+            f"model is loaded; {usable.limit} leaves {bytes_text(usable.bytes)}",
+            "raise that limit, or start fewer processes; --force tries all the same",
+        )

@@ -21,6 +21,7 @@ import pynvml
 
 from toolkit.common import UserError, bytes_text
 from toolkit.planner.hardware.catalogue import document, known
+from toolkit.planner.hardware.host_memory import host_memory, read_text
 from toolkit.planner.hardware.specs import Device, Efficiency, Hardware, Kind, Node, Rate
 
 # Operations per cycle of one core: two fused multiply-adds per vector.
@@ -88,7 +89,7 @@ def amd(environment: Mapping[str, str], root: Path = Path("/sys")) -> list[Gpu]:
     cards = []
     for folder in sorted((root / "class" / "drm").glob("card[0-9]*"), key=lambda each: (len(each.name), each.name)):
         memory, vendor, identity = (
-            _text(folder / "device" / key) for key in ("mem_info_vram_total", "vendor", "device")
+            read_text(folder / "device" / key) for key in ("mem_info_vram_total", "vendor", "device")
         )
         if vendor == "0x1002" and memory:
             cards.append([Gpu(f"1002:{identity.removeprefix('0x')}", int(memory))])
@@ -167,7 +168,7 @@ def detect(folder: Path | None = None) -> Hardware:
             "choose alike ones with CUDA_VISIBLE_DEVICES=0,1,…, or name the hardware: hardware=NAMExCOUNT",
         )
     smallest = min(gpus, key=lambda gpu: gpu.memory)
-    node = host()
+    node = host(len(gpus))
     device = _known(smallest, known(folder)) or _unknown(smallest, node)
     name = device.name + (f"x{len(gpus)}" if len(gpus) > 1 else "")
     return Hardware(name, device, node, len(gpus))
@@ -222,7 +223,7 @@ def _estimates(kind: str) -> Efficiency:
 
 def cpu(processes: int) -> Hardware:
     """Processes on this machine's CPU, which share its cores and its RAM."""
-    node, flags = host(), _cpuinfo("flags", "Features").split()
+    node, flags = host(processes), _cpuinfo("flags", "Features").split()
     per_cycle = next((value for flag, value in _PER_CYCLE.items() if flag in flags), 8)
     fp32 = node.cores * per_cycle * float(_cpuinfo("cpu MHz") or 2500) * 1e6 / processes
     # AMX multiplies tiles, 16 times as much as AVX-512 does in fp32. AVX-512 alone converts bf16 first; without it
@@ -246,31 +247,24 @@ def cpu(processes: int) -> Hardware:
     return Hardware(f"cpux{processes}" if processes > 1 else "cpu", device, node, processes)
 
 
-def host() -> Node:
-    """This machine around its devices; network and drives are guessed, their size is not known."""
+def host(processes: int) -> Node:
+    """This machine around its devices, for so many processes; network and drives are guessed, their size is not
+    known."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = min(psutil.cpu_count(logical=False) or cores, cores)
-    own = {"ram": ram(), "cores": physical, "nvme_bytes": None}
+    memory = host_memory(processes)
+    own = {"ram": memory.bytes, "ram_limit": memory.limit, "cores": physical, "nvme_bytes": None}
     return Node.model_validate(document()["node"]).model_copy(update=own)
 
 
 def ram(root: Path = Path("/")) -> int:
-    """Bytes of RAM that a process here may use: the machine's, or its container's limit."""
-    limits = [root / "sys/fs/cgroup/memory.max", root / "sys/fs/cgroup/memory/memory.limit_in_bytes"]
-    given = [int(text) for text in map(_text, limits) if text.isdigit()]
-    return min([psutil.virtual_memory().total, *given])
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    """Bytes of RAM that a process here may use."""
+    return host_memory(root=root).bytes
 
 
 def _cpuinfo(*keys: str) -> str:
     """The value of the first of these keys; empty where the system does not say."""
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
+    for line in read_text(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in keys:
             return value.strip()

@@ -115,6 +115,7 @@ class Node(Section):
     Args:
         devices: In one.
         ram: Of the host.
+        ram_limit: What keeps a run from using more of it, such as `ulimit -v`; empty where nothing does.
         cores: Physical ones.
         network: To other nodes, one direction, all adapters together.
         nvme: Its local drives together, mean of reading and writing.
@@ -131,6 +132,7 @@ class Node(Section):
     nvme_bytes: _Tb | None = Field(None, validation_alias="nvme_tb")
     co2: _Positive | None = Field(None, validation_alias="co2_g_kwh")
     source: str = ""
+    ram_limit: str = ""
 
     def part(self, share: float) -> Node:
         """What comes with some of its devices: one of eight is rented with an eighth of the host."""
