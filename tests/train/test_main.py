@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pty
+import resource
 import select
 import shutil
 import signal
@@ -430,6 +431,35 @@ def test_a_refused_start_changes_nothing_of_the_run_before(place: Path, monkeypa
     assert main(["recipe=small", "description=at last"]) == 0
     assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
     assert "at last" in (run / "recipe.yaml").read_text()
+
+
+def test_a_run_that_cannot_save_says_so_and_goes_on_later(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = place / "runs" / "small"
+    assert main(["recipe=small", "output.name=straight"]) == 0  # What is larger lies in caches now.
+    adapter = run.with_name("straight") / "final" / "adapter_model.safetensors"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (adapter.stat().st_size + 1000, hard))
+    try:
+        assert main(["recipe=small"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and "runs/small cannot be written: a file would be larger" in said
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["status"] == "failed" and "cannot be written" in manifest["error"]
+    assert main(["recipe=small"]) == 0
+    assert losses(run) == pytest.approx(losses(run.with_name("straight")), rel=1e-7)
+    assert not (run / ".reserved").exists()
+
+
+def test_a_run_whose_folder_is_deleted_says_so(place: Path, ranks: Ranks) -> None:
+    run = place / "runs" / "small"
+    running = ranks.start(place, "recipe=small", "max_steps=4000")
+    wait_for(lambda: steps_done(run) >= 1, running.running)
+    shutil.rmtree(run)
+    done = running.wait()
+    assert done.codes == [1] and "Traceback" not in done.stderr
+    assert "runs/small was deleted while it was trained in" in done.stderr
 
 
 def test_second_process_is_kept_out_of_a_run_folder(

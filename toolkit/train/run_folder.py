@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import importlib.metadata
 import itertools
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,6 +48,8 @@ _WITHOUT_EFFECT = {
     *("data.num_proc", "data.num_workers"),
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
+_RESERVED = ".reserved"
+"""A file that makes room for a last word where the disk is full when the run ends."""
 _WRITING = threading.Lock()
 
 
@@ -138,6 +142,12 @@ class RunFolder:
             resumed_from=str(self.resume_from) if self.resume_from else None,
             **values,
         )
+        (self.path / _RESERVED).write_bytes(bytes(2**16))
+
+    def end(self, status: str, **values: Any) -> None:
+        """Notes how the run ended, and when; also where the disk is full by now."""
+        (self.path / _RESERVED).unlink(missing_ok=True)
+        self.update_manifest(status=status, finished=now(), **values)
 
     def once_accepted(self, write: Callable[[], None]) -> None:
         """Has something written into the folder, now or when this run is accepted."""
@@ -223,6 +233,61 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
 
 
+_STORAGE = {
+    **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
+    **{errno.EFBIG: "a file would be larger than this process may write (ulimit -f)"},
+    **{errno.EROFS: "its disk has become read-only", errno.EIO: "its disk does not answer (input/output error)"},
+    **{errno.EACCES: "it may not be written any more", errno.EPERM: "it may not be written any more"},
+    **{errno.ESTALE: "its disk is not mounted any more"},
+}
+_UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "os error", "Failed to write")
+"""What C++ and Rust code says of a file that it could not write, without the reason's number."""
+
+
+def unwritable(folder: Path, error: BaseException) -> UserError | None:
+    """What to say of an error that ended a run because its folder could not be written; None for any other.
+
+    The folder is tried, because most writers do not say what is wrong.
+    """
+    errors = _chain(error)
+    numbers = [each.errno for each in errors if isinstance(each, OSError)]
+    if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not any(
+        sign in str(each) for each in errors for sign in _UNNUMBERED
+    ):
+        return None
+    again = "the same command goes on from the newest whole checkpoint"
+    if not folder.is_dir():
+        return UserError(f"{folder} was deleted while it was trained in", "start again; keep the folder until it ends")
+    number = next((number for number in numbers if number in _STORAGE), None) or _tried(folder)
+    if number is None:
+        return None
+    free = shutil.disk_usage(folder).free / 1e9
+    change = f"free space there ({free:.2f} GB are left), lower checkpoint.save_total_limit, or set output.dir"
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        change = "make it writable, or set output.dir"
+    return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+
+
+def _tried(folder: Path) -> int | None:
+    """Why 16 MB cannot be written there, if they cannot."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**24))
+    except OSError as error:
+        return error.errno if error.errno in _STORAGE else None
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those that led to it."""
+    errors: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in errors:
+        errors.append(following)
+        following = following.__cause__ or following.__context__
+    return errors
+
+
 def stages(adapter: str | None) -> list[str]:
     """The adapters that led to this one, and itself; as far as each one's run folder still tells."""
     if adapter is None:
@@ -262,7 +327,7 @@ def _used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", "manifest.json", "audit.json", ".lock"}
+    own = {"recipe.yaml", "manifest.json", "audit.json", ".lock", _RESERVED}
     return any(file.name not in own and file.suffix != ".partial" for file in path.iterdir())
 
 

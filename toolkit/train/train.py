@@ -38,7 +38,7 @@ from toolkit.train.checkpoint import not_changed
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
-from toolkit.train.run_folder import RunFolder, claim_together, now
+from toolkit.train.run_folder import RunFolder, claim_together, now, unwritable
 from toolkit.train.save import publish
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
@@ -118,6 +118,8 @@ def _train(
             ran, statistics = (session.loaded, session.prepared.statistics) if session else (loaded, None)
             with contextlib.suppress(UnknownSize):
                 raise plan_run(ran, world, source, statistics).out_of_memory(error) from error
+        if isinstance(error, Exception) and (reason := unwritable(folder.path, error)):
+            raise reason from error
         raise
 
 
@@ -137,8 +139,9 @@ def _failed(folder: RunFolder, error: BaseException) -> None:
     """Notes what ended the run. The disk may be full, and the first error must not be hidden by a second one."""
     if not folder.accepted or folder.manifest().status == "finished":
         return  # It is an earlier start's; or the model is saved, and only what comes after it was cut short.
+    reason = unwritable(folder.path, error)
     with contextlib.suppress(OSError):
-        folder.update_manifest(status="failed", finished=now(), error=f"{type(error).__name__}: {error}")
+        folder.end("failed", error=f"{type(error).__name__}: {reason or error}")
 
 
 def interrupted(session: Session, callbacks: Callbacks) -> None:
@@ -147,7 +150,7 @@ def interrupted(session: Session, callbacks: Callbacks) -> None:
     if not session.leads:
         return
     step = session.trainer.state.global_step
-    session.folder.update_manifest(status="interrupted", finished=now())
+    session.folder.end("interrupted")
     write_report(session.folder.path)
     session.progress.message(
         f"Stopped at step {step} of {session.length.total_steps}; a checkpoint is saved in {session.folder.path}.\n"
@@ -163,7 +166,7 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     # From here on nothing can be lost, and Ctrl-C means what it always does.
     callbacks.stop.restore()
     if meter:
-        folder.update_manifest(status="finished", finished=now(), train_seconds=round(meter.seconds(), 1))
+        folder.end("finished", train_seconds=round(meter.seconds(), 1))
     if callbacks.evaluator:
         callbacks.evaluator.finish(session.trainer.state.global_step)
     callbacks.samples.answer("after")
