@@ -23,6 +23,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.prepare import prepare
 from toolkit.data.readers import read
+from toolkit.data.rows import Chat, Text
 from toolkit.data.sources import open_source
 from toolkit.data.streaming import Stream
 from toolkit.data.tokenization import Chunker
@@ -248,3 +249,11 @@ def test_a_stream_refuses_what_it_must_not_cut(tmp_path: Path) -> None:
         assert len(sequences) == (
             outcome if over_long != "split" else 2 + -(-(len(chatml_tokenizer()("fox " * 50)["input_ids"]) + 1) // 20)
         )
+
+
+def test_a_row_with_half_a_surrogate_pair_is_named_by_a_stream_too() -> None:
+    encode = Chunker(Encoder(chatml_tokenizer(), "auto", frozenset([2])), 64, "truncate")
+    assert encode([(Text("whole"), "a:1")])
+    for row in (Text("\ud800"), Chat([{"role": "user", "content": "\ud800"}])):
+        with pytest.raises(UserError, match=r"a:2 holds half of a surrogate pair \(\\ud800\)"):
+            encode([(row, "a:2")])

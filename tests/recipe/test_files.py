@@ -164,3 +164,19 @@ def test_a_hostile_file_is_one_short_error_soon(kind: str, monkeypatch: pytest.M
     said = str(caught.value)
     assert words in " ".join(said.split()) and len(said) < 8000 and len(said.splitlines()) <= 40
     assert description(Path("recipes/hostile.yaml")) == ""  # Which `toolkit ls` asks for.
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "words"),
+    [
+        ("batch: [1]\n", "batch.seq_len=8", "batch"),
+        ("batch: {seq_len: {a: 1}}\nextends: [1]\n", "seed=1", "extends"),
+        ("", f"seed={'9' * 5000}", "seed"),
+        ("", f"model.chat_template={'a' * 5000}", "too long"),
+        ("", f"data={'[' * 2000}", "data"),
+    ],
+)
+def test_what_no_library_was_written_for_is_a_problem_too(text: str, override: str, words: str) -> None:
+    write("hostile", BASE + text)
+    with pytest.raises(RecipeError, match=words):
+        load_checked("hostile", [override])

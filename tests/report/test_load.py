@@ -61,3 +61,9 @@ def test_percentiles_of_steps_leave_the_first_ones_out(tmp_path: Path) -> None:
 def test_runs_that_did_not_time_their_steps_have_no_speed(tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", {"step": 1, "loss": 2.0})
     assert read_run(tmp_path / "run").speed is None
+
+
+def test_numbers_that_nothing_can_hold_are_left_out(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "demo", total_steps=10**400)
+    manifest, problems = read_manifest(run)
+    assert manifest.total_steps is None and manifest.name == MANIFEST["name"] and "total_steps" in problems[0]

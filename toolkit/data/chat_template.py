@@ -86,8 +86,8 @@ def load_chat_template(name_or_path: str) -> str:
         raise UserError(f"model.chat_template: {path} is not UTF-8 text.", known) from error
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"model.chat_template: {path}, line {error.lineno}: {error.message}", known) from error
-    except (RecursionError, SyntaxError) as error:
-        raise UserError(f"model.chat_template: {path} is nested too deep: {in_a_line(error)}", known) from None
+    except (RecursionError, SyntaxError, ValueError) as error:
+        raise UserError(f"model.chat_template: {path} cannot be compiled: {in_a_line(error)}", known) from None
     return template
 
 

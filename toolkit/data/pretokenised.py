@@ -79,7 +79,8 @@ def refuse_unread_lists(unread: Mapping[str, Any], input_ids: Any, where: str) -
     Raises:
         UserError: With the mapping that has it read.
     """
-    length = len(parsed(input_ids) or ())
+    ids = parsed(input_ids)
+    length = len(ids) if isinstance(ids, list) else 0
     for name in (name for name in unread if name != "token_type_ids"):
         value = parsed(unread[name])
         if not isinstance(value, list) or not len(value) == length > 0:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from toolkit.common import UserError
 from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
-from toolkit.data.encode import Encoded, Encoder
+from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
 from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
@@ -125,15 +125,18 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
 
 def _record(row: Row, where: str, source: int) -> dict[str, Any]:
     text = to_json(row)
+    content = int.from_bytes(xxhash.xxh3_64_digest(_encoded(text, where)), "big", signed=True)
+    return {"row": text, "where": where, "source": source, "content": content}
+
+
+def _encoded(text: str, where: str) -> bytes:
     try:
-        data = text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"{where} holds half of a surrogate pair (\\u{ord(text[error.start]):04x}), which is no character",
             "correct the broken escape (often a cut emoji) or remove the row",
         ) from None
-    content = int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
-    return {"row": text, "where": where, "source": source, "content": content}
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,10 @@ class Chunker:
         Raises:
             UserError: A row cannot be encoded; the message names where it stands.
         """
-        rendered = [(type(row).__name__, _named(self.encoder.rendered, row, where), where) for row, where in rows]
-        return [self._chunks(kind, _named(self.encoder, row, where)) for kind, row, where in rendered]
+        rendered = [(row, _named(self.encoder.rendered, row, row, where), where) for row, where in rows]
+        return [
+            self._chunks(type(row).__name__, _named(self.encoder, text, row, where)) for row, text, where in rendered
+        ]
 
     def _chunks(self, kind: str, encoded: Encoded) -> list[dict[str, Any]]:
         ids, labels = encoded.input_ids, encoded.labels
@@ -185,12 +190,16 @@ class Chunker:
         return chunks
 
 
-def _named(encode: Callable[[Any], _Encoded], row: Any, where: str) -> _Encoded:
-    """A row through a step of the encoder, whose error names the row."""
+def _named(encode: Callable[[Any], _Encoded], given: Any, row: Row, where: str) -> _Encoded:
+    """What a step of the encoder makes of a row, or of the row as it was given it; an error names the row."""
     try:
-        return encode(row)
+        return encode(given)
     except UserError as error:
         raise UserError(f"{where}: {error.what}", error.change) from error
+    except (TypeError, UnicodeEncodeError):
+        # Of a stream nobody looked for what tokenizers refuse, nor of what a template writes.
+        _encoded(given.text if isinstance(given, Rendered) else to_json(row), where)
+        raise
 
 
 def tokenise(rows: Dataset, chunker: Chunker, num_proc: int | None, path: Path) -> Dataset:

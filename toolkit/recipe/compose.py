@@ -8,6 +8,7 @@ of the result, which origins need, is internal.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -80,9 +81,11 @@ def compose_recipe(name: str, overrides: Sequence[str] = (), folder: str | Path 
     layers = walk.layers(file)
     if walk.problems:
         raise RecipeError(name, dict.fromkeys([*walk.problems, *changes.problems, *_wrong_keys(walk.own)]))
-    result = Layer()
-    for layer in layers:
-        result = result.under(layer)
+    try:
+        result = functools.reduce(Layer.under, layers, Layer())
+    except (OmegaConfBaseException, ValueError) as error:
+        what = f"does not fit what it extends: {first_lines(error)}"
+        raise RecipeError(name, [Problem("", what, short(file))]) from None
     warnings = walk.overruled(file, result)
     for key in changes.removed:
         result.drop(key)

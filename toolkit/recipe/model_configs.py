@@ -258,7 +258,9 @@ def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
         vocabulary = content["model"].get("vocab") or {}
         if isinstance(vocabulary, list):  # Of [token, score].
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-        return {token["content"]: token["id"] for token in content.get("added_tokens") or ()}, vocabulary
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        numbers = {type(number) for number in (*added.values(), *vocabulary.values())}
+        return (added, vocabulary) if numbers <= {int} else ({}, {})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}, {}  # What is wrong with it is said when it is loaded.
 

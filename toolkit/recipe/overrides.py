@@ -216,7 +216,7 @@ def _value(key: str, text: str) -> Any:
     """The value as Hydra's grammar reads it. What it cannot read is plain text."""
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={text}")
-    except HydraException as error:
+    except (HydraException, ValueError, RecursionError) as error:
         if text.lstrip().startswith(("[", "{", "(", "'", '"')):
             why = str(error).splitlines()[0].partition(" expecting")[0]
             hint = f"close every bracket and quote; text with commas or brackets is written {key}='\"a, [b]\"'"

@@ -290,16 +290,21 @@ def finite(rows: list[dict[str, Any]], key: str) -> list[float]:
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_int=_whole)
     except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
 
 
+def _whole(digits: str) -> float:
+    """A whole number; one that no float can hold is infinite."""
+    return int(digits) if len(digits) < 300 else float(digits)
+
+
 def _read_json(file: Path, problems: list[str]) -> Any:
     """Content of a JSON file; None where there is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        return json.loads(file.read_text(encoding="utf-8", errors="replace"), parse_int=_whole)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

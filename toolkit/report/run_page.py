@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from toolkit.common import (
@@ -30,6 +29,7 @@ from toolkit.common import (
 )
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.planner.plan import Plan, Range
+from toolkit.recipe.files import read
 from toolkit.report import page, plan_page, plan_view, run_view
 from toolkit.report.charts import Series, Style, chart, smooth
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
@@ -47,7 +47,7 @@ def write_report(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
     record, path = read_run(run), run / "report.html"
-    manifest, content = record.manifest, _content(record.recipe)
+    manifest, content = record.manifest, read(run / "recipe.yaml").values if record.recipe else {}
     html = page.render(
         "run.html.j2",
         title=f"{record.name} · training report",
@@ -88,15 +88,6 @@ def _lead(record: Record) -> list[str]:
     if manifest.finished:
         lead.append(f"ended {_when(manifest.finished)}")
     return lead
-
-
-def _content(recipe: str) -> dict[str, Any]:
-    """The recipe's text as YAML; empty where it cannot be read."""
-    try:
-        content = yaml.safe_load(recipe)
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _longest_answer(content: dict[str, Any]) -> float | None:

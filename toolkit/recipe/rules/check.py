@@ -104,17 +104,25 @@ def load_checked(name: str, overrides: Sequence[str] = (), folder: str | Path | 
     Raises:
         RecipeError: With every problem found.
     """
-    with TimeLimit(_SECONDS, lambda: _too_long(name)):
-        try:
-            loaded = load(name, overrides, folder)
-        except RecipeError as error:
-            if error.partial is None:
-                raise
-            raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
-        if broken := check(loaded.recipe, loaded.origins, texts=loaded.texts):
-            raise RecipeError(loaded.name, broken)
-        warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, texts=loaded.texts, warns=True)]
-        return dataclasses.replace(loaded, warnings=tuple(warnings))
+    try:
+        with TimeLimit(_SECONDS, lambda: _too_long(name)):
+            return _load_checked(name, overrides, folder)
+    except OSError as error:  # A path that is too long, or leads through what nobody may see.
+        what = f"cannot look at {error.filename}: {error.strerror}"
+        raise RecipeError(name, [Problem("", what, hint="name another file or folder")]) from None
+
+
+def _load_checked(name: str, overrides: Sequence[str], folder: str | Path | None) -> Loaded:
+    try:
+        loaded = load(name, overrides, folder)
+    except RecipeError as error:
+        if error.partial is None:
+            raise
+        raise RecipeError(error.name, error.problems + check(error.partial, error.origins)) from None
+    if broken := check(loaded.recipe, loaded.origins, texts=loaded.texts):
+        raise RecipeError(loaded.name, broken)
+    warnings = [*loaded.warnings, *check(loaded.recipe, loaded.origins, texts=loaded.texts, warns=True)]
+    return dataclasses.replace(loaded, warnings=tuple(warnings))
 
 
 def _too_long(name: str) -> RecipeError:
