@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import leave_unmeasured
+from ranks import ON_CPU, Ranks
 from small import populate
 from tiny import CHATML
 
@@ -87,11 +88,17 @@ def test_a_value_of_the_environment_reaches_no_file_and_no_terminal(
 
 
 @pytest.mark.matrix
-def test_nor_do_checkpoints_of_deepspeed_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_nor_do_checkpoints_of_engines_hold_it(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
+) -> None:
     monkeypatch.setenv("MY_VARIABLE", SECRET)
     populate(tmp_path, "llama")
+    (tmp_path / "llama").rename(tmp_path / SECRET)
     profile = f"extra.deepspeed={{flops_profiler: {{enabled: false, output_file: '{VARIABLE}'}}}}"
-    arguments = ["recipe=small", "strategy=zero2", "optimizer=sgd", "checkpoint.save_steps=1", "max_steps=2", profile]
-    assert main(arguments) == 0
+    own = [f"model.path='{VARIABLE}'", f"output.dir='runs/{VARIABLE}'", *[profile] * strategy.startswith("zero")]
+    arguments = [f"strategy={strategy}", "optimizer=sgd", "checkpoint.save_steps=1", "max_steps=2", *own]
+    done = ranks.run(tmp_path, "recipe=small", *arguments, processes=2, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr
+    assert SECRET not in done.stdout + done.stderr
     assert left(tmp_path / "runs") == []
