@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import logging
 import math
@@ -378,6 +379,13 @@ def write_atomically(file: Path, text: str) -> None:
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+def set_aside(file: Path) -> Path:
+    """Renames a file that cannot be read, so that a new one takes its place and nothing of it is lost."""
+    names = (file.with_name(f"{file.name}.damaged{number or ''}") for number in itertools.count())
+    place = next(name for name in names if not name.exists())
+    return file.replace(place)
 
 
 def write_json(file: Path, content: Any) -> None:

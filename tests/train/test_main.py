@@ -462,6 +462,34 @@ def test_a_run_whose_folder_is_deleted_says_so(place: Path, ranks: Ranks) -> Non
     assert "runs/small was deleted while it was trained in" in done.stderr
 
 
+def test_damaged_files_beside_the_checkpoints_neither_end_nor_change_a_run(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place / "runs" / "small"
+    assert main(["recipe=small"]) == 0
+    straight = losses(run)
+    shutil.rmtree(run / "final")
+    for name, content in (
+        ("manifest.json", b'{"status": "fin'),
+        ("samples.json", b"[1, {}]"),
+        ("audit.json", b"\xff"),
+        ("metrics.jsonl", (run / "metrics.jsonl").read_bytes().replace(b'"step": 2', b'"st\xffp": 2') + b'{"step": 1'),
+    ):
+        (run / name).write_bytes(content)
+    shutil.rmtree(run / "checkpoints" / "checkpoint-12")
+    capsys.readouterr()
+    assert main(["recipe=small"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "runs/small/manifest.json cannot be read" in said
+    assert "runs/small/samples.json cannot be read and is kept as samples.json.damaged" in said
+    assert "runs/small/metrics.jsonl cannot be read in 1 lines and is kept as metrics.jsonl.damaged" in said
+    assert losses(run) == pytest.approx([*straight[:1], *straight[2:]], rel=1e-7)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["status"] == "finished" and manifest["resumed_from"].endswith("checkpoint-9")
+    assert (run / "manifest.json.damaged").read_bytes() == b'{"status": "fin'
+    assert b"st\xffp" in (run / "metrics.jsonl.damaged").read_bytes()
+
+
 def test_second_process_is_kept_out_of_a_run_folder(
     place: Path, capsys: pytest.CaptureFixture[str], ranks: Ranks
 ) -> None:

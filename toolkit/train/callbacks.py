@@ -6,8 +6,8 @@ second. Evaluation is a callback of our own, because the Trainer's gathers logit
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import signal
 import statistics
 import time
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback
 
-from toolkit.common import write_atomically
+from toolkit.common import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.checkpoint import complete, rotate
 from toolkit.train.energy import EnergyMeter, energy_meter
@@ -28,6 +28,8 @@ from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.session import Session
+
+_log = logging.getLogger("toolkit.train")
 
 
 def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | None]]:
@@ -276,13 +278,24 @@ def _keep_until(file: Path, step: int) -> dict[str, Any]:
     """
     if not file.is_file():
         return {}
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
+    *lines, _ = file.read_bytes().split(b"\n")
+    rows = [row for row in map(_metrics_row, lines) if row]
+    if len(rows) < len(lines):
+        _log.warning(
+            "%s cannot be read in %d lines and is kept as %s", file, len(lines) - len(rows), set_aside(file).name
+        )
     kept = [row for row in rows if row["step"] <= step]
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in kept))
     return kept[-1] if kept else {}
+
+
+def _metrics_row(line: bytes) -> dict[str, Any]:
+    """A line of `metrics.jsonl`; empty if it is damaged."""
+    try:
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) and isinstance(row["seconds"], int | float) else {}
+    except (ValueError, TypeError, LookupError):
+        return {}
 
 
 NEWEST_STEPS = 100

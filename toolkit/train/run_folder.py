@@ -31,7 +31,7 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
-from toolkit.common import UserError, write_json
+from toolkit.common import UserError, set_aside, write_json
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
@@ -48,6 +48,7 @@ _WITHOUT_EFFECT = {
     *("data.num_proc", "data.num_workers"),
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
+_MANIFEST = "manifest.json"
 _RESERVED = ".reserved"
 """A file that makes room for a last word where the disk is full when the run ends."""
 _WRITING = threading.Lock()
@@ -61,7 +62,7 @@ class RunFolder:
         path: The folder.
         finished: Whether this very run has already been completed there.
         resume_from: The checkpoint from which training continues.
-        passed_over: Later checkpoints, and why it does not continue from them.
+        passed_over: Later checkpoints, and a manifest, from which it does not continue, and why.
         accepted: Whether nothing of an earlier start is there, or this one has been accepted (by `describe`).
     """
 
@@ -122,6 +123,8 @@ class RunFolder:
         if before.started:
             values["continued"] = now()
         self.accepted = True
+        if (self.path / _MANIFEST) in self.passed_over:
+            set_aside(self.path / _MANIFEST)
         while self._waiting:
             self._waiting.pop(0)()
         self.update_manifest(
@@ -164,7 +167,7 @@ class RunFolder:
         with _WRITING:
             before = self.manifest().model_dump()
             values["hashes"] = before.get("hashes", {}) | values.get("hashes", {})
-            write_json(self.path / "manifest.json", Manifest.model_validate(before | values).model_dump(mode="json"))
+            write_json(self.path / _MANIFEST, Manifest.model_validate(before | values).model_dump(mode="json"))
 
     def manifest(self) -> Manifest:
         """Content of `manifest.json`; empty if there is none."""
@@ -200,12 +203,18 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
         raise UserError(f"{path} is a file, not a run folder", "set output.dir or output.name")
     folder = RunFolder(path)
     manifest = folder.manifest()
+    damaged: dict[Path, str] = {}
     if _used(path):
-        if not manifest.model_fields_set:
-            raise UserError(f"{path} holds files that are no run", "set output.name to a new name")
-        if manifest.hashes.get("recipe") != recipe_hash(loaded.recipe):
+        recipe, differences = manifest.hashes.get("recipe"), _differences(path, loaded)
+        if recipe is None:
+            if differences is None or not (path / _MANIFEST).is_file():
+                raise UserError(f"{path} holds files that are no run", "set output.name to a new name")
+            damaged = {path / _MANIFEST: "cannot be read"}
+        if differences if recipe is None else recipe != recipe_hash(loaded.recipe):
+            if differences is None:
+                differences = ["its content (the folder has no readable recipe.yaml)"]
             raise UserError(
-                f"{path} holds another run; this recipe differs in {_differences(path, loaded)}",
+                f"{path} holds another run; this recipe differs in {', '.join(differences) or 'nothing but the code'}",
                 "set output.name to a new name, or checkpoint.resume=never for a numbered folder beside it",
             )
         if manifest.status == "finished":
@@ -219,7 +228,9 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
             pass
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
-    return RunFolder(path, accepted=not _used(path), resume_from=start, passed_over={} if named else passed_over)
+    return RunFolder(
+        path, accepted=not _used(path), resume_from=start, passed_over=damaged | ({} if named else passed_over)
+    )
 
 
 def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
@@ -327,19 +338,20 @@ def _used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", "manifest.json", "audit.json", ".lock", _RESERVED}
+    own = {"recipe.yaml", _MANIFEST, "audit.json", ".lock", _RESERVED}
     return any(file.name not in own and file.suffix != ".partial" for file in path.iterdir())
 
 
-def _differences(path: Path, loaded: Loaded) -> str:
+def _differences(path: Path, loaded: Loaded) -> list[str] | None:
+    """Some of what the recipe in a run folder says otherwise of the weights; None if it cannot be read."""
     try:
         before = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return "its content (the folder has no readable recipe.yaml)"
+    except (OSError, UnicodeError, yaml.YAMLError):
+        return None
     after = yaml.safe_load(loaded.to_yaml())
     old, new = dict(flat(before)), dict(flat(after))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and _has_effect(key)]
-    return ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]) or "nothing but the code"
+    return [f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]]
 
 
 def flat(values: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from toolkit.common import write_json
+from toolkit.common import set_aside, write_json
 from toolkit.data.rows import Sample
 from toolkit.train.evaluate import as_prompt, session_answers
 from toolkit.train.session import Session
@@ -34,7 +34,7 @@ class Samples(TrainerCallback):
         session = self._session
         if session.leads:
             if session.folder.resume_from and self._file.is_file():
-                self.rows = [Sample(**row) for row in json.loads(self._file.read_text(encoding="utf-8"))]
+                self.rows = self._read_back()
             else:
                 self.rows = _prompts(session)[: session.recipe.evaluation.num_prompts]
         if self._together:
@@ -44,6 +44,16 @@ class Samples(TrainerCallback):
         if any(row.before is None for row in self.rows):
             _log.info("Answering %d prompts before training", len(self.rows))
             self.answer("before")
+
+    def _read_back(self) -> list[Sample]:
+        try:
+            return [Sample(**row) for row in json.loads(self._file.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError):
+            # The model as it was before training, whose answers these were, is gone.
+            _log.warning(
+                "%s cannot be read and is kept as %s; no prompts are answered", self._file, set_aside(self._file).name
+            )
+            return []
 
     def answer(self, when: str) -> None:
         """Notes the model's answers as those `before` or `after` training."""
