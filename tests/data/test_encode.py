@@ -823,6 +823,7 @@ HOSTILE = {
     "power": ("{{ 9**9**9 }}", "to the power of 9"),
     "division": ("{{ 1 / 0 }}", "division by zero"),
     "refusal": ("{{ raise_exception('no\x1b[2J') }}", r"no\x1b[2J"),
+    "infinity": ("{{ 1e999 * 2 }}", "inf"),
     "no-attribute": ("{{ messages.foo.bar }}", "foo"),
     "forbidden": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     "elsewhere": ("{% include '/etc/passwd' %}", "loader"),

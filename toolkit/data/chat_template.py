@@ -25,7 +25,7 @@ _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_template
 _OF_CONVERSATIONS = ("messages", "tools", "documents", "loop")
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, AssertionError, MemoryError, RecursionError, SyntaxError),
+    *(ArithmeticError, AssertionError, MemoryError, NameError, RecursionError, SyntaxError),
 )
 """What a template may raise for a conversation that it was not written for, or for any."""
 _SECONDS = 2.0

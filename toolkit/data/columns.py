@@ -77,7 +77,7 @@ def _number(value: Any) -> float:
     """A number, also in the text of a CSV; not a number otherwise."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
