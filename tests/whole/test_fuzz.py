@@ -294,7 +294,7 @@ def template(content: bytes) -> None:
     encode = Encoder(tokenizer, "auto", frozenset([2]))
     row = Chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}])
     encode.prompt_text(row)
-    encode(row)
+    Chunker(encode, 64, "truncate")([(row, "row")])
 
 
 def model(file: str, content: bytes) -> None:

@@ -64,8 +64,8 @@ _SIZE_KEYS = (
 )
 
 
-_MOST_LAYERS, _LARGEST_SIZE = 10_000, 10**8
-"""Ten times what the deepest and the widest released models have. A plan builds every layer, if only in outline."""
+_MOST_LAYERS, _LARGEST_SIZE = 1_000, 10**8
+"""Several times what the deepest and the widest released models have. A plan builds every layer, in outline."""
 
 
 @dataclass(frozen=True)
