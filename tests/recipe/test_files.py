@@ -170,6 +170,7 @@ def test_a_hostile_file_is_one_short_error_soon(kind: str, monkeypatch: pytest.M
     ("text", "override", "words"),
     [
         ("batch: [1]\n", "batch.seq_len=8", "batch"),
+        ("method: {rank_pattern: [1]}\ndescription: 'seed ${seed}'\n", "seed=1", "method.rank_pattern: is not valid"),
         ("batch: {seq_len: {a: 1}}\nextends: [1]\n", "seed=1", "extends"),
         ("", f"seed={'9' * 5000}", "seed"),
         ("", f"model.chat_template={'a' * 5000}", "too long"),

@@ -151,7 +151,10 @@ def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], li
     written = dict(interpolated(unresolved))
     problems = []
     # `${batch.seq_len}` means the value that will be used, be it written or the default.
-    config = OmegaConf.merge(_defaults(), unresolved) if written else OmegaConf.create()
+    try:
+        config = OmegaConf.merge(_defaults(), unresolved) if written else OmegaConf.create()
+    except OmegaConfBaseException:  # A list stands where keys must, which the schema says better.
+        config = OmegaConf.create(unresolved)
     for path, text in written.items():
         *parents, last = path.split(".")
         if text == "???":
