@@ -38,12 +38,16 @@ class UserError(ValueError):
     Args:
         what: What is wrong, with the offending value and where it stands (file and line, row, key).
         change: What to change, naming the setting.
+
+    Attributes:
+        whole: `what` as it was given, however long.
     """
 
     exit_code = 1
     most_lines = 40
 
     def __init__(self, what: str, change: str = "") -> None:
+        self.whole = what
         self.what, self.change = (brief(printable(text), self.most_lines) for text in (what, change))
         super().__init__(f"{self.what}\n  {self.change}" if change else self.what)
 

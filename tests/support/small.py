@@ -127,7 +127,9 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
     preflight.check_devices(loaded.recipe, World())
     source = ModelSource.open(loaded.recipe)
-    session = setup.set_up(loaded, Rendezvous(World()), source, claim(loaded, 1), None, Progress(), StartUp())
+    folder = claim(loaded, 1)
+    (folder.path / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
+    session = setup.set_up(loaded, Rendezvous(World()), source, folder, None, Progress(), StartUp())
     return session, setup.Callbacks(session)
 
 

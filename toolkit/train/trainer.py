@@ -109,7 +109,7 @@ class Waiting:
 
 def _of_worker(error: UserError) -> UserError:
     """An error of a stream's row. Of one in a worker, torch makes the whole stack trace the text of another."""
-    _, traced, text = str(error).rpartition(f"\n{UserError.__module__}.{UserError.__name__}: ")
+    _, traced, text = error.whole.rpartition(f"\n{UserError.__module__}.{UserError.__name__}: ")
     what, _, change = text.strip().partition("\n  ")
     return UserError(what, change) if traced else error
 
