@@ -36,6 +36,7 @@ ELSEWHERE = {
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
     "recipe/other_names": "recipe/test_other_tools",
+    "recipe/base": "recipe/test_schema",
     "recipe/sections": "recipe/test_show",
 }
 """Module to the file with its tests, where that has another name."""

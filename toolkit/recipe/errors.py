@@ -17,10 +17,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from toolkit.common import UserError, printable
+from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
 from toolkit.recipe.other_tools import habit, translation
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
-from toolkit.recipe.sections import SHELL_VARIABLE, Section
 from toolkit.recipe.spelling import did_you_mean, unquoted
 
 Origins = dict[str, str]

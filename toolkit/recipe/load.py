@@ -25,13 +25,13 @@ from pydantic import ValidationError
 
 from toolkit.common import conceal
 from toolkit.recipe.adapter import start_from
+from toolkit.recipe.base import Section
 from toolkit.recipe.compose import compose_recipe
 from toolkit.recipe.dotted import interpolated, remove, value_at
 from toolkit.recipe.errors import ENOUGH, Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import INTERPOLATION, first_lines, read
 from toolkit.recipe.libraries import flat
 from toolkit.recipe.schema import Recipe, sections
-from toolkit.recipe.sections import Section
 
 
 @dataclass(frozen=True)

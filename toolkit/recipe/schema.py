@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from toolkit.recipe.base import Place, Section
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     FP8_SCALING,
@@ -25,10 +26,8 @@ from toolkit.recipe.sections import (
     Method,
     Optimizer,
     Output,
-    Place,
     PositiveInt,
     Schedule,
-    Section,
     Strategy,
 )
 

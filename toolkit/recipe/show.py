@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from toolkit.common import UserError
+from toolkit.recipe.base import Section
 from toolkit.recipe.compose import Composed, compose_recipe
 from toolkit.recipe.dotted import inline
 from toolkit.recipe.errors import DEFAULT, as_text, origin_of
@@ -23,7 +24,6 @@ from toolkit.recipe.files import NAME, options, read, recipe_folders, search_ord
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.overrides import inherited, parse
 from toolkit.recipe.schema import Recipe, sections
-from toolkit.recipe.sections import Section
 
 _ANNOTATIONS = ("title", "description", "default")
 _KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false", "object": "mapping"}

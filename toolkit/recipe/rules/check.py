@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import compilation, model_configs
+from toolkit.recipe.base import Section
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
@@ -30,7 +31,7 @@ from toolkit.recipe.rules.training import (
 )
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES, adapter_scale
 from toolkit.recipe.schema import Recipe, sections
-from toolkit.recipe.sections import PRECISIONS, SCHEDULES, STRATEGIES, Section
+from toolkit.recipe.sections import PRECISIONS, SCHEDULES, STRATEGIES
 from toolkit.recipe.time_limit import TimeLimit
 
 _SECONDS = 10.0
