@@ -17,6 +17,8 @@ ELSEWHERE = {
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
+    "recipe/faults": "recipe/test_rules",
+    "train/bad_batches": "train/test_batch_guard",
     "data/pretokenised": "data/test_published_forms",
     "data/rows": "data/test_formats",
     "distributed/layout": "distributed/test_engines",

@@ -153,7 +153,12 @@ class MicroBatches:
         return self.steps * self.accumulation * self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        for rows, cuts in self._cut(0, self.steps):
+        return self.between(0, self.steps)
+
+    def between(self, first: int, last: int) -> Iterator[list[int]]:
+        """The micro-batches of the steps after a first one up to and including a last one; those of the processes take
+        turns."""
+        for rows, cuts in self._cut(first, last):
             largest_first = np.argsort(-cuts.tokens, axis=1, kind="stable")
             for step, batches in enumerate(largest_first):
                 for turn, numbers in enumerate(batches.reshape(self.accumulation, self.world_size)):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
+from toolkit.recipe.faults import Faults
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     FP8_SCALING,
@@ -222,6 +223,7 @@ class Recipe(Section):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
+    faults: Faults = Faults()
     logging: Logging = Logging()
     output: Output = Output()
     extra: Extra = Extra()

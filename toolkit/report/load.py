@@ -124,6 +124,8 @@ class Manifest(Partial):
     resumed_from: str | None = None
     plan: Plan | None = None
     effective: EngineState | None = None
+    skipped_steps: list[int] = []
+    """Steps whose batches were left out, see `faults` in the recipe."""
     train_seconds: float | None = None
     peak_memory_bytes: int | None = None
     measured: Measured | None = None

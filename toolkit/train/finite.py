@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from toolkit.common import UserError
+from toolkit.train.bad_batches import FILE, keep_until, save_batches
 from toolkit.train.checkpoint import newest
 from toolkit.train.session import Session
 
@@ -22,7 +23,12 @@ class Finite(TrainerCallback):
     """Ends the run with the first loss or norm of gradients that is logged and not finite."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session, self._logged = session, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._logged = state.global_step
+        if self._session.leads:
+            keep_until(self._session.folder.path / FILE, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         for key, name in (("loss", "loss"), ("grad_norm", "gradients' norm")):
@@ -32,7 +38,13 @@ class Finite(TrainerCallback):
             if value is not None and not (skipped or math.isfinite(value)):
                 every = self._session.recipe.logging.every_steps
                 among = f" or one of the {every - 1} before it" if every > 1 else ""
-                raise _broken(self._session, f"at step {state.global_step}{among} the {name} became {value}")
+                what = f"at step {state.global_step}{among} the {name} became {value}"
+                if self._session.leads:
+                    steps = list(range(self._logged + 1, state.global_step + 1))
+                    save_batches(self._session, steps, what, "ended the run")
+                raise ended(self._session, what)
+        if logs and "loss" in logs:
+            self._logged = state.global_step
 
 
 def check_weights(session: Session, step: int) -> None:
@@ -44,7 +56,7 @@ def check_weights(session: Session, step: int) -> None:
     accelerator = session.trainer.accelerator
     broken = torch.tensor([float(not are_finite(session.module.parameters()))], device=accelerator.device)
     if accelerator.reduce(broken, reduction="sum").item():
-        raise _broken(session, f"after step {step} trained weights are not finite")
+        raise ended(session, f"after step {step} trained weights are not finite")
 
 
 def are_finite(parameters: Iterable[Any]) -> bool:
@@ -59,7 +71,8 @@ def are_finite(parameters: Iterable[Any]) -> bool:
     return True
 
 
-def _broken(session: Session, what: str) -> UserError:
+def ended(session: Session, what: str) -> UserError:
+    """What to say of a run whose numbers have ended it."""
     recipe, (last, _) = session.recipe, newest(session.folder.checkpoints)
     changes = [f"set optimizer.learning_rate below {recipe.optimizer.learning_rate:g}"]
     if recipe.precision == "fp16":
@@ -68,6 +81,11 @@ def _broken(session: Session, what: str) -> UserError:
         changes.append("optimizer.max_grad_norm=1")
     if recipe.optimizer.args:
         changes.append("other optimizer.args")
+    saved = session.folder.path / FILE
+    if saved.is_file():
+        changes.append(f"look at the rows in {saved}")
+        if recipe.faults.on_nan == "stop":
+            changes.append("faults.on_nan=skip if they are to blame")
     return UserError(
         f"{what}; no model is saved from here on" + (f", {last} is the last good checkpoint" if last else ""),
         f"{', or '.join(changes)}; with checkpoint.resume=never it begins anew",

@@ -46,6 +46,8 @@ _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
     *("batch.micro_batch_size", "batch.micro_batch_tokens", "compile", "extra.deepspeed"),
     *("data.num_proc", "data.num_workers"),
+    # What decides over a batch that has ended the run, or is still to come.
+    "faults",
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
 _MANIFEST = "manifest.json"

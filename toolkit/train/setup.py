@@ -46,6 +46,7 @@ from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
 from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
+from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.finite import Finite
 from toolkit.train.plan_guard import PlanGuard, plan_run
@@ -376,7 +377,8 @@ class Callbacks:
             start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
         profiler = Profiler(session, self.meter.pause) if self.meter and session.recipe.logging.profile else None
         # What is not finite is noted before it ends the run.
-        watching = (self.meter, Finite(session), self.evaluator, self.stop, profiler, start_up)
+        finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
+        watching = (self.meter, finite, self.evaluator, self.stop, profiler, start_up)
         for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

@@ -33,6 +33,7 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
+from toolkit.train.batch_guard import BatchGuard
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
 accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
@@ -115,10 +116,11 @@ def _of_worker(error: UserError) -> UserError:
 
 
 class _ExactMixin:
-    """What both trainers share. Set `batches` and `casts` after construction."""
+    """What both trainers share. Set `batches`, `casts` and `guard` after construction."""
 
     batches: MicroBatches | None = None
     casts: StepCasts | None = None
+    guard: BatchGuard | None = None
     _flops_per_token: int | None = None
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
@@ -154,6 +156,8 @@ class _ExactMixin:
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         if self.casts and loss.requires_grad:
             self.casts.keep_in_backward(loss)
+        if self.guard:
+            self.guard.scored(loss.detach(), (total / count).detach(), inputs["input_ids"])
         return loss
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +248,10 @@ class _ExactMixin:
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and self._sums_norm_itself:
             grad_norm = clip_gradients(self._updated(), math.inf)
-        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        grad_norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        if self.guard:
+            self.guard.norm = grad_norm
+        return grad_norm
 
     @property
     def _sums_norm_itself(self) -> bool:

@@ -90,6 +90,13 @@ IGNORED_RULES = {
     "seq2seq-template-kwargs": _ignored(
         "data.chat_template_kwargs", _has_chats, "pairs of source and target are no chats"
     ),
+    **{
+        f"faults-{key}": _ignored(
+            f"faults.{key}", lambda r: r.faults.on_spike != "ignore", "no loss is a spike", "faults.on_spike=skip"
+        )
+        for key in ("spike_window", "spike_sigmas")
+    },
+    "faults-max_skips": _ignored("faults.max_skips", lambda r: r.faults.skips, "no batch is skipped", "on_nan=skip"),
     "data-format": _ignored("data.format", _each_has("format"), "every source has a format of its own"),
     "data-columns": _ignored("data.columns", _each_has("columns"), "every source has columns of its own"),
     "data-ignore": _ignored("data.ignore", _each_has("ignore"), "every source has a list of its own"),

@@ -141,6 +141,18 @@ TRAINING_RULES = {
         "optimizer {r.optimizer.name} updates during the backward pass, so gradients cannot be clipped",
         "set optimizer.max_grad_norm=0",
     ),
+    "faults-in-backward": Rule(
+        "faults",
+        lambda r, _: r.faults.skips and r.optimizer.traits.in_backward,
+        "optimizer {r.optimizer.name} updates during the backward pass, so no update can be left out",
+        "set faults.on_nan=stop and faults.on_spike=ignore, or another optimizer.name",
+    ),
+    "faults-fp16": Rule(
+        "faults",
+        lambda r, _: r.faults.skips and r.precision == "fp16",
+        "fp16 leaves out the updates of gradients that are not finite by itself, and lowers the loss's scale for it",
+        "set faults.on_nan=stop and faults.on_spike=ignore, or precision=bf16",
+    ),
     "checkpointing-interval": Rule(
         "activation_checkpointing.every_n_layers",
         lambda r, _: (
