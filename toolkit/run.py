@@ -20,4 +20,4 @@ from toolkit.train.main import main  # noqa: E402
 if __name__ == "__main__":
     from toolkit.train.process import leave
 
-    leave(main())
+    leave(main)

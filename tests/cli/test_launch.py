@@ -264,6 +264,53 @@ def test_batch_script_stops_every_node_at_its_time_limit_and_continues(
     assert len(log.read_text().splitlines()) == 3
 
 
+# Instead of Python: a launcher that saves as many checkpoints as it is told, and ends with the exit code it is told.
+FAILING = """#!/usr/bin/env bash
+echo "$TOOLKIT_RESTARTS" >> "started-$SLURM_NODEID"
+read -r saves status < plan
+folder="runs/it's mine/checkpoints/checkpoint-"
+[ "$saves" -gt 0 ] && mkdir -p "$folder$(wc -l < started-0)"
+exit "$status"
+"""
+
+
+@pytest.mark.parametrize(
+    ("saves", "status", "restarts", "starts", "requeued"),
+    [
+        (1, 75, 0, 1, True),
+        (1, 137, 0, 1, True),
+        (1, 75, 2, 3, True),
+        (0, 75, 2, 3, False),
+        (1, 1, 2, 1, False),
+        (1, 2, 2, 1, False),
+        (1, 143, 2, 1, False),
+        (1, 0, 2, 1, False),
+    ],
+)
+def test_batch_script_queues_itself_again_after_what_may_pass(
+    saves: int,
+    status: int,
+    restarts: int,
+    starts: int,
+    requeued: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrong recipe would fail again, and what fails before any progress too."""
+    stub = folder / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text(FAILING)
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    asked = ["recipe=small", BATCH, "output.name=it's mine", "--restarts", str(restarts), "--slurm", "--gpus", "2"]
+    assert main(["launch", *asked, "--nodes", "2", "--output", "job.sbatch"]) == 0
+    (folder / "plan").write_text(f"{saves} {status}\n")
+    done = subprocess.run(["bash", "job.sbatch"], env=stand_ins(folder), capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and done.stderr.count("\n") == starts - 1 + requeued, done.stderr
+    assert (folder / "started-1").read_text().split("\n") == ["", *map(str, range(1, starts)), ""]
+    assert ("requeue" in (folder / "scontrol.log").read_text()) == requeued
+
+
 @pytest.mark.matrix
 def test_batch_script_trains_on_two_nodes_and_continues_after_its_time_limit(folder: Path) -> None:
     populate(folder, "llama")

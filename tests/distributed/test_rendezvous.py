@@ -351,7 +351,7 @@ def test_a_group_that_hangs_ends_its_processes(
 
     together(hang, hang)
     printed = capfd.readouterr().err
-    assert codes == [1, 1]
+    assert codes == [os.EX_TEMPFAIL] * 2
     assert "error: the processes are all there, but cannot exchange data: nothing for 0.1 s" in printed
     assert "error on process 1: the processes are all there" in printed
 

@@ -62,4 +62,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     from toolkit.train.process import leave
 
-    leave(main())
+    leave(main)

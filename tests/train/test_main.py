@@ -162,7 +162,7 @@ from toolkit.train.process import leave
 def main(arguments):
     os.setsid()
     config, _, _ = config_from_args(parse_args([*{TORCHRUN[2:]}, "--start-method", "fork", "run.py"]))
-    elastic_launch(config, lambda: leave(train(arguments)))()
+    elastic_launch(config, lambda: leave(lambda: train(arguments)))()
 """
 
 
@@ -359,10 +359,17 @@ def test_a_process_ends_with_pools_of_threads_left_open(tmp_path: Path) -> None:
     """As torch's compiler leaves one behind; what was given to it is done first."""
     code = (
         "import time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom toolkit.train.process import leave\n"
-        "pool = ThreadPoolExecutor(2)\npool.submit(lambda: (time.sleep(0.2), print('done')))\nleave(3)\n"
+        "pool = ThreadPoolExecutor(2)\npool.submit(lambda: (time.sleep(0.2), print('done')))\nleave(lambda: 3)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (3, "done\n"), ended.stderr
+
+
+def test_an_error_without_a_word_may_pass_and_keeps_its_trace(tmp_path: Path) -> None:
+    code = "from toolkit.train.process import leave\nleave(lambda: 1 // 0)\n"
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == os.EX_TEMPFAIL and ended.stderr.startswith("Traceback")
+    assert ended.stderr.splitlines()[-1].startswith("ZeroDivisionError")
 
 
 def test_tracker_by_name_gets_training_and_held_out_loss(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

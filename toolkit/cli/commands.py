@@ -228,12 +228,13 @@ def calibrate(options: argparse.Namespace) -> None:
     _option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
     _option("--head", "HOST", "name or address of the head, the same on every machine"),
     _option("--port", "P", "port at which the processes meet", type=port),
+    _option("--restarts", "N", "start a failed run again from its last checkpoint, so often at most (0)", type=count),
     _flag("--print", "only print what would be started"),
     _flag("--force", "also run what would not fit by the plan"),
     _flag("--slurm", "write an sbatch file instead; the options below are its"),
     *_SLURM,
 )
-def launch(options: argparse.Namespace) -> None:
+def launch(options: argparse.Namespace) -> int | None:
     """Train a recipe on the GPUs of one machine or many."""
     loaded = _load(options, warns=options.print or options.slurm)  # Otherwise the run says them.
     from toolkit.cli import launch
@@ -245,19 +246,26 @@ def launch(options: argparse.Namespace) -> None:
     unread = [name for name, _ in _SLURM if getattr(options, name.removeprefix("--")) is not None]
     if unread and not options.slurm:
         raise UserError(f"{' and '.join(unread)} would be ignored", "add --slurm, or leave them out")
+    if options.restarts and options.print and not options.slurm:
+        raise UserError("--restarts is no part of the line that is printed", "leave out one of the two")
     where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
     cluster = launch.cluster(recipe, *where)
     launch.check(recipe, cluster, options.recipes)
     if options.slurm:
         name = re.sub(r"[^\w.-]+", "-", recipe.output.name or loaded.name)
         requests = {key: getattr(options, key) for key in ("time", "partition", "account")}
-        text = launch.sbatch(recipe, cluster, arguments, name, options.cores, **requests)
+        text = launch.sbatch(loaded, cluster, arguments, name, options.cores, options.restarts or 0, **requests)
         print(text if options.print else launch.save(text, Path(options.output or f"{name}.sbatch")))
     elif options.print:
         ranks = range(cluster.nodes) if options.rank is None else [options.rank]
         print("\n".join(launch.shell_line(cluster, rank, arguments) for rank in ranks))
+    elif options.restarts:
+        from toolkit.cli import restarts
+
+        return restarts.run(loaded, cluster, options.rank, arguments, options.restarts, options.recipes)
     else:
         launch.run(cluster, options.rank, arguments)
+    return None
 
 
 @_command(_FOLDER, _flag("--check", "write nothing; fail if a file is not as it would be"))

@@ -20,7 +20,7 @@ from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.planner.hardware import visible_gpus
-from toolkit.recipe import Recipe
+from toolkit.recipe import Loaded, Recipe
 
 _CONFIG = Path(__file__).with_name("launch.yaml")
 _PORT = 29500
@@ -128,14 +128,14 @@ def command(cluster: Cluster, rank: int, arguments: Sequence[str]) -> list[str]:
     """
     config = _CONFIG.relative_to(Path.cwd()) if _CONFIG.is_relative_to(Path.cwd()) else _CONFIG
     processes, several = cluster.world.world_size, cluster.nodes > 1
-    line = [_accelerate(), "launch", "--config_file", str(config), "--num_processes", str(processes)]
+    words = [_accelerate(), "launch", "--config_file", str(config), "--num_processes", str(processes)]
     # Any other way accelerate starts a single process where it sees no second GPU.
-    line += ["--multi_gpu"] if processes > 1 else []
-    line += ["--num_machines", str(cluster.nodes)]
-    line += ["--machine_rank", str(rank), "--main_process_ip", str(cluster.head)] if several else []
+    words += ["--multi_gpu"] if processes > 1 else []
+    words += ["--num_machines", str(cluster.nodes)]
+    words += ["--machine_rank", str(rank), "--main_process_ip", str(cluster.head)] if several else []
     # 0: any free port, so that two runs on one machine do not collide.
-    line += ["--main_process_port", str(cluster.port or (_PORT if several else 0))]
-    return [*line, "-m", "toolkit.run", *arguments]
+    words += ["--main_process_port", str(cluster.port or (_PORT if several else 0))]
+    return [*words, "-m", "toolkit.run", *arguments]
 
 
 def shell_line(cluster: Cluster, rank: int, arguments: Sequence[str]) -> str:
@@ -144,8 +144,8 @@ def shell_line(cluster: Cluster, rank: int, arguments: Sequence[str]) -> str:
     return " ".join([*settings, shlex.join(command(cluster, rank, arguments))])
 
 
-def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
-    """Becomes the launcher; does not return.
+def line(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> list[str]:
+    """The same as what is printed, by a launcher whose own report of a failure does not bury the reason.
 
     Raises:
         UserError: If it is not known which of several machines this is, or if it has fewer GPUs than asked for.
@@ -155,12 +155,29 @@ def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
     # Without any GPU the processes train on the CPU.
     if 0 < (visible := len(gpu_names())) < cluster.gpus:
         raise UserError(f"--gpus {cluster.gpus}: {visible} can be seen here", f"set --gpus {visible}, or leave it out")
-    # The same as what is printed, whose own report of a failure would bury the reason.
     alone = cluster.world.world_size == 1
     words = ["-m", "toolkit.run", *arguments] if alone else command(cluster, rank or 0, arguments)[2:]
-    line = [sys.executable, "-m", "toolkit.cli.start", *words]
+    return [sys.executable, "-m", "toolkit.cli.start", *words]
+
+
+def run(cluster: Cluster, rank: int | None, arguments: Sequence[str]) -> None:
+    """Becomes the launcher; does not return.
+
+    Raises:
+        UserError: As `line`.
+    """
+    words = line(cluster, rank, arguments)
     sys.stdout.flush()
-    os.execvpe(line[0], line, {**os.environ, **variables(cluster)})
+    os.execvpe(words[0], words, {**os.environ, **variables(cluster)})
+
+
+def check_resume(recipe: Recipe, what: str) -> None:
+    """Refuses a recipe that would start at the same place every time."""
+    if recipe.checkpoint.resume != "auto":
+        raise UserError(
+            f"checkpoint.resume={recipe.checkpoint.resume}: {what} would start there every time",
+            "set checkpoint.resume=auto",
+        )
 
 
 def _ranks(nodes: int) -> str:
@@ -168,7 +185,13 @@ def _ranks(nodes: int) -> str:
 
 
 def sbatch(
-    recipe: Recipe, cluster: Cluster, arguments: Sequence[str], name: str, cores: int | None, **requests: str | None
+    loaded: Loaded,
+    cluster: Cluster,
+    arguments: Sequence[str],
+    name: str,
+    cores: int | None,
+    restarts: int,
+    **requests: str | None,
 ) -> str:
     """The text of a batch script for Slurm.
 
@@ -176,22 +199,21 @@ def sbatch(
         arguments: `recipe=NAME key=value …`.
         name: Of the job.
         cores: CPU cores of each machine.
+        restarts: How often the job starts a failed training again before it is queued again.
         requests: Slurm's further options; None leaves one to the site's default.
 
     Raises:
         UserError: If the recipe would start again from the beginning after every requeue.
     """
-    if recipe.checkpoint.resume != "auto":
-        raise UserError(
-            f"checkpoint.resume={recipe.checkpoint.resume}: a job that Slurm requeues would start there every time",
-            "set checkpoint.resume=auto",
-        )
+    check_resume(loaded.recipe, "a job that Slurm requeues")
     text = Path(__file__).with_name("launch.sbatch.j2").read_text(encoding="utf-8")
     return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         name=name,
         cluster=cluster,
         cores=cores or _CORES_PER_GPU * cluster.world.local_world_size,
         requests=requests,
+        restarts=restarts,
+        run_folder=shlex.quote(str(loaded.run_folder)),
         python=shlex.quote(sys.executable),
         config=shlex.quote(str(_CONFIG)),
         arguments=shlex.join(arguments),

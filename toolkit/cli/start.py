@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _by_itself(arguments: Sequence[str]) -> int:
     # What accelerate says to a process that it starts alone.
     said = {"OMP_NUM_THREADS": "1", **os.environ, "ACCELERATE_USE_CPU": "False", "ACCELERATE_MIXED_PRECISION": "no"}
-    return _ended("the training", subprocess.Popen([sys.executable, *arguments], env=said).wait())
+    training = subprocess.Popen([sys.executable, *arguments], env=said)
+    # Who stops the launcher waits for what the training still saves.
+    signal.signal(signal.SIGTERM, lambda number, frame: training.send_signal(number))
+    return _ended("the training", training.wait())
 
 
 def _with_accelerate(arguments: Sequence[str]) -> int:
@@ -54,7 +57,10 @@ def _with_accelerate(arguments: Sequence[str]) -> int:
     except subprocess.CalledProcessError as error:
         return _ended("the training", error.returncode)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        # The reason is one that says what to change, else one that was killed; others miss them, and may end first.
+        told = [each for each in error.failures.items() if each[1].exitcode in (1, 2)]
+        killed = [each for each in error.failures.items() if each[1].exitcode < 0]
+        rank, failure = [*told, *killed, error.get_first_failure()][0]
         return _ended(f"rank {rank} (pid {failure.pid})", failure.exitcode)
     except SignalException as error:
         return 128 + error.sigval

@@ -42,7 +42,15 @@ Values = Mapping[int, Any]
 
 
 class SharedError(UserError):
-    """An error of the run as a whole, not of the process that noticed it."""
+    """An error of the run as a whole, not of the process that noticed it.
+
+    Args:
+        exit_code: Of all processes; `os.EX_TEMPFAIL` where another start may not meet it again.
+    """
+
+    def __init__(self, what: str, change: str = "", exit_code: int = 1) -> None:
+        super().__init__(what, change)
+        self.exit_code = exit_code
 
 
 @contextlib.contextmanager
@@ -100,6 +108,10 @@ class Rendezvous:
             "open all TCP ports between the nodes, and on each set NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) to "
             f"the interface of that network (here the one with {address}); NCCL_DEBUG=INFO tells more"
         )
+
+    @property
+    def _of_network(self) -> tuple[str, int]:
+        return self.network_hint, os.EX_TEMPFAIL
 
     def introduce(self) -> None:
         """Waits until all processes are there, and learns where they are."""
@@ -160,8 +172,8 @@ class Rendezvous:
         if silent := [rank for rank, old, new in zip(others, first, second, strict=True) if old == new]:
             return self._gone(silent, "stopped answering while the process group started")
         if arrived and absent:
-            return SharedError(f"{self.name(*absent)} did not come to the first all-reduce: {why}", self.network_hint)
-        return SharedError(f"the processes are all there, but cannot exchange data: {why}", self.network_hint)
+            return SharedError(f"{self.name(*absent)} did not come to the first all-reduce: {why}", *self._of_network)
+        return SharedError(f"the processes are all there, but cannot exchange data: {why}", *self._of_network)
 
     def close(self) -> None:
         """Leaves the rendezvous. The first process, at whose side the store may be, leaves last."""
@@ -182,10 +194,11 @@ class Rendezvous:
         self.stop()
         told = error if isinstance(error, UserError) else UserError(in_a_line(error), "its own message tells more")
         what = told.what if isinstance(error, SharedError) else f"{self.name(self.world.rank)}: {told.what}"
-        message = json.dumps([what, told.change, self.world.world_size - len(self._silent)])
+        code = told.exit_code if isinstance(error, UserError) else os.EX_TEMPFAIL
+        message = json.dumps([what, told.change, code, self.world.world_size - len(self._silent)])
         with contextlib.suppress(DistError, TimeoutError):
             ended = _within(_LEAVE_SECONDS, lambda: store.compare_set("end", "", message))
-            self._leave(store, json.loads(ended)[2])
+            self._leave(store, json.loads(ended)[3])
 
     def _leave(self, store: Store, present: int) -> None:
         """Waits a moment until all have come to the end: launchers end all processes of a node as soon as one ends."""
@@ -224,7 +237,7 @@ class Rendezvous:
         def look(store: Store) -> dict[int, int]:
             """Takes what has come; heartbeats of those still owing."""
             if store.check(["end"]):
-                raise SharedError(*json.loads(store.get("end"))[:2])
+                raise SharedError(*json.loads(store.get("end"))[:3])
             came = [rank for rank in keys if rank not in values and store.check([keys[rank]])]
             values.update({rank: json.loads(store.get(keys[rank])) for rank in came})
             return {rank: store.add(f"beat/{rank}", 0) for rank in keys if rank not in values}
@@ -253,6 +266,7 @@ class Rendezvous:
             f"{self.name(*ranks)} {how}",
             "look at what was printed there last; launch with the same arguments on every node, and from each "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} must be reachable",
+            os.EX_TEMPFAIL,
         )
 
     def _ask(self, call: Callable[[Store], Any]) -> Any:
@@ -274,13 +288,13 @@ class Rendezvous:
                 if (deadline := self.group_deadline) is None:
                     continue
                 if store.check(["end"]):
-                    self._exit(SharedError(*json.loads(store.get("end"))[:2]))
+                    self._exit(SharedError(*json.loads(store.get("end"))[:3]))
                 # The first process says who is missing; should it hang itself, the others end all the same.
                 elif time.monotonic() > deadline + 2 * _LEAVE_SECONDS * (self.world.rank > 0):
                     self._exit(self.group_error(f"nothing for {GROUP_SECONDS:g} s"))
         except DistError as error:
             if self.group_deadline is not None:
-                self._exit(SharedError(f"{self.name(0)} stopped answering: {first_line(error)}", self.network_hint))
+                self._exit(SharedError(f"{self.name(0)} stopped answering: {first_line(error)}", *self._of_network))
 
     def _exit(self, error: UserError) -> None:
         """Ends a process whose main thread hangs where nothing can interrupt it."""

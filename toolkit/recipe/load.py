@@ -56,6 +56,11 @@ class Loaded:
     """What can be trained and is probably not meant."""
 
     @property
+    def run_folder(self) -> Path:
+        """Where it trains, unless `checkpoint.resume=never` finds that taken."""
+        return Path(self.recipe.output.dir) / (self.recipe.output.name or self.name.replace("/", "-"))
+
+    @property
     def extra(self) -> dict[str, Any]:
         """What is passed to the libraries, by dotted key; values from the environment as they were written."""
         return flat(_overlay(self.recipe.extra.model_dump(), self.unresolved.get("extra")))

@@ -93,6 +93,8 @@ class Manifest(Partial):
     command: str | None = None
     started: str | None = None
     continued: str | None = None
+    restarts: int = 0
+    """How often the last `toolkit launch --restarts` has started it again."""
     finished: str | None = None
     status: str | None = None
     """running, interrupted, failed or finished."""

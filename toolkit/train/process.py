@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -62,7 +63,7 @@ def ahead_of_launcher() -> Iterator[None]:
     if not _launched_by_accelerate():
         yield
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if not sys.stdin.isatty() or os.tcgetpgrp(0) != os.getpgrp():
         yield
         return
@@ -78,6 +79,24 @@ def ahead_of_launcher() -> Iterator[None]:
         os.tcsetpgrp(0, launchers_group)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """Has this process told to stop when the one that started it dies, instead of running on alone. On Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def take_terminal() -> None:
+    """Takes the foreground back from a process that `ahead_of_launcher` gave it to and that was killed."""
+    if not sys.stdin.isatty():
+        return
+    try:
+        os.killpg(os.tcgetpgrp(0), 0)
+    except (ProcessLookupError, PermissionError):
+        previous = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        os.tcsetpgrp(0, os.getpgrp())
+        signal.signal(signal.SIGTTOU, previous)
 
 
 def _launched_by_accelerate() -> bool:
@@ -131,12 +150,21 @@ def leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def leave(status: int) -> NoReturn:
-    """Ends the process with all that Python does at its end, except taking the interpreter apart.
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit code of `main`, and all that Python does at its end, except taking the interpreter
+    apart.
+
+    An error that nobody has a word for is printed with its stack trace; another start may not meet it again, which is
+    what its exit code says (sysexits.h).
 
     Threads of libraries that still run in C++ code then abort the process ("terminate called without an active
     exception"), now and then, after a run that was right.
     """
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = os.EX_TEMPFAIL
     # Tells pools of `concurrent.futures` to end, such as that of torch's compiler, and waits for threads but daemons.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -133,6 +133,7 @@ class RunFolder:
             name=loaded.name,
             command=" ".join(["python", shlex.join(sys.argv)]),
             started=before.started or now(),
+            restarts=int(os.environ.get("TOOLKIT_RESTARTS", 0)),
             finished=None,
             status="running",
             versions={"python": platform.python_version(), **versions()},
@@ -193,11 +194,11 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
         UserError: If the folder holds another run or foreign files, or cannot be written; or if training cannot
             continue from its newest checkpoint, or from the one that is named.
     """
-    output, resume = loaded.recipe.output, loaded.recipe.checkpoint.resume
+    resume = loaded.recipe.checkpoint.resume
     named = Path(resume) if resume not in ("auto", "never") else None
     if named:
         checkpoint.check_named(named, loaded.recipe)
-    path = Path(output.dir) / (output.name or loaded.name.replace("/", "-"))
+    path = loaded.run_folder
     if resume == "never":
         numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
         path = next(place for place in itertools.chain([path], numbered) if not _used(place))

@@ -1,7 +1,7 @@
 """Hardware: what GPUs can do, what this machine has, and what was measured."""
 
 from toolkit.planner.hardware.calibration import once_measured
-from toolkit.planner.hardware.detect import driver_version, visible_gpus
+from toolkit.planner.hardware.detect import answering, driver_version, visible_gpus
 from toolkit.planner.hardware.lookup import find, this_machine
 from toolkit.planner.hardware.specs import DOCUMENTS, Hardware, Rate, between
 
@@ -9,6 +9,7 @@ __all__ = [
     "DOCUMENTS",
     "Hardware",
     "Rate",
+    "answering",
     "between",
     "driver_version",
     "find",

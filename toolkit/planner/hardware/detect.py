@@ -72,6 +72,30 @@ def nvidia(environment: Mapping[str, str]) -> list[Gpu]:
     return _selected(cards, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
+def answering(names: Sequence[str]) -> list[str]:
+    """Of NVIDIA's GPUs, named as in `CUDA_VISIBLE_DEVICES`, those that the driver has not lost."""
+
+    def answers(name: str) -> bool:
+        try:
+            by_name = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            pynvml.nvmlDeviceGetMemoryInfo(by_name(int(name) if name.isdigit() else name))
+        except pynvml.NVMLError as error:
+            # Others mean that it is named or counted otherwise here, as a shortened name or a part of a card is.
+            gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN)
+            unplugged = pynvml.NVML_ERROR_INVALID_ARGUMENT if name.isdigit() else None
+            return error.value not in (*gone, unplugged)
+        return True
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return [name for name in names if answers(name)]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return list(names)
+
+
 def driver_version() -> str:
     """Of NVIDIA's driver; `unknown` where it does not answer."""
     try:
