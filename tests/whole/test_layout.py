@@ -20,6 +20,7 @@ ELSEWHERE = {
     "recipe/faults": "recipe/test_rules",
     "train/bad_batches": "train/test_batch_guard",
     "data/pretokenised": "data/test_published_forms",
+    "train/saved_state": "train/test_elastic",
     "data/rows": "data/test_formats",
     "distributed/layout": "distributed/test_engines",
     "models/adapter_init": "train/test_initial",

@@ -168,6 +168,10 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
             smaller = [size for size in sizes if size < stated][-1:]
             larger = [size for size in sizes if size > stated][:1]
             change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
+        fewer = next(number for number in range(world_size, 0, -1) if total % number == 0)
+        if fewer < world_size:
+            # What is continued keeps its global batch.
+            change += f", or start {fewer} process" + ("es" if fewer > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     per_process = total // world_size
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]

@@ -172,6 +172,13 @@ class Traits:
         left to accumulate, to average or to clip."""
         return self.layerwise or self.family == "lomo"
 
+    @property
+    def divisible(self) -> bool:
+        """Whether its state is tensors of the parameters' shape, so that other processes can hold other parts of it."""
+        whole = self.bits < 32 or self.factored or self.rank or self.rest or self.in_backward
+        # bitsandbytes' AdEMAMix keeps two moments in one tensor; of other packages nothing is known.
+        return not whole and self.family != "ademamix" and self.module in ("torch", "bitsandbytes")
+
     def updates(self, shape: tuple[int, ...], place: str) -> bool:
         """Whether it updates a parameter itself, and does not leave it to `rest`; for `place` see `Tensors`."""
         return not self.rest or (place == "layer" and len(shape) == 2)

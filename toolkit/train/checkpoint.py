@@ -84,18 +84,39 @@ def check_named(checkpoint: Path, recipe: Recipe) -> None:
         )
 
 
+def converts(checkpoint: Path, recipe: Recipe, world_size: int) -> bool:
+    """Whether the launched strategy and processes divide what a checkpoint holds otherwise than it is divided there."""
+    return _form(read_seal(checkpoint)) != _form(writer(recipe, world_size))
+
+
 def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
-    """Refuses a checkpoint in a form that the launched strategy and processes cannot read.
+    """Refuses a checkpoint that the launched strategy and processes can neither read as it is nor divide anew.
 
     Raises:
-        UserError: Naming who wrote it and who would read it.
+        UserError: Naming who wrote it, who would read it, and why that cannot be.
     """
     saved, now = read_seal(checkpoint), writer(recipe, world_size)
-    if _form(saved) != _form(now):
+    if _form(saved) == _form(now):
+        return
+    traits, reason = recipe.optimizer.traits, ""
+    if "nvme" in (saved.get("offload_optimizer"), now.get("offload_optimizer"), recipe.strategy.offload_param):
+        reason = "what lies on NVMe drives is read where it was written"
+    elif not traits.divisible:
+        reason = f"optimizer.name={traits.name} keeps what cannot be divided otherwise than it was"
+    if reason:
         raise UserError(
-            f"{checkpoint} was saved by {_described(saved)}; {_described(now)} cannot read it",
+            f"{checkpoint} was saved by {_described(saved)}; {_described(now)} cannot read it: {reason}",
             f"continue with {_described(saved)}, or start anew beside it with checkpoint.resume=never",
         )
+
+
+def conversion(checkpoint: Path, recipe: Recipe, world_size: int) -> str:
+    """What is said of a checkpoint whose state the launched strategy and processes divide anew; empty where they read
+    it as it is."""
+    saved, now = read_seal(checkpoint), writer(recipe, world_size)
+    if _form(saved) == _form(now):
+        return ""
+    return f"{checkpoint.name} was saved by {_described(saved)}: its state is divided anew for {_described(now)}"
 
 
 def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:

@@ -34,7 +34,7 @@ from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.train import preflight
-from toolkit.train.checkpoint import not_changed
+from toolkit.train.checkpoint import conversion, not_changed
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
@@ -105,6 +105,9 @@ def _train(
             resume_from = folder.resume_from
             for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():
                 _log.warning("%s", warning)
+            if resume_from and (said := conversion(resume_from, recipe, world.world_size)):
+                session.trainer.converts = True
+                progress.message(said)
             with only_data(resume_from), _not_collected():
                 session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if callbacks.stop.stopped:

@@ -34,6 +34,7 @@ from toolkit.models.head_choice import add_output_head
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
+from toolkit.train.elastic import Continues
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
 accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
@@ -115,7 +116,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin:
+class _ExactMixin(Continues):
     """What both trainers share. Set `batches`, `casts` and `guard` after construction."""
 
     batches: MicroBatches | None = None
@@ -224,15 +225,19 @@ class _ExactMixin:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        """The weights alone, under the names by which they are read back. Theirs are the hub's, under which models that
+        Transformers 5 renames or joins while loading, such as mixtures of experts, would silently keep old weights."""
+        model: Any = self.model  # type: ignore[attr-defined]
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
-        # A pickle that nothing reads, with this machine's paths and perhaps a token in it.
-        (folder / "training_args.bin").unlink(missing_ok=True)
+        if not self.args.should_save:  # type: ignore[attr-defined]
+            return
+        if not hasattr(model, "peft_config"):
+            model.save_pretrained(folder, save_original_format=False)
+            return
+        model.save_pretrained(folder)
         # Both name the base by the path that it was loaded from.
-        for file in filter(Path.is_file, (folder / "adapter_config.json", folder / "README.md")):
-            text = file.read_text(encoding="utf-8")
-            if text != (written := concealed(text)):
-                write_atomically(file, written)
+        for file in (folder / "adapter_config.json", folder / "README.md"):
+            write_atomically(file, concealed(file.read_text(encoding="utf-8")))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]

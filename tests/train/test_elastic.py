@@ -1,0 +1,206 @@
+"""A run continues on other strategies and other numbers of processes as if nothing had changed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from figures import record
+from harness import metrics, write_recipe
+from matrix import ENGINES, Difference, Result
+from ranks import ON_CPU, Ranks
+from tiny import chat_rows, tiny_model
+
+from toolkit.train.saved_state import equal_parts
+from toolkit.train.seal import read_seal, seal
+
+RECIPE = """
+description: A training that is continued elsewhere
+model: {path: llama}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+precision: fp32
+optimizer: {learning_rate: 1.0e-3, weight_decay: 0.1}
+schedule: {name: linear, max_steps: 6, warmup_ratio: 0.2}
+batch: {seq_len: 128, global_batch_size: 8, micro_batch_size: 2}
+evaluation: {num_prompts: 0}
+checkpoint: {save_steps: 3}
+"""
+STRATEGIES = {**ENGINES, "fsdp_full": ["strategy.name=fsdp", "strategy.state_dict_type=full"]}
+MODELS = {"llama": "meta-llama/Llama-3.2-1B", "moe": "Qwen/Qwen3-30B-A3B", "gpt2": "openai-community/gpt2-xl"}
+LIMIT = 1e-6
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with tiny models, rows, and the recipe `elastic`; finished runs stay for the other tests."""
+    folder = tmp_path_factory.mktemp("home")
+    for name, of in MODELS.items():
+        tiny_model(of, folder / name)
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(60)), encoding="utf-8")
+    write_recipe(folder, "elastic", RECIPE)
+    return folder
+
+
+def run(ranks: Ranks, home: Path, name: str, cell: str, *overrides: str) -> Path:
+    """A finished run; a cell is a strategy and a number of processes, such as `zero2@4`."""
+    strategy, _, processes = cell.partition("@")
+    folder = home / "runs" / name
+    if not (folder / "final").is_dir():
+        arguments = ["recipe=elastic", *STRATEGIES[strategy], *overrides, f"output.name={name}"]
+        done = ranks.run(home, *arguments, processes=int(processes), entry=ON_CPU)
+        assert done.returncode == 0, done.stderr[-6000:]
+        (folder / "said.txt").write_text(" ".join((done.stdout + done.stderr).split()), encoding="utf-8")
+    return folder
+
+
+def interrupted(straight: Path, name: str) -> Path:
+    """A copy of a finished run as it was in the middle."""
+    copy = straight.with_name(name)
+    shutil.copytree(straight, copy)
+    shutil.rmtree(copy / "final")
+    shutil.rmtree(copy / "checkpoints" / "checkpoint-6")
+    manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}), encoding="utf-8")
+    return copy
+
+
+def continued(ranks: Ranks, home: Path, before: str, after: str, *overrides: str) -> Difference:
+    """How far a run that goes on elsewhere after half of its steps is from the same run without an interruption."""
+    label = "-".join((*before.split("@"), *(each.rpartition("=")[2] for each in overrides)))
+    straight = run(ranks, home, label, before, *overrides)
+    copy = interrupted(straight, f"{label}-{after.replace('@', '-')}")
+    rest = [row for row in metrics(copy) if row["step"] <= 3]
+    run(ranks, home, copy.name, after, *overrides)
+    assert "its state is divided anew" in (copy / "said.txt").read_text(encoding="utf-8")
+    manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["resumed_from"].endswith("checkpoint-3") and manifest["status"] == "finished"
+    # Those of the same rows, and the steps before are not taken again.
+    assert [row.get("tokens") for row in metrics(copy)] == [row.get("tokens") for row in metrics(straight)]
+    assert metrics(copy)[: len(rest)] == rest
+    return Difference.between(Result.read(copy), Result.read(straight))
+
+
+def assert_equal(difference: Difference) -> None:
+    assert max(vars(difference).values()) <= LIMIT, difference
+
+
+FAST = [("zero2@2", "zero3@4"), ("zero2@2", "single@1"), ("single@1", "fsdp@2"), ("fsdp@2", "zero2@1")]
+
+
+@pytest.mark.parametrize(("before", "after"), FAST)
+def test_a_run_continues_elsewhere(ranks: Ranks, home: Path, before: str, after: str) -> None:
+    assert_equal(continued(ranks, home, before, after))
+
+
+CELLS = ("single@1", "ddp@2", "zero1@2", "zero2@1", "zero2@2", "zero2@4", "zero3@1", "zero3@2", "zero3@4", "fsdp@2",
+         "fsdp@4", "fsdp_full@2")  # fmt: skip
+ALIKE = {"ddp@2": "single@1", "fsdp@4": "fsdp@2", "zero1@2": "zero2@2"}
+"""Cells that read each other's checkpoints as they are, see `test_checkpoint.py`."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("before", CELLS)
+def test_every_strategy_continues_what_every_other_saved(
+    ranks: Ranks, home: Path, before: str, record_property: Callable[[str, object], None]
+) -> None:
+    figures = {}
+    for after in CELLS:
+        if ALIKE.get(after, after) != ALIKE.get(before, before) and (before, after) not in FAST:
+            figures[after] = continued(ranks, home, before, after)
+    shown = {after: f"{max(vars(figures[after]).values()):.0e}" if after in figures else "=" for after in CELLS}
+    record(record_property, "Continued elsewhere: largest difference", saved_by=before, **shown)
+    for difference in figures.values():
+        assert_equal(difference)
+
+
+LORA = ["method.name=lora"]
+# The biases of attention keys have no gradient but for rounding, of which a smaller `eps` makes updates.
+GPT2 = ["model.path=gpt2", "optimizer.eps=1e-5"]
+OTHERS = [
+    ("zero2@2", "single@1", LORA),
+    ("single@1", "zero3@2", LORA),
+    ("fsdp@2", "zero1@4", LORA),
+    ("zero3@2", "fsdp@4", LORA),
+    ("single@1", "zero3@2", ["model.path=moe"]),
+    # Drops numbers at random: the same ones on as many processes.
+    ("zero2@2", "fsdp@2", GPT2),
+    ("fsdp@2", "zero3@2", GPT2),
+    ("zero2@2", "fsdp@4", ["data.streaming=true", "data.eval_split=null"]),
+    ("zero2_offload@2", "zero3_offload@4", []),
+    ("zero3_offload@4", "ddp@2", []),
+    ("zero2@2", "single@1", ["optimizer.name=sgd"]),
+    ("single@1", "zero3@2", ["optimizer.name=rmsprop"]),
+    ("zero2@2", "single@1", [*LORA, "method.loraplus_lr_ratio=8"]),
+    ("single@1", "zero2@2", [*LORA, "method.modules_to_save=[lm_head]"]),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("before", "after", "overrides"), OTHERS, ids=lambda value: "".join(value))
+def test_other_trainings_continue_elsewhere(
+    ranks: Ranks, home: Path, before: str, after: str, overrides: Sequence[str]
+) -> None:
+    assert_equal(continued(ranks, home, before, after, *overrides))
+
+
+class Payload:
+    """What a pickle runs that names `open`: it makes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> object:
+        return open, (str(self.trace), "w")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "planted"),
+    [
+        ("zero2@2", "single@1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("fsdp@2", "single@1", ".metadata"),
+        *(pytest.param(before, "ddp@2", "", marks=pytest.mark.matrix) for before in ("zero2@2", "zero3@2", "fsdp@2")),
+        *(pytest.param(before, "zero2@2", "", marks=pytest.mark.matrix) for before in ("single@1", "fsdp_full@2")),
+    ],
+)
+def test_no_code_in_a_checkpoint_runs_when_it_is_divided_anew(
+    ranks: Ranks, home: Path, before: str, after: str, planted: str
+) -> None:
+    """It is sealed again, as by whoever planted the code: in files of this name, or in each file in turn."""
+    straight = run(ranks, home, before.replace("@", "-"), before)
+    strategy, _, processes = after.partition("@")
+    good = straight / "checkpoints" / "checkpoint-3"
+    names = [name for name in read_seal(good)["files"] if not planted or Path(name).name == planted]
+    assert names
+    for name in names:
+        place, trace = home / "planted" / "checkpoint-3", home / "trace"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(good, place)
+        if name.endswith((".pt", ".pth", ".bin")):
+            torch.save({"state": Payload(trace)}, place / name)
+        else:
+            (place / name).write_bytes(pickle.dumps(Payload(trace)))
+        seal(place, {key: value for key, value in read_seal(good).items() if key != "files"})
+        settings = [*STRATEGIES[strategy], f"checkpoint.resume={place}", "output.name=planted"]
+        done = ranks.run(home, "recipe=elastic", *settings, processes=int(processes), entry=ON_CPU)
+        shutil.rmtree(home / "runs" / "planted", ignore_errors=True)
+        assert not trace.exists(), name
+        if planted:
+            assert done.returncode != 0 and "names" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 7])
+def test_parts_of_zero3_hold_every_number_once(processes: int) -> None:
+    shapes = {"a": torch.Size([5, 3]), "b": torch.Size([1]), "c": torch.Size([8]), "d": torch.Size([2, 0])}
+    held: dict[str, list[int]] = {name: [] for name in shapes}
+    for rank in range(processes):
+        end = 0
+        for name, start, at, count in equal_parts(shapes, rank, processes):
+            assert at >= end
+            end = at + count
+            held[name] += range(start, start + count)
+    assert held == {name: list(range(shape.numel())) for name, shape in shapes.items()}

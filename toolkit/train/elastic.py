@@ -1,0 +1,230 @@
+"""Continues from a checkpoint of another strategy or another number of processes.
+
+Once the engine has prepared model and optimizer, each process copies the ranges that it holds of every parameter out of
+what was saved, see `saved_state`, and gives them to the engine as it reads its own checkpoints. Schedule, loss scale
+and random numbers follow. The order of rows needs nothing: it depends on no process.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.trainer_pt_utils import safe_globals
+
+from toolkit.common import UserError
+from toolkit.train.saved_state import MASTER, SavedState, equal_parts
+
+
+class Continues:
+    """Of a trainer, how it goes on from a checkpoint. Set `converts` before it trains."""
+
+    converts = False
+    """Whether the checkpoint has another form than the engine's own, which then does not read it."""
+
+    def _load_from_checkpoint(self, *args: Any) -> None:
+        if not self.converts:
+            super()._load_from_checkpoint(*args)  # type: ignore[misc]
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Theirs warns where a checkpoint lacks weights, and training would go on with those of the base model."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or ()  # type: ignore[attr-defined]
+        if lacking := [name for name in load_result.missing_keys if name not in tied]:
+            raise UserError(
+                f"the checkpoint lacks {len(lacking)} weights of the model, {lacking[0]} among them",
+                "continue with the version of the toolkit that saved it, or begin anew with checkpoint.resume=never",
+            )
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, resume_from: str | None) -> Any:
+        own = None if self.converts else resume_from
+        prepared = super()._prepare_for_training(max_steps, loader, own)  # type: ignore[misc]
+        if self.converts and resume_from:
+            restore(self, Path(resume_from))
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        args = self.args  # type: ignore[attr-defined]
+        if checkpoint and not restore_random_numbers(Path(checkpoint), args.process_index, args.world_size):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
+
+@torch.no_grad()
+def restore(trainer: Any, checkpoint: Path) -> None:
+    """Brings a trainer whose engine is prepared to where a checkpoint of any engine was saved.
+
+    Args:
+        checkpoint: One that has been compared with its seal.
+
+    Raises:
+        UserError: If the checkpoint holds other parameters.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    zero = trainer.model_wrapped.optimizer if trainer.is_deepspeed_enabled else None
+    flats = list(_zero_flats(zero)) if zero else []
+    if zero:
+        order = [[name for each in flats if each.group == number for name in each.names]
+                 for number in range(len(zero.optimizer.param_groups))]  # fmt: skip
+    else:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        order = [[names[each] for each in group["params"]] for group in trainer.optimizer.param_groups]
+    saved = SavedState(checkpoint, [name for group in order for name in group], _aliases(model))
+    chosen = [saved.group(group[0] if group else None) for group in order]
+    if zero:
+        _into_zero(trainer, zero, flats, saved, chosen)
+    else:
+        _into_parameters(trainer.optimizer.optimizer, names, saved, chosen)
+        if saved.loss_scale and trainer.accelerator.scaler:
+            scaler = trainer.accelerator.scaler
+            scaler.load_state_dict({**scaler.state_dict(), "scale": saved.loss_scale})
+    schedule = torch.load(checkpoint / "scheduler.pt", map_location="cpu", weights_only=True)
+    # Engines drop a group without parameters, such as adapters' without decay.
+    per_group = {key: [value[number] for number in chosen] for key, value in schedule.items()
+                 if isinstance(value, list) and len(value) == len(saved)}  # fmt: skip
+    trainer.lr_scheduler.load_state_dict(schedule | per_group)
+
+
+def restore_random_numbers(checkpoint: Path, rank: int, processes: int) -> bool:
+    """Has a process go on with the random numbers of the one of the same rank, where another number of them was saved.
+
+    Further processes than were saved go on with those of an earlier one: all begin with the same, for other rows.
+
+    Returns:
+        Whether another number was saved; else nothing is done.
+    """
+    saved = sorted(checkpoint.glob("rng_state*.pth"), key=lambda file: (len(file.name), file.name))
+    if len(saved) == processes:
+        return False
+    with safe_globals():
+        state = torch.load(saved[rank % len(saved)], map_location="cpu", weights_only=True)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        states = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]
+        torch.cuda.set_rng_state(states[torch.cuda.current_device() % len(states)])
+    return True
+
+
+def _aliases(model: Any) -> dict[str, str]:
+    """Names of trained parameters to those under which PEFT saves them; empty without adapters."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft import get_peft_model_state_dict
+
+    # Also what is shared, by every name of it.
+    trained = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    saved = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    names = {id(each): name for name, each in saved.items()}
+    return {name: names[id(each)] for name, each in trained.items() if id(each) in names}
+
+
+def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, chosen: list[int]) -> None:
+    """Of one process, DDP and FSDP, whose parameters are their own masters."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(parameters):
+        name, local, start = names[parameter], parameter.data, 0
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            _, offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            start = offsets[0] * math.prod(parameter.shape[1:])
+
+        def filled(kind: str, name: str = name, like: torch.Tensor = local, start: int = start) -> torch.Tensor:
+            flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+            saved.copy(name, kind, start, flat)
+            return flat.view(like.shape)
+
+        local.copy_(filled(MASTER))
+        state[number] = saved.rest(name)
+        for kind in saved.kinds(name):
+            value = filled(kind)
+            if isinstance(parameter, DTensor):
+                value = DTensor.from_local(
+                    value, parameter.device_mesh, parameter.placements,
+                    run_check=False, shape=parameter.shape, stride=parameter.stride(),
+                )  # fmt: skip
+            state[number][kind] = value
+    groups = _with_settings(optimizer.state_dict()["param_groups"], saved, chosen)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _with_settings(groups: list[dict[str, Any]], saved: SavedState, chosen: list[int]) -> list[dict[str, Any]]:
+    return [{**saved.settings(number), "params": group["params"]} for number, group in zip(chosen, groups, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Masters that ZeRO keeps end to end, and updates as one parameter.
+
+    Args:
+        group: Of the optimizer.
+        names: Of its parameters, on all processes.
+        parts: Of this process: a name, the first number that it has of that parameter, where that lies, and how many.
+    """
+
+    master: torch.Tensor
+    group: int
+    names: list[str]
+    parts: list[tuple[str, int, int, int]]
+
+    def filled(self, into: torch.Tensor, kind: str, saved: SavedState) -> torch.Tensor:
+        for name, start, at, count in self.parts:
+            saved.copy(name, kind, start, into[at : at + count])
+        return into
+
+
+def _zero_flats(zero: Any) -> Iterator[_Flat]:
+    named = zero.param_names
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        for number, (master, group) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
+            shapes = {named[each]: each.ds_shape for each in group}
+            parts = equal_parts(shapes, torch.distributed.get_rank(), torch.distributed.get_world_size())
+            yield _Flat(master, zero.sub_group_to_group_id[number], list(shapes), list(parts))
+        return
+    # With bf16, stage 1 has an optimizer of its own.
+    of_bf16 = hasattr(zero, "bf16_groups")
+    masters = zero.fp32_groups_flat_partition if of_bf16 else zero.single_partition_of_fp32_groups
+    groups = zero.bf16_groups if of_bf16 else zero.bit16_groups
+    for number, (master, group) in enumerate(zip(masters, groups, strict=True)):
+        fragments = [(named[each], each._hp_mapping) for each in group if each._hp_mapping]
+        held = [(name, each.lp_fragment_address.start, each.hp_fragment_address.start, each.hp_fragment_address.numel)
+                 for name, each in fragments]  # fmt: skip
+        yield _Flat(master, number, [named[each] for each in group], held)
+
+
+def _into_zero(trainer: Any, zero: Any, flats: list[_Flat], saved: SavedState, chosen: list[int]) -> None:
+    """As DeepSpeed reads what this very process saved."""
+    stage3 = hasattr(zero, "fp16_partitioned_groups_flat")
+    if stage3:
+        zero.checkpoint_event_prologue()
+    state: dict[int, dict[str, Any]] = {}
+    for number, flat in enumerate(flats):
+        flat.filled(flat.master.data, MASTER, saved)
+        kept = {
+            kind: flat.filled(torch.zeros_like(flat.master.data), kind, saved) for kind in saved.kinds(flat.names[0])
+        }
+        state[number] = saved.rest(flat.names[0]) | kept
+    own = zero.state_dict()
+    optimizer = own["optimizer_state_dict" if stage3 else "base_optimizer_state"]
+    optimizer["state"] = state
+    optimizer["param_groups"] = _with_settings(optimizer["param_groups"], saved, chosen)
+    if saved.loss_scale and own.get("dynamic_loss_scale"):
+        own["loss_scaler"].cur_scale = saved.loss_scale
+    rank = torch.distributed.get_rank()
+    zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
+    if stage3:
+        zero.checkpoint_event_epilogue()
+    else:
+        zero.update_lp_params()
+    # Names the folder inside of its checkpoints.
+    trainer.model_wrapped.global_steps = trainer.state.global_step

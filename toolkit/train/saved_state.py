@@ -1,0 +1,244 @@
+"""What a checkpoint holds of each trained parameter, whichever engine wrote it, on however many processes.
+
+However an engine divides a parameter, each process holds ranges of its numbers in row-major order: ZeRO-1 and 2 divide
+all parameters laid end to end, ZeRO-3 each by itself, FSDP by rows. So a parameter's master, and each tensor of its
+optimizer state, is a list of ranges. They are mapped from the files or read when they are copied, one at a time: no
+file is written again, and no process holds more than what it keeps and the range that it copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from toolkit.common import UserError, first_line
+
+MASTER = "master"
+"""The kind of state that is the parameter itself, in the precision in which it is updated."""
+_Range = tuple[int, int, Callable[[], Any]]
+
+
+class SavedState:
+    """Masters and optimizer state by the names of parameters.
+
+    Args:
+        checkpoint: One that has been compared with its seal.
+        order: Names of the trained parameters in the order of the optimizer's groups. What one process writes, or DDP,
+            is numbered so.
+        aliases: How PEFT names those of adapters when it saves them.
+
+    Raises:
+        UserError: If it holds other parameters, or a file of it names what checkpoints are not made of.
+    """
+
+    def __init__(self, checkpoint: Path, order: Sequence[str], aliases: Mapping[str, str]) -> None:
+        self._checkpoint, self._aliases = checkpoint, aliases
+        self._ranges: dict[str, dict[str, list[_Range]]] = defaultdict(lambda: defaultdict(list))
+        self._rest: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._groups: list[tuple[set[str], dict[str, Any]]] = []
+        self.loss_scale: float | None = None
+        """Of fp16; None in other precisions."""
+        files = sorted(checkpoint.glob("*/*_optim_states.pt"), key=_rank)
+        if files:
+            self._add_zero(files)
+        elif (checkpoint / "optimizer_0").is_dir():
+            self._add_sharded(checkpoint / "pytorch_model_fsdp_0", checkpoint / "optimizer_0")
+        else:
+            self._add_whole(order)
+        with contextlib.suppress(FileNotFoundError):
+            self.loss_scale = float(_load(checkpoint / "scaler.pt")["scale"])
+
+    def copy(self, name: str, kind: str, start: int, into: torch.Tensor) -> None:
+        """Fills (numbers,) with those of a parameter from a position on.
+
+        Raises:
+            UserError: If the checkpoint lacks some of them.
+        """
+        missing, end = into.numel(), start + into.numel()
+        for first, count, read in self._ranges[name][kind]:
+            low, high = max(start, first), min(end, first + count)
+            if low < high:
+                into[low - start : high - start].copy_(read()[low - first : high - first])
+                missing -= high - low
+        if missing:
+            raise UserError(
+                f"{self._checkpoint} holds no {kind} for {missing} numbers of {name}",
+                "continue with the recipe, the strategy and the number of processes that saved it",
+            )
+
+    def kinds(self, name: str) -> list[str]:
+        """What the optimizer keeps of a parameter's shape."""
+        return [kind for kind in self._ranges[name] if kind != MASTER]
+
+    def rest(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter beside that, such as the number of its steps."""
+        # Of what ZeRO updates as one parameter they are one tensor, which an optimizer adds to in place.
+        return {key: value.clone() if torch.is_tensor(value) else value for key, value in self._rest[name].items()}
+
+    def group(self, name: str | None) -> int:
+        """Number of the group in which the optimizer had a parameter; the first one for None."""
+        return next((number for number, (names, _) in enumerate(self._groups) if name in names), 0)
+
+    def settings(self, group: int) -> dict[str, Any]:
+        """The optimizer's settings for a group, less its parameters."""
+        return {key: value for key, value in self._groups[group][1].items() if key != "params"}
+
+    def __len__(self) -> int:
+        """Groups of the optimizer."""
+        return len(self._groups)
+
+    def _add(self, name: str, kind: str, value: Any, start: int = 0, at: int = 0, count: int | None = None) -> None:
+        """Adds `count` numbers (all, if None) of a tensor from position `at` on, which are a parameter's from `start`
+        on; or what is no tensor of numbers."""
+        if not torch.is_tensor(value) or value.ndim == 0:
+            self._rest[name][kind] = value
+            return
+        flat = value.reshape(-1)
+        part = flat if count is None else flat[at : at + count]
+        self._ranges[name][kind].append((start, part.numel(), lambda: part))
+
+    def _add_zero(self, files: Sequence[Path]) -> None:
+        shapes: list[dict[str, torch.Size]] = []
+        seen: dict[str, int] = defaultdict(int)
+        numbered: dict[int, set[str]] = defaultdict(set)
+        for rank, file in enumerate(files):
+            saved = _load(file)["optimizer_state_dict"]
+            stage3 = "fp32_flat_groups" in saved
+            masters = saved["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]
+            optimizer = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"]
+            if stage3:
+                shapes = shapes or _load(next(file.parent.glob("*zero_pp_rank_0_*_model_states.pt")))["param_shapes"]
+                parts = [list(equal_parts(group, rank, len(files))) for group in shapes]
+            else:
+                parts = [[(name, seen[name], each.start, each.numel) for name, each in group.items()]
+                         for group in saved["param_slice_mappings"]]  # fmt: skip
+            for number, (master, group) in enumerate(zip(masters, parts, strict=True)):
+                held = {MASTER: master, **optimizer["state"].get(number, {})}
+                for name, start, at, count in group:
+                    seen[name] += count
+                    numbered[number].add(name)
+                    for kind, value in held.items():
+                        self._add(name, kind, value, start, at, count)
+            if rank == 0:
+                settings = optimizer["param_groups"]
+                if saved.get("dynamic_loss_scale"):
+                    self.loss_scale = float(saved["loss_scaler"].cur_scale)
+        self._groups = [(set().union(*(numbered[number] for number in each["params"])), each) for each in settings]
+
+    def _add_sharded(self, model: Path, optimizer: Path) -> None:
+        named = {self._aliases.get(name, name): name for name in self._aliases}
+        for path, pieces in _sharded(model):
+            name = named.get(path[1], path[1])
+            self._ranges[name][MASTER] += pieces
+        groups: dict[int, dict[str, Any]] = defaultdict(dict)
+        for (_, section, item, kind), pieces in _sharded(optimizer):
+            if section == "param_groups":
+                groups[int(item)][kind] = pieces[0][2]()
+            elif kind == "step" or pieces[0][1] == 0:
+                self._add(item, kind, pieces[0][2]().reshape(()))
+            else:
+                self._ranges[item][kind] += pieces
+        self._groups = [(set(groups[number]["params"]), groups[number]) for number in sorted(groups)]
+
+    def _add_whole(self, order: Sequence[str]) -> None:
+        """What one process wrote: of itself, under DDP or of FSDP's shards."""
+        full = self._checkpoint / "pytorch_model_fsdp.bin"
+        if full.is_file():
+            weights: dict[str, Callable[[], torch.Tensor]] = {
+                name: functools.partial(torch.Tensor.reshape, value, -1) for name, value in _load(full).items()
+            }
+            optimizer = _load(self._checkpoint / "optimizer.bin")
+        else:
+            weights, optimizer = {}, _load(self._checkpoint / "optimizer.pt")
+            for file in self._checkpoint.glob("*.safetensors"):
+                opened = safe_open(file, "pt")
+                weights |= {name: functools.partial(_read, opened, name) for name in opened.keys()}  # noqa: SIM118
+            numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+            names = dict(zip(numbers, order, strict=False))
+            if len(numbers) != len(order):
+                raise UserError(
+                    f"{self._checkpoint} holds {len(numbers)} trained parameters, the recipe trains {len(order)}",
+                    "continue with the recipe that saved it",
+                )
+            optimizer["state"] = {names[number]: each for number, each in optimizer["state"].items()}
+            for group in optimizer["param_groups"]:
+                group["params"] = [names[number] for number in group["params"]]
+        for name in order:
+            saved = name if name in weights else self._aliases.get(name, name)
+            if saved in weights:
+                self._ranges[name][MASTER].append((0, weights[saved]().numel(), weights[saved]))
+        for name, held in optimizer["state"].items():
+            for kind, value in held.items():
+                self._add(name, kind, value)
+        self._groups = [(set(each["params"]), each) for each in optimizer["param_groups"]]
+
+
+def equal_parts(shapes: Mapping[str, torch.Size], rank: int, processes: int) -> Iterator[tuple[str, int, int, int]]:
+    """Of the parameters that ZeRO-3 divides one by one and keeps end to end: the name, the first number that a process
+    has of it, where that lies, and how many there are. Parts are equal, the last ones filled up with zeros."""
+    at = 0
+    for name, shape in shapes.items():
+        numbers = math.prod(shape)
+        size = -(-numbers // processes)
+        start = min(rank * size, numbers)
+        yield name, start, at, min(size, numbers - start)
+        at += size
+
+
+def _sharded(folder: Path) -> Iterator[tuple[tuple[Any, ...], list[_Range]]]:
+    """What torch's distributed checkpoint holds: the keys that lead to a value, and its ranges."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+    metadata = FileSystemReader(folder).read_metadata()
+    for name, path in metadata.planner_data.items():
+        about = metadata.state_dict_metadata[name]
+        pieces: list[_Range] = []
+        for chunk in about.chunks if isinstance(about, TensorStorageMetadata) else [None]:
+            stored = metadata.storage_data[MetadataIndex(name, chunk.offsets if chunk else None)]
+            place = folder / stored.relative_path
+            row = math.prod(chunk.sizes[1:]) if chunk else 0
+            start, count = (chunk.offsets[0] * row, math.prod(chunk.sizes)) if chunk and chunk.sizes else (0, 0)
+            pieces.append((start, count, functools.partial(_read_stored, place, stored.offset, stored.length)))
+        yield path, pieces
+
+
+def _read_stored(file: Path, offset: int, length: int) -> Any:
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        value = torch.load(io.BytesIO(stream.read(length)), map_location="cpu", weights_only=True)
+    return value.reshape(-1) if torch.is_tensor(value) else value
+
+
+def _read(opened: Any, name: str) -> torch.Tensor:
+    return opened.get_tensor(name).reshape(-1)
+
+
+def _load(file: Path) -> Any:
+    """A file of torch's, mapped into memory. It may name plain data and what DeepSpeed adds to that, nothing else."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    try:
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{file} names what no checkpoint of this toolkit is made of: {first_line(error)}",
+            "continue from a checkpoint that was made by a run of this toolkit",
+        ) from error
+
+
+def _rank(file: Path) -> int:
+    return int(file.name.partition("zero_pp_rank_")[2].partition("_")[0])
