@@ -84,13 +84,13 @@ def test_every_layout_is_exact_and_every_number_an_error_names_works() -> None:
 def test_named_numbers_are_the_nearest() -> None:
     with pytest.raises(UserError, match="a global batch of 10 sequences does not divide into 4 processes") as caught:
         batch_layout(recipe(batch={"global_batch_size": 10}), 4)
-    assert caught.value.change == "set batch.global_batch_size=8 or 12"
+    assert caught.value.change == "set batch.global_batch_size=8 or 12, or start 2 processes"
     with pytest.raises(UserError, match="1 process x batch") as caught:
         batch_layout(recipe(batch={"global_batch_size": 16, "micro_batch_size": 5}), 1)
     assert caught.value.change == "set batch.global_batch_size=15 or 20, or batch.micro_batch_size=4 or 8"
     with pytest.raises(UserError) as caught:
         batch_layout(recipe(batch={"tokens_per_step": 1280, "seq_len": 128}), 4)
-    assert caught.value.change == "set batch.tokens_per_step=1024 or 1536"
+    assert caught.value.change == "set batch.tokens_per_step=1024 or 1536, or start 2 processes"
 
 
 @pytest.mark.parametrize(

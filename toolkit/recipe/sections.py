@@ -154,8 +154,8 @@ class Strategy(Section):
     wrap_classes: list[str] = []
     """Classes of layers that FSDP gathers as a unit, e.g. `[LlamaDecoderLayer]`; by default the model's own."""
     state_dict_type: Literal["sharded", "full"] = "sharded"
-    """How FSDP writes checkpoints. `sharded` ones are fast and resume on another number of processes; `full` ones are
-    gathered on the first process. The final model is always gathered."""
+    """How FSDP writes checkpoints. `sharded` ones are fast, `full` ones are gathered on the first process. The final
+    model is always gathered."""
     cpu_ram_efficient_loading: bool = True
     """Under FSDP only the first process of a run reads the weights into host memory; the others receive their
     shards."""

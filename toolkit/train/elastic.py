@@ -75,7 +75,9 @@ def restore(trainer: Any, checkpoint: Path) -> None:
     else:
         names = {parameter: name for name, parameter in model.named_parameters()}
         order = [[names[each] for each in group["params"]] for group in trainer.optimizer.param_groups]
-    saved = SavedState(checkpoint, [name for group in order for name in group], _aliases(model))
+    # Under ZeRO-3 a parameter itself is empty.
+    numbers = {name: getattr(each, "ds_numel", each.numel()) for name, each in model.named_parameters()}
+    saved = SavedState(checkpoint, {name: numbers[name] for group in order for name in group}, _aliases(model))
     chosen = [saved.group(group[0] if group else None) for group in order]
     if zero:
         _into_zero(trainer, zero, flats, saved, chosen)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import math
 import pickle
 from collections import defaultdict
@@ -33,15 +34,15 @@ class SavedState:
 
     Args:
         checkpoint: One that has been compared with its seal.
-        order: Names of the trained parameters in the order of the optimizer's groups. What one process writes, or DDP,
-            is numbered so.
+        sizes: Numbers of each trained parameter, in the order of the optimizer's groups. What one process writes, or
+            DDP, is numbered so.
         aliases: How PEFT names those of adapters when it saves them.
 
     Raises:
         UserError: If it holds other parameters, or a file of it names what checkpoints are not made of.
     """
 
-    def __init__(self, checkpoint: Path, order: Sequence[str], aliases: Mapping[str, str]) -> None:
+    def __init__(self, checkpoint: Path, sizes: Mapping[str, int], aliases: Mapping[str, str]) -> None:
         self._checkpoint, self._aliases = checkpoint, aliases
         self._ranges: dict[str, dict[str, list[_Range]]] = defaultdict(lambda: defaultdict(list))
         self._rest: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -54,9 +55,17 @@ class SavedState:
         elif (checkpoint / "optimizer_0").is_dir():
             self._add_sharded(checkpoint / "pytorch_model_fsdp_0", checkpoint / "optimizer_0")
         else:
-            self._add_whole(order)
+            self._add_whole(list(sizes))
         with contextlib.suppress(FileNotFoundError):
             self.loss_scale = float(_load(checkpoint / "scaler.pt")["scale"])
+        trained = set[str]().union(*(names for names, _ in self._groups))
+        saved = {name: sum(count for _, count, _ in self._ranges[name][MASTER]) for name in trained}
+        if differing := [name for name in {**saved, **sizes} if saved.get(name) != sizes.get(name)]:
+            raise UserError(
+                f"{checkpoint} holds other trained parameters than the recipe trains, {differing[0]} among them: "
+                f"{saved.get(differing[0], 0):,} numbers there, {sizes.get(differing[0], 0):,} here",
+                "continue with the model and the method that saved it",
+            )
 
     def copy(self, name: str, kind: str, start: int, into: torch.Tensor) -> None:
         """Fills (numbers,) with those of a parameter from a position on.
@@ -72,7 +81,7 @@ class SavedState:
                 missing -= high - low
         if missing:
             raise UserError(
-                f"{self._checkpoint} holds no {kind} for {missing} numbers of {name}",
+                f"{self._checkpoint} lacks {missing:,} numbers of {name}'s {kind}",
                 "continue with the recipe, the strategy and the number of processes that saved it",
             )
 
@@ -144,43 +153,42 @@ class SavedState:
         for (_, section, item, kind), pieces in _sharded(optimizer):
             if section == "param_groups":
                 groups[int(item)][kind] = pieces[0][2]()
-            elif kind == "step" or pieces[0][1] == 0:
-                self._add(item, kind, pieces[0][2]().reshape(()))
-            else:
+            elif pieces[0][1]:
                 self._ranges[item][kind] += pieces
+            else:
+                self._rest[item][kind] = pieces[0][2]()
         self._groups = [(set(groups[number]["params"]), groups[number]) for number in sorted(groups)]
 
     def _add_whole(self, order: Sequence[str]) -> None:
         """What one process wrote: of itself, under DDP or of FSDP's shards."""
         full = self._checkpoint / "pytorch_model_fsdp.bin"
         if full.is_file():
-            weights: dict[str, Callable[[], torch.Tensor]] = {
-                name: functools.partial(torch.Tensor.reshape, value, -1) for name, value in _load(full).items()
-            }
             optimizer = _load(self._checkpoint / "optimizer.bin")
+            named = {name: name for group in optimizer["param_groups"] for name in group["params"]}
+            weights = {name: _whole(value) for name, value in _load(full).items()}
         else:
-            weights, optimizer = {}, _load(self._checkpoint / "optimizer.pt")
-            for file in self._checkpoint.glob("*.safetensors"):
-                opened = safe_open(file, "pt")
-                weights |= {name: functools.partial(_read, opened, name) for name in opened.keys()}  # noqa: SIM118
-            numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-            names = dict(zip(numbers, order, strict=False))
-            if len(numbers) != len(order):
-                raise UserError(
-                    f"{self._checkpoint} holds {len(numbers)} trained parameters, the recipe trains {len(order)}",
-                    "continue with the recipe that saved it",
-                )
-            optimizer["state"] = {names[number]: each for number, each in optimizer["state"].items()}
-            for group in optimizer["param_groups"]:
-                group["params"] = [names[number] for number in group["params"]]
+            optimizer = _load(self._checkpoint / "optimizer.pt")
+            # Where there are more of one than of the other, they are not the same parameters.
+            numbers = itertools.chain.from_iterable(group["params"] for group in optimizer["param_groups"])
+            named = dict(itertools.zip_longest(numbers, order, fillvalue=""))
+            opened = [safe_open(file, "pt") for file in self._checkpoint.glob("*.safetensors")]
+            weights = {name: _stored(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
         for name in order:
             saved = name if name in weights else self._aliases.get(name, name)
-            if saved in weights:
-                self._ranges[name][MASTER].append((0, weights[saved]().numel(), weights[saved]))
-        for name, held in optimizer["state"].items():
+            self._ranges[name][MASTER] += [weights[saved]] if saved in weights else []
+        for number, held in optimizer["state"].items():
             for kind, value in held.items():
-                self._add(name, kind, value)
-        self._groups = [(set(each["params"]), each) for each in optimizer["param_groups"]]
+                self._add(named[number], kind, value)
+        self._groups = [({named[number] for number in each["params"]}, each) for each in optimizer["param_groups"]]
+
+
+def _whole(tensor: torch.Tensor) -> _Range:
+    return 0, tensor.numel(), lambda: tensor.reshape(-1)
+
+
+def _stored(opened: Any, name: str) -> _Range:
+    size = math.prod(opened.get_slice(name).get_shape())
+    return 0, size, lambda: opened.get_tensor(name).reshape(-1)
 
 
 def equal_parts(shapes: Mapping[str, torch.Size], rank: int, processes: int) -> Iterator[tuple[str, int, int, int]]:
@@ -217,11 +225,7 @@ def _read_stored(file: Path, offset: int, length: int) -> Any:
     with file.open("rb") as stream:
         stream.seek(offset)
         value = torch.load(io.BytesIO(stream.read(length)), map_location="cpu", weights_only=True)
-    return value.reshape(-1) if torch.is_tensor(value) else value
-
-
-def _read(opened: Any, name: str) -> torch.Tensor:
-    return opened.get_tensor(name).reshape(-1)
+    return value.reshape(-1) if torch.is_tensor(value) and value.ndim else value
 
 
 def _load(file: Path) -> Any:
