@@ -123,13 +123,16 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     from toolkit.train import preflight, setup
     from toolkit.train.run_folder import claim
     from toolkit.train.startup import StartUp
+    from toolkit.train.watchdog import Watchdog
 
     loaded = load_checked("small", ["checkpoint.resume=never", *overrides])
     preflight.check_devices(loaded.recipe, World())
     source = ModelSource.open(loaded.recipe)
     folder = claim(loaded, 1)
     (folder.path / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
-    session = setup.set_up(loaded, Rendezvous(World()), source, folder, None, Progress(), StartUp())
+    rendezvous = Rendezvous(World())
+    watchdog = Watchdog(rendezvous, folder)
+    session = setup.set_up(loaded, rendezvous, source, folder, None, Progress(), StartUp(), watchdog)
     return session, setup.Callbacks(session)
 
 

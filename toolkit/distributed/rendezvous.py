@@ -65,8 +65,7 @@ def connect(world: World) -> Iterator[Rendezvous]:
         rendezvous.introduce()
         yield rendezvous
     except Exception as error:
-        # Gloo has no class of errors of its own.
-        if rendezvous.group_deadline is not None and (isinstance(error, DistError) or "gloo" in str(error).lower()):
+        if rendezvous.group_deadline is not None and lost_connection(error):
             rendezvous.tell(shared := rendezvous.group_error(first_line(error)))
             raise shared from error
         rendezvous.tell(error)
@@ -75,6 +74,11 @@ def connect(world: World) -> Iterator[Rendezvous]:
         rendezvous.close()
     finally:
         rendezvous.stop()
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether a library says that it cannot reach another process. Gloo has no class of errors of its own."""
+    return isinstance(error, DistError) or "gloo" in str(error).lower()
 
 
 class Rendezvous:
@@ -145,6 +149,12 @@ class Rendezvous:
         answer = judge(self._wait({rank: f"{topic}/{rank}" for rank in range(self.world.world_size)}))
         self._put(f"{topic}/answer", answer)
         return answer
+
+    def connection(self, topic: str) -> Store:
+        """A connection of its own to the store, with keys of its own, which stands as long as the first process or its
+        launcher does."""
+        assert self._store is not None, "a single process has no store"
+        return PrefixStore(topic, self._store.clone())  # type: ignore[attr-defined]
 
     def begin_group(self) -> None:
         """From here to `close` this process may hang in a library; then it reports and ends by itself."""

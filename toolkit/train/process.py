@@ -116,14 +116,15 @@ TELL_SECONDS = 2.0
 
 
 def tell(error: UserError, world: World) -> None:
-    """Prints why this process ends: in full on the first, in a line on others.
+    """Prints why this process ends: in full on the first, or on the lowest that is left, in a line on others.
 
     What all processes find wrong is said once: launchers end the others of a machine as soon as its first has ended.
     torch's elastic agent repeats it at the end of its report of the failure.
     """
     if world.local_rank:
         time.sleep(TELL_SECONDS)
-    text = f"error on process {world.rank}: {error.what}" if world.rank else f"error: {error}"
+    speaks = getattr(error, "speaks", world.rank == 0)
+    text = f"error: {error}" if speaks else f"error on process {world.rank}: {error.what}"
     print(text, file=sys.stderr, flush=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         moment = str(int(time.time()))

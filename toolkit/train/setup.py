@@ -58,6 +58,7 @@ from toolkit.train.startup import StartUp
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 from toolkit.train.unpickling import EndOfReading
 from toolkit.train.verify import Verify
+from toolkit.train.watchdog import Watchdog
 
 _log = logging.getLogger("toolkit.train")
 
@@ -75,6 +76,7 @@ def set_up(
     swap: Path | None,
     progress: Progress,
     start_up: StartUp,
+    watchdog: Watchdog,
     force: bool = False,
 ) -> Session:
     """Builds the session of a training.
@@ -82,6 +84,7 @@ def set_up(
     Args:
         rendezvous: All processes of the launch, before they have a process group.
         swap: Folder for what is offloaded to NVMe.
+        watchdog: Started when the processes have a process group.
         force: Whether to go on where the plan says that it will not fit.
 
     Raises:
@@ -124,6 +127,7 @@ def set_up(
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
     preflight.all_reduce(rendezvous, arguments.device)
+    watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
 
     # Model: adapters are initialised at random before the trainer sets its own seed.

@@ -44,6 +44,7 @@ from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
 from toolkit.train.startup import StartUp
 from toolkit.train.unpickling import only_data
+from toolkit.train.watchdog import Watchdog, watching
 
 _log = logging.getLogger("toolkit.train")
 
@@ -77,12 +78,18 @@ def train(loaded: Loaded, force: bool = False) -> None:
             return
         for checkpoint, reason in folder.passed_over.items():
             _log.warning("%s %s, and is passed over", checkpoint, reason)
-        with folder.held() if first else contextlib.nullcontext():
-            _train(loaded, rendezvous, folder, progress, start_up, force)
+        with folder.held() if first else contextlib.nullcontext(), watching(rendezvous, folder) as watchdog:
+            _train(loaded, rendezvous, folder, progress, start_up, watchdog, force)
 
 
 def _train(
-    loaded: Loaded, rendezvous: Rendezvous, folder: RunFolder, progress: Progress, start_up: StartUp, force: bool
+    loaded: Loaded,
+    rendezvous: Rendezvous,
+    folder: RunFolder,
+    progress: Progress,
+    start_up: StartUp,
+    watchdog: Watchdog,
+    force: bool,
 ) -> None:
     recipe, world = loaded.recipe, rendezvous.world
     source: ModelSource | None = None
@@ -100,7 +107,7 @@ def _train(
             compiled_ops.wait_for_compilers()
         source = ModelSource.open(recipe)
         with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
-            session = set_up(loaded, rendezvous, source, folder, swap, progress, start_up, force)
+            session = set_up(loaded, rendezvous, source, folder, swap, progress, start_up, watchdog, force)
             callbacks = Callbacks(session)
             resume_from = folder.resume_from
             for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():
