@@ -1,4 +1,4 @@
-"""What every room shares: the error a user can fix, atomic files, the cache, units, and how much is said.
+"""What every room shares: the error a user can fix, atomic files, units, and how much is said.
 
 Nothing heavy is imported, so that `toolkit show` answers at once.
 """
@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from filelock import FileLock
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 if TYPE_CHECKING:
@@ -153,41 +152,6 @@ def first_line(error: BaseException) -> str:
     """The first line of somebody else's error, with the next where it only announces that; its kind if it is silent."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-
-
-def cache_dir() -> Path:
-    """The cache of this toolkit: `$TOOLKIT_CACHE`, else `~/.cache/accelerate-toolkit`."""
-    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "accelerate-toolkit")
-
-
-def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Returns `path`, a folder that `build` fills if it is not there yet.
-
-    One process builds while the others wait on a file lock, before any process group exists, so no collective can
-    time out. The folder appears under its name only when it is complete.
-
-    Args:
-        path: The folder; its name should be a hash of everything its content depends on.
-        build: Called with an empty temporary folder beside `path`.
-    """
-    _log.debug("cache: %s", path)
-    if path.is_dir():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        if not path.is_dir():
-            # Under the lock nobody else builds this folder: what is there was left by a process that was killed.
-            for abandoned in path.parent.glob(f".{path.name}.*.partial"):
-                shutil.rmtree(abandoned, ignore_errors=True)
-            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            partial.mkdir()
-            try:
-                build(partial)
-                partial.rename(path)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-    return path
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:

@@ -286,10 +286,10 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
         "alone": f"error: the processes are all there, but cannot exchange data: nothing for {TIMEOUT:g} s",
     }[how]
     assert outcomes[0].printed.startswith(wanted)
-    assert outcomes[0].exit_code == 1
+    assert outcomes[0].exit_code == os.EX_TEMPFAIL
     if how != "frozen":
         assert outcomes[1].printed.strip() == wanted.replace("error:", "error on process 1:")
-        assert outcomes[1].exit_code == 1
+        assert outcomes[1].exit_code == os.EX_TEMPFAIL
 
 
 def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:

@@ -19,7 +19,8 @@ import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
 
-from toolkit.common import cache_dir, in_a_line, table
+from toolkit.cache import cache_dir
+from toolkit.common import in_a_line, table
 from toolkit.planner.hardware import driver_version
 from toolkit.planner.hardware.host_memory import host_memory
 

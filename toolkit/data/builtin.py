@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError, build_once, cache_dir
+from toolkit.cache import build_once, cache_dir
+from toolkit.common import UserError
 
 # Modules whose import acts (a browser opens, a poem is printed), that are old copies, tests or programs of their own.
 SKIPPED_MODULES = {"antigravity", "this", "test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}

@@ -24,7 +24,8 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.common import UserError, build_once, cache_dir, write_json
+from toolkit.cache import build_once, cache_dir
+from toolkit.common import UserError, write_json
 from toolkit.data import audit as auditing
 from toolkit.data.chat_template import variables
 from toolkit.data.encode import Encoder

@@ -21,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
-from toolkit.common import UserError, build_once, cache_dir, first_line
+from toolkit.cache import build_once, cache_dir
+from toolkit.common import UserError, first_line
 from toolkit.data import hub
 
 PACKAGES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from toolkit.common import cache_dir, write_atomically
+from toolkit.cache import cache_dir, find, keep
 from toolkit.recipe import Recipe
 
 FORMAT = 4
@@ -118,16 +118,14 @@ def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics |
     if recipe.data.streaming:
         return None
     try:
-        return TypeAdapter(DataStatistics).validate_json(_file(recipe, cache).read_bytes())
+        return TypeAdapter(DataStatistics).validate_json(find(_file(recipe, cache)).read_bytes())
     except OSError:
         return None
 
 
 def record(recipe: Recipe, figures: DataStatistics, cache: Path | None = None) -> None:
     """Keeps figures for `statistics_of`. Several processes may do so at once."""
-    file = _file(recipe, cache)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(vars(figures)))
+    keep(_file(recipe, cache), json.dumps(vars(figures)))
 
 
 def _file(recipe: Recipe, cache: Path | None) -> Path:

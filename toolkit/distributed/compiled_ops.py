@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock
 
+from toolkit.cache import cache_dir, is_own, locked, own_folder
 from toolkit.common import UserError, first_line
 
 _log = logging.getLogger("toolkit.distributed")
@@ -37,7 +37,7 @@ def load(builder: Any, needs: str) -> None:
     """
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "toolkit.lock"):
+    with locked(folder / "toolkit.lock"):
         wait_for_compilers()
         if not any(folder.glob(f"**/{builder.name}/*.so")):
             _log.info("Compiling DeepSpeed's %s: once, for some minutes", builder.name)
@@ -66,7 +66,13 @@ def wait_for_compilers() -> None:
 def _folder() -> Path:
     from torch.utils.cpp_extension import get_default_build_root
 
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not is_own(folder):
+        # torch writes there, and runs what it finds.
+        own = own_folder(cache_dir() / "extensions")
+        _log.warning("%s is not this user's; DeepSpeed's operations are compiled in %s", folder, own)
+        os.environ["TORCH_EXTENSIONS_DIR"], folder = str(own), own
+    return folder
 
 
 def _held(lock: Path) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.common import cache_dir
+from toolkit.cache import cache_dir, own_folder
 from toolkit.distributed.engines import fsdp_config
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
@@ -60,7 +60,7 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str]) -> dic
         # demo grow by a GiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         # By content, so that the next run of the same layers starts warm; torch's own place is cleared at every boot.
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "compiled"),
+        "TORCHINDUCTOR_CACHE_DIR": str(own_folder(cache_dir() / "compiled")),
         **_network(world, current),
     }
     changes: dict[str, str | None] = {key: None for key in current if key.startswith(_ENGINE)}

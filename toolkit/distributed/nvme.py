@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
+from toolkit.cache import locked
 from toolkit.common import UserError, check_disk
 from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
@@ -36,7 +37,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         return
     root = Path(str(strategy.nvme_path))
     # The processes of a node share their launcher; other nodes may share the drive.
-    folder = root / f"toolkit-{socket.gethostname()}-{os.getppid()}"
+    folder = root / f"toolkit-{socket.gethostname()}-{os.geteuid()}-{os.getppid()}"
     try:
         (folder / f"rank{world.rank}").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,7 +47,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
     with contextlib.ExitStack() as stack:
         if world.local_rank == 0:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            stack.enter_context(FileLock(folder / ".lock", timeout=0))
+            stack.enter_context(locked(folder / ".lock", timeout=0))
             _remove_abandoned(root, folder)
             check_disk(
                 root,
@@ -59,11 +60,13 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
 
 
 def _remove_abandoned(root: Path, own: Path) -> None:
-    """Removes folders of launches that were killed: nobody holds their lock any more."""
+    """Removes folders of this user's launches that were killed: nobody holds their lock any more."""
     for folder in root.glob("toolkit-*"):
-        if folder != own and (folder / ".lock").is_file():
-            with contextlib.suppress(Timeout), FileLock(folder / ".lock", timeout=0):
-                shutil.rmtree(folder, ignore_errors=True)
+        # A stranger's may not be looked into.
+        with contextlib.suppress(Timeout, OSError):
+            if folder != own and folder.stat().st_uid == os.geteuid() and (folder / ".lock").is_file():
+                with locked(folder / ".lock", timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _load_op() -> None:

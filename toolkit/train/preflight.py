@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from toolkit.common import UserError, cache_dir
+from toolkit.cache import cache_dir, writable
+from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
@@ -191,7 +192,8 @@ def _places(marker: Path) -> dict[str, Any]:
     end = time.monotonic() + VISIBLE_SECONDS
     while not (seen := marker.exists()) and time.monotonic() < end:
         time.sleep(0.2)
-    return {"output.dir": _try(marker.parent) if seen else None, "TOOLKIT_CACHE": _try(cache_dir())}
+    cache = writable(cache_dir() / "any").parent
+    return {"output.dir": _try(marker.parent) if seen else None, "TOOLKIT_CACHE": _try(cache)}
 
 
 def _probe(folder: Path) -> Any:

@@ -93,7 +93,9 @@ def take_terminal() -> None:
         return
     try:
         os.killpg(os.tcgetpgrp(0), 0)
-    except (ProcessLookupError, PermissionError):
+    except PermissionError:
+        return
+    except ProcessLookupError:
         previous = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         os.tcsetpgrp(0, os.getpgrp())
         signal.signal(signal.SIGTTOU, previous)

@@ -28,9 +28,10 @@ from typing import Any
 
 import psutil
 import yaml
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from pydantic import TypeAdapter
 
+from toolkit.cache import locked
 from toolkit.common import UserError, set_aside, write_json
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
@@ -94,14 +95,14 @@ class RunFolder:
         Raises:
             UserError: If another process is training here.
         """
-        try:
-            lock = FileLock(self.path / ".lock", timeout=0).acquire()
-        except Timeout:
-            raise UserError(
-                f"another process is training in {self.path} right now",
-                "wait for it, or set output.name to a new name",
-            ) from None
-        with lock:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.path / ".lock", timeout=0))
+            except Timeout:
+                raise UserError(
+                    f"another process is training in {self.path} right now",
+                    "wait for it, or set output.name to a new name",
+                ) from None
             yield
 
     def describe(self, loaded: Loaded, layout: BatchLayout, hashes: Mapping[str, str], **values: Any) -> None:

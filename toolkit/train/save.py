@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
 
@@ -48,6 +49,7 @@ def publish(trainer: Any, folder: Path, dtypes: Dtypes, start: dict[str, torch.T
             model.config.dtype = getattr(torch, dtypes.export)
             model.config.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
+        share(folder)
     trainer.accelerator.wait_for_everyone()
 
 

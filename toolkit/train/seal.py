@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from toolkit.cache import share
 from toolkit.common import write_json
 
 _RECORD = "checkpoint.json"
@@ -28,6 +29,7 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
     Args:
         values: What to record beside the files: `step`, `method` and who wrote it.
     """
+    share(checkpoint)
     record = {**values, "files": _contents(checkpoint, _files(checkpoint))}
     # Last of all, and as one operation: it makes the checkpoint count.
     write_json(checkpoint / _RECORD, {**record, "sha256": _digest(record)})

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import yaml
 
 import toolkit
+from toolkit.cache import writable
 from toolkit.common import UserError, first_line, write_atomically
 from toolkit.models import device
 from toolkit.planner.hardware import layer
@@ -74,7 +75,7 @@ def calibrate(seconds: float = 60.0) -> Path:
             f"the driver says that this machine has {hardware.device.title}, and torch sees {sees}",
             "install a build of torch that fits the driver; `toolkit doctor` shows both",
         )
-    path = path_of(hardware.device)
+    path = writable(path_of(hardware.device))
     path.parent.mkdir(parents=True, exist_ok=True)
     # What cannot be kept need not be measured.
     with tempfile.TemporaryFile(dir=path.parent):

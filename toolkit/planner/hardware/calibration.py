@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import yaml
-from filelock import FileLock
 from pydantic import Field, PositiveFloat, ValidationError
 
-from toolkit.common import UserError, cache_dir
+from toolkit.cache import cache_dir, find, locked, writable
+from toolkit.common import UserError
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import DOCUMENTS, Device, Dtype, Efficiency, Figure, Hardware, Rate
 from toolkit.planner.trace.store import apart
@@ -112,7 +112,7 @@ def load(path: Path) -> Calibration:
 
 def with_calibration(hardware: Hardware) -> Hardware:
     """With the figures measured on a device of this name, if there are any."""
-    file = path_of(hardware.device)
+    file = find(path_of(hardware.device))
     return calibrated(hardware, load(file)) if file.is_file() else hardware
 
 
@@ -121,13 +121,12 @@ def once_measured(hardware: Hardware) -> Hardware:
 
     That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
     """
-    file = path_of(hardware.device)
+    file = find(path_of(hardware.device))
     if hardware.device.kind != "cpu" or (file.is_file() and not load(file).again):
         return hardware
     began = file.stat().st_mtime_ns if file.is_file() else None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):
+        with locked(Path(f"{writable(path_of(hardware.device))}.lock")):
             # Another process may have measured while this one waited.
             if not file.is_file() or file.stat().st_mtime_ns == began:
                 _measure()

@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock
-
-from toolkit.common import UserError, cache_dir, concealed, in_a_line, write_atomically
+from toolkit import cache
+from toolkit.common import UserError, concealed, in_a_line
 from toolkit.data import hub
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.every import every_nth
@@ -55,7 +54,7 @@ def find(setting: Setting) -> Trace | None:
         _read_before[key] = every_nth(none, every, setting.every_n_layers)
     if key not in _read_before:
         shipped = _shipped(setting.architecture()).get(key)
-        trace = _read(_cached(setting)) if shipped is None else Trace.from_json(shipped)
+        trace = _read(cache.find(_cached(setting))) if shipped is None else Trace.from_json(shipped)
         if trace is None:
             return None
         _read_before[key] = trace
@@ -92,9 +91,7 @@ def _trace_here(setting: Setting) -> Trace:
 
 
 def _trace_in_worker(setting: Setting) -> Trace:
-    file = _cached(setting)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
+    with cache.locked(Path(f"{cache.writable(_cached(setting))}.lock")):
         # Another process may have made it while this one waited.
         known = find(setting)
         if known is None:
@@ -117,9 +114,7 @@ def _trace_in_worker(setting: Setting) -> Trace:
 
 def keep(setting: Setting, trace: Trace) -> None:
     """Puts a trace into the cache."""
-    file = _cached(setting)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(concealed(trace.to_json())))
+    cache.keep(_cached(setting), json.dumps(concealed(trace.to_json())))
 
 
 def ask(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +189,7 @@ def _read(file: Path) -> Trace | None:
 
 
 def _cached(setting: Setting) -> Path:
-    return cache_dir() / "traces" / _code() / f"{setting.key()}.json"
+    return cache.cache_dir() / "traces" / _code() / f"{setting.key()}.json"
 
 
 @functools.cache
