@@ -34,8 +34,8 @@ from toolkit.common import in_a_line, quiet_libraries
 from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, experts
 from toolkit.models.adapters import keep_unpacked, unadaptable
-from toolkit.models.fp8_loading import Fp8Config
 from toolkit.models.head_choice import add_output_head, asks_routers, choose
+from toolkit.models.stored_loading import StoredConfig
 from toolkit.models.tiny import tiny_model
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import run
@@ -160,7 +160,7 @@ def look(kind: str, objective: str = "sft") -> Architecture:
         assert objective == "seq2seq" or not _sees_ahead(model, batch), f"{kind} is not causal"
         head = _compare(model, config, batch) if objective == "sft" else _compare_pairs(model, config, batch)
         nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        in_fp8, quantised = (_quantised(model, batch, settings) for settings in (Fp8Config(), nf4))
+        in_fp8, quantised = (_quantised(model, batch, settings) for settings in (StoredConfig("fp8"), nf4))
         reached = _reached(model, batch)
         assert (quantised == "refused") == model_configs.reads_weights(config.to_dict()), kind
         assert in_fp8 == ("refused" if model_configs.reads_weights(config.to_dict(), "fp8") else quantised), kind
@@ -358,9 +358,9 @@ this says what its code can do, not how a checkpoint behaves. `python scripts/mo
   decoders only, which their config must say (`is_decoder`).
 - **packs**: documents in one row cannot see each other (`data.packing`); else the run refuses to pack.
 - **LoRA**: how much of the layers' matrices `method.target_modules: all-linear` reaches. **quantises**: how much of
-  them is stored in 4 bits (`method.quantization: nf4`), and just so in fp8 (`fp8`; but `rwkv`, which would find bytes
-  to rescale), experts of one tensor too; such experts stay in 16 bits under `int8`. A run refuses what is less than
-  nine tenths. *refused*: the model reads the weight of a layer itself.
+  them is stored in 4 bits (`method.quantization: nf4`), and just so in `fp8` and `int4` (but `rwkv`, which would find
+  bytes to rescale), experts of one tensor too; such experts stay in 16 bits under `int8`. A run refuses what is less
+  than nine tenths. *refused*: the model reads the weight of a layer itself.
 - **compiles**: *yes*: `compile: auto` may compile the layers, because those that are alike are one graph without a
   break for every length of rows, with equal losses and gradients. Else it leaves them as they are, and `compile:
   layers` warns before it tries, because code leaves the graph (*breaks*), each layer or length has a graph of its own

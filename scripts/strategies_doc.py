@@ -37,6 +37,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "QDoRA (nf4)": {**_LORA, "quantization": "nf4", "use_dora": True},
     "LoRA on int8": {**_LORA, "quantization": "int8"},
     "LoRA on fp8": {**_LORA, "quantization": "fp8"},
+    "LoRA on int4": {**_LORA, "quantization": "int4"},
 }
 _PRECISIONS = ("fp32", "fp16", "bf16", "pure_bf16")
 _CHECKPOINTING = ("full", "selective", "offload")
@@ -77,8 +78,8 @@ Activations, buckets and the layers that are gathered at the moment come on top:
 
 Offloading moves the last column to the host (ZeRO: the gradients it waits for too), `offload_param` the weights; FSDP
 moves all of its row. A frozen base costs its weights alone: 2 bytes per parameter, 1 with int8 and fp8, about 0.5 with
-nf4; `zero3` and `fsdp` divide them by N, but with a quantized base every process reads the whole before it keeps its
-part.
+nf4 and int4; `zero3` and `fsdp` divide them by N, but with a quantized base every process reads the whole before it
+keeps its part.
 
 ## NVMe
 

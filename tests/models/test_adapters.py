@@ -55,6 +55,7 @@ SELECTED = {
     "tokens": ["model.new_tokens=[new, newer]"],
     "biases": ["model.path=gpt2", "extra.lora.bias=all"],
     "fp8": ["method.quantization=fp8", "precision=bf16"],
+    "int4": ["method.quantization=int4", "precision=bf16"],
     "excluded": ["extra.lora.exclude_modules=[down_proj]"],
     "seq2seq": ["model.path=blenderbot", "objective=seq2seq", "method.layers_to_transform=[0]"],
 }

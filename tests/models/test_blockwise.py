@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import FP8, INT8, LORA, NF4, SEQ2SEQ, dequantized, place_with
+from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, dequantized, place_with
 
 from toolkit.distributed.engines import dtypes
 from toolkit.models.adapters import add_method
@@ -36,6 +36,8 @@ KINDS = {
     "fp8": FP8,
     "fp8-experts": [*FP8, "model.path=moe"],
     "fp8-conv1d": [*FP8, "model.path=gpt2"],
+    "int4": INT4,
+    "int4-experts": [*INT4, "model.path=moe"],
     "experts": [*LORA, "model.path=moe"],
     "conv1d": [*LORA, "model.path=gpt2"],
     "seq2seq": [*NF4, *SEQ2SEQ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,7 @@ def adapted(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, re
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "stored"), [("qwen3_moe", "nf4"), ("mixtral", "nf4"), ("qwen3_moe", "fp8"), ("mixtral", "fp8")]
-)
+@pytest.mark.parametrize(("kind", "stored"), itertools.product(("qwen3_moe", "mixtral"), ("nf4", "fp8", "int4")))
 def test_quantized_experts_compute_what_their_restored_weights_do(
     kind: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import write_recipe
 from ranks import ON_CPU
-from small import FP8, INT8, LORA, MODELS, NF4, SEQ2SEQ
+from small import FP8, INT4, INT8, LORA, MODELS, NF4, SEQ2SEQ
 from tiny import text_rows, tiny_model, tiny_tokenizer
 from tracker import measured, planned
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -72,6 +72,8 @@ _MORE_CASES = {
     "llama_fp8": FP8,
     "moe_nf4": ["model.path=moe", *NF4],
     "moe_fp8": ["model.path=moe", *FP8],
+    "llama_int4": INT4,
+    "moe_int4": ["model.path=moe", *INT4],
     "qwen_fp8_checkpointing": ["model.path=qwen", "activation_checkpointing=full", *FP8],
 }
 

@@ -17,7 +17,7 @@ DDP, ZERO1, ZERO2, ZERO3, FSDP = (f"strategy.name={name} " for name in ("ddp", "
 STAGES, SHARDED, WHOLE = [ZERO1, ZERO2, ZERO3], [ZERO3, FSDP], [DDP, ZERO1, ZERO2]
 VARLEN = each("model.attention", "torch_varlen flash_attention_2 flash_attention_3 flash_attention_4")
 MASKED = each("model.attention", "auto eager sdpa flex")
-NF4, INT8, FP8 = (LORA + f"method.quantization={kind} " for kind in ("nf4", "int8", "fp8"))
+NF4, INT8, FP8, INT4 = (LORA + f"method.quantization={kind} " for kind in ("nf4", "int8", "fp8", "int4"))
 OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
@@ -79,7 +79,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("init-sharded", LORA + "method.init_lora_weights=pissa ", SHARDED, WHOLE),
     ("init-sharded", NF4 + "method.init_lora_weights=loftq ", SHARDED, [*WHOLE, FSDP + ADAPTER]),
     ("init-sharded", LORA + "method.init_lora_weights=eva ", SHARDED, WHOLE),
-    ("init-whole-base", "method.init_lora_weights=eva ", [], [NF4, INT8, FP8]),
+    ("init-whole-base", "method.init_lora_weights=eva ", [], [NF4, INT8, FP8, INT4]),
     (
         *("init-parameters", LORA + "method.target_parameters=[w] "),
         *(each("method.init_lora_weights", x) for x in ("eva loftq orthogonal pissa", "default gaussian")),
@@ -87,7 +87,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("init-parameters", LORA + "method.init_lora_weights=eva ", [], [""]),
     ("init-eva-seq2seq", LORA + "method.init_lora_weights=eva ", [SEQ2SEQ], ["", "objective=language_modelling"]),
     ("init-eva-seq2seq", SEQ2SEQ + LORA, [], each("method.init_lora_weights", "default loftq")),
-    ("init-loftq-nf4", "method.init_lora_weights=loftq ", [LORA, INT8, FP8], [NF4]),
+    ("init-loftq-nf4", "method.init_lora_weights=loftq ", [LORA, INT8, FP8, INT4], [NF4]),
     ("init-loftq-nf4", LORA, [], each("method.init_lora_weights", "default eva")),
     ("init-loftq-dora", NF4 + "method.use_dora=true ", ["method.init_lora_weights=loftq"], [""]),
     ("init-loftq-dora", NF4 + "method.init_lora_weights=loftq ", [], [""]),
@@ -113,10 +113,10 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ),
     *(
         ("quantized-dtype", LORA + quantized, each("model.dtype", "fp32 bf16 fp16"), ["model.dtype=auto"])
-        for quantized in (NF4, INT8, FP8)
+        for quantized in (NF4, INT8, FP8, INT4)
     ),
-    ("double-quantization", "method.double_quantization=false ", [LORA, INT8, FP8], [NF4]),
-    ("8-bit-dora", "method.use_dora=true ", [INT8, FP8], [LORA, NF4]),
+    ("double-quantization", "method.double_quantization=false ", [LORA, INT8, FP8, INT4], [NF4]),
+    ("quantized-dora", "method.use_dora=true ", [INT8, FP8, INT4], [LORA, NF4]),
     (
         "full-low-masters",
         FULL,
@@ -270,8 +270,9 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("zero-stored-dtype", "model.dtype=fp32 ", [], [DDP, FSDP]),
     ("int8-sharded", INT8, SHARDED, WHOLE),
     ("int8-sharded", FP8, [], SHARDED),
+    ("int8-sharded", INT4, [], SHARDED),
     ("int8-sharded", ZERO3, [], [NF4, LORA]),
-    ("quantized-param-nvme", NVME + ZERO3, [NF4, FP8], [LORA, INT8]),
+    ("quantized-param-nvme", NVME + ZERO3, [NF4, FP8, INT4], [LORA, INT8]),
     ("zero3-nf4-dora", "method.use_dora=true " + NF4, [ZERO3], [*WHOLE, FSDP]),
     *(
         ("fsdp-tied-embeddings", FSDP + f"method.modules_to_save=[{module}] ", [LORA], [FULL])

@@ -85,14 +85,15 @@ def quantized(kind: str, **adapter: Any) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from toolkit.models.fp8_loading import Fp8Config
+    from toolkit.models.stored_loading import StoredConfig
 
     storage = adapter.pop("storage", None)
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": storage}
     settings = {
         "nf4": lambda: BitsAndBytesConfig(**nf4),
         "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
-        "fp8": Fp8Config,
+        "fp8": lambda: StoredConfig("fp8"),
+        "int4": lambda: StoredConfig("int4"),
     }
     base = AutoModelForCausalLM.from_pretrained(
         os.environ["TINY_LLAMA"], quantization_config=settings[kind](), dtype=torch.float32

@@ -122,6 +122,7 @@ CASES |= {
     "encoder-decoder": fsdp_encoder_decoder,
     "int8": lambda: fsdp_quantized("int8", None, torch.float32),
     "fp8": lambda: fsdp_quantized("fp8", None, torch.float32),
+    "int4": lambda: fsdp_quantized("int4", None, torch.float32),
     "nf4 stored as computed": lambda: fsdp_quantized("nf4", torch.float32, torch.float32),
     "nf4 stored otherwise": lambda: fsdp_quantized("nf4", torch.bfloat16, torch.float32),
 }

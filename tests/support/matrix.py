@@ -61,6 +61,7 @@ METHODS = {
     "freeze": ["method.freeze=[model.embed_tokens.*,*layernorm*]"],
     "qlora": ["method.name=lora", "method.r=8", "method.quantization=nf4"],
     "fp8": ["method.name=lora", "method.r=8", "method.quantization=fp8"],
+    "int4": ["method.name=lora", "method.r=8", "method.quantization=int4"],
     "eva": ["method.name=lora", "method.r=8", "method.init_lora_weights=eva"],
     "loftq": ["method.name=lora", "method.r=8", "method.quantization=nf4", "method.init_lora_weights=loftq"],
     "dora": ["method.name=lora", "method.r=8", "method.use_dora=true"],

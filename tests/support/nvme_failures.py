@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,18 @@ def on_drive(base: nn.Module) -> str:
     return "computes"
 
 
-def zero_fp8_nvme() -> str:
-    """The same for a weight in fp8."""
-    from toolkit.models.fp8 import Fp8Linear, stored_in_fp8
+def zero_stored_nvme(form: str) -> str:
+    """The same for a weight in fp8 or int4."""
+    from toolkit.models.stored import StoredLinear, stored_as
 
     plain = nn.Linear(2048, 2048, bias=False)
-    base = Fp8Linear(plain)
-    base.weight = stored_in_fp8(plain.weight.detach())
+    base = StoredLinear(plain, form)
+    base.weight = stored_as(form, plain.weight.detach())
     return on_drive(base)
 
 
-CASES: dict[str, Callable[[], Any]] = {"nf4 nvme": zero_nf4_nvme, "fp8 nvme": zero_fp8_nvme}
+CASES: dict[str, Callable[[], Any]] = {
+    "nf4 nvme": zero_nf4_nvme,
+    "fp8 nvme": partial(zero_stored_nvme, "fp8"),
+    "int4 nvme": partial(zero_stored_nvme, "int4"),
+}

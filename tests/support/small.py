@@ -25,6 +25,7 @@ LORA = ["method.name=lora"]
 NF4 = [*LORA, "method.quantization=nf4", "precision=bf16"]
 INT8 = [*LORA, "method.quantization=int8", "precision=bf16"]
 FP8 = [*LORA, "method.quantization=fp8", "precision=bf16"]
+INT4 = [*LORA, "method.quantization=int4", "precision=bf16"]
 SEQ2SEQ = ["model.path=blenderbot", "objective=seq2seq", "data.sources=[pairs.jsonl]"]
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
@@ -85,17 +86,19 @@ def dequantized(model: Any) -> Any:
     from torch.nn.utils import parametrize
     from transformers.pytorch_utils import Conv1D
 
-    from toolkit.models.fp8 import Fp8Linear
+    from toolkit.models.stored import StoredLinear
 
-    in_fp8 = [(name, each) for name, each in model.named_modules() if isinstance(each, Fp8Linear)]
-    for name, layer in in_fp8:
-        weight = layer.weight.quant_state.restored(layer.weight, torch.float32)
+    in_bytes = [(name, each) for name, each in model.named_modules() if isinstance(each, StoredLinear)]
+    for name, layer in in_bytes:
+        state = layer.weight.quant_state
+        # As adapters are trained on them.
+        weight = state.restored(layer.weight, state.dtype).float()
         plain: Any = torch.nn.Linear(layer.in_features, layer.out_features, device="meta")
         if layer.source_cls is Conv1D:
             plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T.contiguous()
         plain.weight, plain.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
         model.set_submodule(name, plain)
-    if in_fp8:
+    if in_bytes:
         model.hf_quantizer.remove_quantization_config(model)
         model = model.float()
     else:

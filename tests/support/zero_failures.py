@@ -208,6 +208,7 @@ CASES |= {
     "nf4 dora": lambda: zero_quantized("nf4", use_dora=True),
     "int8": lambda: zero_quantized("int8"),
     "fp8": lambda: zero_quantized("fp8"),
+    "int4": lambda: zero_quantized("int4"),
     "selective": zero_selective,
     # Last: it starts accelerate.
     "clipping left out": clipping_left_out,

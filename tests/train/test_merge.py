@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import environment
 from safetensors.torch import load_file
-from small import FP8, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
+from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.cli.main import main as cli
@@ -42,6 +42,7 @@ MERGES = {
     "int8": INT8,
     "fp8": [*FP8, "model.path=moe", "model.new_tokens=[str]"],
     "seq2seq-fp8": [*FP8, *SEQ2SEQ],
+    "int4": [*INT4, "model.path=moe", "model.new_tokens=[str]"],
     "gpt2": [*LORA, "model.path=gpt2"],
     "moe": [*LORA, "model.path=moe"],
     "gemma": [*LORA, "model.path=gemma"],

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness import losses
-from small import FP8, INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
+from small import FP8, INT4, INT8, LORA, NF4, SEQ2SEQ, loss_and_gradients, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
@@ -65,17 +65,18 @@ def test_masters_gradients_and_optimizer_state_have_the_promised_types(
     assert all(float(moment.abs().sum()) > 0 for moment in moments)
 
 
-METHODS = {"full": [], "lora": LORA, "nf4": NF4, "int8": INT8, "fp8": FP8}
+METHODS = {"full": [], "lora": LORA, "nf4": NF4, "int8": INT8, "fp8": FP8, "int4": INT4}
 TRAININGS = [
     *itertools.product(("llama", "gpt2", "gemma", "qwen"), METHODS),
     ("moe", "full"),
     ("moe", "lora"),
     ("moe", "fp8"),
+    ("moe", "int4"),
 ]
 """Fused experts cannot be quantized to 8-bit integers, see `tests/models/test_coverage.py`."""
 MORE_TRAININGS = [("gpt2", "lora"), ("qwen", "lora"), ("qwen", "nf4"), ("gemma", "nf4")]
 MORE_TRAININGS += [(model, "int8") for model in ("gpt2", "llama", "qwen")]
-MORE_TRAININGS += [(model, "fp8") for model in ("gpt2", "gemma", "qwen")]
+MORE_TRAININGS += itertools.product(("gpt2", "gemma", "qwen"), ("fp8", "int4"))
 """Of architectures and methods that others have."""
 
 
@@ -165,7 +166,7 @@ def test_frozen_parameters_stay_bitwise_the_same_and_the_rest_moves() -> None:
     assert counts["trainable"] == sum(tensor.numel() for name, tensor in before.items() if name not in same)
 
 
-@pytest.mark.parametrize("method", [NF4, INT8, FP8], ids=["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("method", [NF4, INT8, FP8, INT4], ids=["nf4", "int8", "fp8", "int4"])
 def test_gradients_after_an_evaluation_equal_those_before(method: list[str]) -> None:
     training = set_up(*method)
     _randomise_adapters(training.trainer.model)

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "data/rows": "data/test_formats",
     "distributed/layout": "distributed/test_engines",
     "models/adapter_init": "train/test_initial",
-    "models/fp8_loading": "models/test_blockwise",
+    "models/stored_loading": "models/test_blockwise",
     "models/attention_kernels": "models/test_attention",
     "models/head_choice": "models/test_output_head",
     "models/tiny": "models/test_output_head",

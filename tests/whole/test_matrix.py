@@ -198,9 +198,9 @@ COMPILED = [
 EVERY_SECOND = ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]
 CHANGED = [
     *((*each, ["compile=layers"]) for each in COMPILED),
-    *((method, engine, [], []) for method in ("qlora", "fp8") for engine in ("ddp", "zero2", "zero3", "fsdp")),
+    *((method, engine, [], []) for method in ("qlora", "fp8", "int4") for engine in ("ddp", "zero2", "zero3", "fsdp")),
     *(("fp8", engine, [], []) for engine in ("zero3_offload", "fsdp_offload")),
-    ("fp8", "single", [], ["compile=layers"]),
+    *((method, "single", [], ["compile=layers"]) for method in ("fp8", "int4")),
     *((method, engine, [], []) for method in ("eva", "loftq") for engine in ("ddp", "zero2")),
     *(("qlora", engine, [], ["activation_checkpointing=full"]) for engine in ("zero3", "fsdp")),
     *(("full", engine, [], ["activation_checkpointing=full"]) for engine in ("ddp", "zero2", "zero3", "fsdp")),

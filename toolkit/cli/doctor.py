@@ -12,6 +12,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def collect() -> dict[str, Any]:
         "devices": _tried("torch", _devices),
         "attention": _tried("backends", _attention),
         "libraries": _tried("bitsandbytes", _bitsandbytes)
-        | _tried("fp8", _fp8)
+        | _tried("fp8", partial(_stored, "fp8"))
+        | _tried("int4", partial(_stored, "int4"))
         | _tried("deepspeed", _deepspeed)
         | _tried("nccl", _nccl),
         "places": _places(),
@@ -150,16 +152,16 @@ def _bitsandbytes() -> str:
     return f"ok: nf4 on {values.device.type}"
 
 
-def _fp8() -> str:
-    """Takes a product of rows through a layer whose weight is stored in fp8."""
+def _stored(form: str) -> str:
+    """Takes a product of rows through a layer whose weight is stored in fp8 or int4."""
     import torch
 
-    from toolkit.models.fp8 import Fp8Linear, stored_in_fp8
+    from toolkit.models.stored import StoredLinear, stored_as
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     plain = torch.nn.Linear(256, 256, bias=False, device=place, dtype=torch.bfloat16)
-    layer, rows = Fp8Linear(plain), torch.randn(16, 256, device=place, dtype=torch.bfloat16)
-    layer.weight = stored_in_fp8(plain.weight.detach())
+    layer, rows = StoredLinear(plain, form), torch.randn(16, 256, device=place, dtype=torch.bfloat16)
+    layer.weight = stored_as(form, plain.weight.detach())
     wanted = plain(rows)
     error = ((layer(rows) - wanted).norm() / wanted.norm()).item()
     if not error < 0.1:

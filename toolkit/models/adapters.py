@@ -17,7 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
-from toolkit.models.fp8_loading import Fp8Config
+from toolkit.models.stored import FORMS
+from toolkit.models.stored_loading import StoredConfig
 from toolkit.recipe import Recipe
 from toolkit.recipe.module_names import adapter_patterns, matches, meant, unmatched
 from toolkit.recipe.sections import MOVES_BASE, Method
@@ -208,8 +209,8 @@ def quantization_config(recipe: Recipe, dtypes: Dtypes) -> QuantizationConfigMix
         )
     if recipe.method.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    if recipe.method.quantization == "fp8":
-        return Fp8Config()
+    if recipe.method.quantization in FORMS:
+        return StoredConfig(recipe.method.quantization)
     return None
 
 
@@ -247,7 +248,7 @@ def unadaptable(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _maps_rows(layer: torch.nn.Linear) -> bool:
-    known = ("torch.", "bitsandbytes.", "toolkit.models.fp8")
+    known = ("torch.", "bitsandbytes.", "toolkit.models.stored")
     if type(layer).forward is torch.nn.Linear.forward or type(layer).__module__.startswith(known):
         return True
     twin = copy.copy(layer)

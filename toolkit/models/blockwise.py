@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32
 from toolkit.models.coverage import is_quantized
-from toolkit.models.fp8 import Stored
+from toolkit.models.stored import Stored
 
 
 @dataclass

@@ -92,7 +92,7 @@ def _adapted(model: torch.nn.Module) -> Iterable[Any]:
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Whether a tensor is stored in 4 bits or fp8, which have a `quant_state`, or in bitsandbytes' int8."""
+    """Whether a tensor is stored in nf4, fp8 or int4, which have a `quant_state`, or in bitsandbytes' int8."""
     return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, "SCB")
 
 

@@ -25,7 +25,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from toolkit.common import UserError
-from toolkit.models.fp8 import Fp8Linear, Restored, Stored
+from toolkit.models.stored import Restored, Stored, StoredLinear
 
 _MOST = 2**31 - 1
 """Elements of a tensor that bitsandbytes' kernels count in 32 bits."""
@@ -88,7 +88,7 @@ def _parametrized(model: torch.nn.Module) -> list[torch.nn.Module]:
     for module in list(model.modules()):
         named: Any = module.named_parameters(recurse=False)
         names = [name for name, each in named if getattr(each, "quant_state", None) is not None]
-        if names and not isinstance(module, Linear4bit | Fp8Linear | parametrize.ParametrizationList):
+        if names and not isinstance(module, Linear4bit | StoredLinear | parametrize.ParametrizationList):
             found.append(module)
             for name in names:
                 state = getattr(module, name).quant_state
@@ -119,7 +119,7 @@ class _Quantizer(Bnb4BitHfQuantizer):
                     raise UserError(
                         f"method.quantization=nf4: {path}.{name} has {parameter.numel():,} elements, and bitsandbytes "
                         f"counts up to {_MOST:,}",
-                        "set method.quantization=none, and strategy.name=zero3 or fsdp",
+                        "set method.quantization=int4",
                     )
                 module.source_cls = type(module)
                 module._parameters[name] = Params4bit(

@@ -200,7 +200,7 @@ class Served(Figures):
     """The trained model in one form on servers with such devices."""
 
     form: str
-    """How weights are stored: `16 bits`, with adapters merged, or `nf4`, `int8` or `fp8`, with adapters beside them."""
+    """How weights are stored: `16 bits`, with adapters merged, or as a quantized base is, with adapters beside them."""
     weights: int
     """Bytes of all weights."""
     sequences: int

@@ -232,7 +232,7 @@ def reads_weights(config: Mapping[str, Any], stored: str = "nf4") -> bool:
         stored: The form, as in `method.quantization`. RWKV rescales its weights, and knows those of bitsandbytes.
     """
     kind = text_config(config).get("model_type")
-    return kind in _READING or (kind == "rwkv" and stored == "fp8")
+    return kind in _READING or (kind == "rwkv" and stored in ("fp8", "int4"))
 
 
 def without_embedding(model: Model, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:

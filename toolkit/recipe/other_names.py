@@ -276,7 +276,7 @@ HABITS: dict[str, dict[str, str]] = {
     "activation_checkpointing": _CHECKPOINTING,
     "activation_checkpointing.mode": _CHECKPOINTING,
     "method.quantization": {
-        **dict.fromkeys(("int4", "4bit", "4", "fp4"), "method.quantization: nf4"),
+        **dict.fromkeys(("4bit", "4", "fp4"), "method.quantization: nf4"),
         **dict.fromkeys(("8bit", "8"), "method.quantization: int8"),
     },
     "compile": {"true": "compile: layers", "none": "compile: 'off'", "inductor": "compile: layers"},

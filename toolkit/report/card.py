@@ -188,6 +188,7 @@ def _method(recipe: Recipe) -> str:
         "nf4": f"Q{name}" if name == "LoRA" else f"{name} on 4-bit",
         "int8": f"{name} on 8-bit",
         "fp8": f"{name} on fp8",
+        "int4": f"{name} on int4",
     }.get(method.quantization, name)
 
 

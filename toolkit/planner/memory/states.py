@@ -92,6 +92,8 @@ def stored_bytes(tensors: Tensors, width: int, double_quantization: bool = True)
     tables of values stand beside each tensor (bitsandbytes 0.50, `quantize_4bit`: 16 of fp32, for the scales 256 more).
     8 bits (Dettmers et al. 2022, "LLM.int8()"): a byte each, and an fp32 scale for every row.
     fp8 (`models.fp8`): a byte each, and one for the exponent of every row, of which experts have as many each.
+    int4 (`models.int4`): 34 bytes for every 64, of which the last are filled up, and one for the factor of every
+    column.
     """
     if tensors.kind == "nf4":
         return math.ceil(tensors.numel / 2) + _scales(tensors, double_quantization)
@@ -99,6 +101,8 @@ def stored_bytes(tensors: Tensors, width: int, double_quantization: bool = True)
         return tensors.numel + 4 * tensors.shape[0]
     if tensors.kind == "fp8":
         return tensors.numel + math.prod(tensors.shape[:-1])
+    if tensors.kind == "int4":
+        return 34 * math.ceil(tensors.numel / 64) + tensors.numel // tensors.shape[-2]
     return tensors.numel * width
 
 

@@ -166,7 +166,8 @@ def _bytes(workload: Workload, tensors: Tensors, dtype: str | None = None) -> fl
     """Of parameters, as they are kept or in another dtype. The constants of quantization stay whole on each rank."""
     types = workload.types
     width = WIDTH[dtype or (types.local if tensors.trained else types.load)]
-    return tensors.numel * tensors.count * {"nf4": 0.5, "int8": 1.0, "fp8": 1.0}.get(tensors.kind, width)
+    stored = {"nf4": 0.5, "int8": 1.0, "fp8": 1.0, "int4": 34 / 64}
+    return tensors.numel * tensors.count * stored.get(tensors.kind, width)
 
 
 def _offloads(workload: Workload, boundary: float) -> Iterator[Transfer]:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, experts, fp8, output_head, pair_head
+from toolkit.models import attention, experts, output_head, pair_head, stored
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import STAND_INS, backward_flops, forward_flops
 
@@ -147,7 +147,7 @@ def installed(setting: Setting) -> Iterator[None]:
     experts.autocast_grouped_products()
     replaced: list[tuple[Any, dict[str, Any]]] = [
         (functional, {"grouped_mm": lambda a, b, **kwargs: _Grouped.apply(a, b)}),
-        (fp8.Product, {"forward": staticmethod(_recorded(fp8.Product.forward))}),
+        (stored.Product, {"forward": staticmethod(_recorded(stored.Product.forward))}),
     ]
     if setting.method.get("use_dora"):
         dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
@@ -278,8 +278,8 @@ def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torc
     """A fake quantized weight as it is kept; None for a parameter that is not quantized.
 
     Quantizing itself needs numbers, so the stored form is made directly: 4-bit pairs with a scale for every 64 weights
-    (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row,
-    which in fp8 is a byte too.
+    (which nested quantization stores in 8 bits, with a scale for every 256 of them), or bytes with a scale per row;
+    `models.stored` makes its own.
     Source: https://arxiv.org/abs/2305.14314, section 3.
     """
     if isinstance(parameter, bnb.nn.Params4bit):
@@ -312,6 +312,6 @@ def quantized(module: Any, parameter: torch.nn.Parameter, types: Dtypes) -> torc
         made = torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
         made.CB = made.SCB = None  # type: ignore[attr-defined]
         return made
-    if isinstance(parameter, fp8.Fp8Weight):
-        return fp8.empty_in_fp8(parameter, getattr(torch, types.compute))
+    if isinstance(parameter, stored.StoredWeight):
+        return stored.stored_empty(parameter, getattr(torch, types.compute))
     return None

@@ -18,8 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
-from toolkit.models.fp8 import Fp8Weight
 from toolkit.models.head_choice import choose
+from toolkit.models.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
@@ -322,6 +322,6 @@ def _kind(parameter: torch.nn.Parameter, setting: Setting) -> Any:
         return "nf4"
     if isinstance(parameter, bnb.nn.Int8Params):
         return "int8"
-    if isinstance(parameter, Fp8Weight):
-        return "fp8"
+    if isinstance(parameter, StoredWeight):
+        return parameter.form
     return "adapter" if parameter.requires_grad and setting.method["name"] == "lora" else "base"

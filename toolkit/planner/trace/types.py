@@ -153,7 +153,7 @@ class Tensors:
     shape: tuple[int, ...]
     count: int
     trained: bool
-    kind: Literal["base", "adapter", "nf4", "int8", "fp8"]
+    kind: Literal["base", "adapter", "nf4", "int8", "fp8", "int4"]
 
     @property
     def numel(self) -> int:

@@ -209,7 +209,7 @@ METHOD_RULES = {
         lambda r, c: r.method.quantization == "int8" and c and model_configs.fused_experts(c),
         "the {fused_experts} experts of a layer, most of this model, are one tensor and no linear layers: bitsandbytes "
         "stores those in 4 bits only, and would leave them in 16",
-        "set method.quantization=fp8 or nf4",
+        "set method.quantization=fp8, nf4 or int4",
     ),
     "quantized-weights-read": Rule(
         "method.quantization",
@@ -229,9 +229,9 @@ METHOD_RULES = {
         "double quantization belongs to nf4",
         "remove method.double_quantization, or set method.quantization=nf4",
     ),
-    "8-bit-dora": Rule(
+    "quantized-dora": Rule(
         "method.use_dora",
-        lambda r, _: r.method.quantization in ("int8", "fp8") and r.method.use_dora,
+        lambda r, _: r.method.quantization not in ("none", "nf4") and r.method.use_dora,
         "DoRA needs the norm of the dequantized weight, which PEFT reads of nf4 alone reliably",
         "set method.quantization=nf4 or method.use_dora=false",
     ),

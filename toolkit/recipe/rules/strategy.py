@@ -153,13 +153,13 @@ STRATEGY_RULES = {
         "method.quantization",
         lambda r, _: r.strategy.shards_parameters and r.method.quantization == "int8",
         "8-bit layers cannot be sharded: FSDP breaks them, and under ZeRO-3 every device keeps them whole",
-        "set method.quantization=nf4 or fp8, or strategy.name=zero2",
+        "set method.quantization=nf4, int4 or fp8, or strategy.name=zero2",
     ),
     "quantized-param-nvme": Rule(
         "strategy.offload_param",
         lambda r, _: (
             r.strategy.zero_stage == 3
-            and r.method.quantization in ("nf4", "fp8")
+            and r.method.quantization in ("nf4", "fp8", "int4")
             and r.strategy.offload_param == "nvme"
         ),
         "DeepSpeed's buffers for NVMe hold floating-point numbers, not the bytes of quantized weights",

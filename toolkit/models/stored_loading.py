@@ -1,4 +1,4 @@
-"""Has Transformers store linear layers and fused experts in fp8 while it reads them from their files, one by one."""
+"""Has Transformers store linear layers and fused experts in fewer bits as it reads them from their files."""
 
 from __future__ import annotations
 
@@ -14,46 +14,50 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from toolkit.models.experts import fused, restore_on_use
-from toolkit.models.fp8 import Fp8Linear, Fp8Weight, stored_in_fp8
+from toolkit.models.stored import StoredLinear, StoredWeight, stored_as
 
-_METHOD = "frozen_fp8"
-"""Under which Transformers finds the quantizer; its own `fp8` is for models that were published in fp8."""
+_METHOD = "frozen_base"
+"""Under which Transformers finds the quantizer."""
 
 
 @register_quantization_config(_METHOD)
-class Fp8Config(QuantizationConfigMixin):
-    """Asks Transformers to store a model's layers in fp8 while it is loaded."""
+class StoredConfig(QuantizationConfigMixin):
+    """Asks Transformers to store a model's layers in one of `stored.FORMS` while it is loaded."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, form: str, **kwargs: Any) -> None:
+        self.form = form
         self.quant_method = _METHOD  # type: ignore[assignment]
 
 
 @register_quantizer(_METHOD)
 class _Quantizer(HfQuantizer):
-    """Stores linear layers and fused experts in fp8, one after the other; embeddings and output head stay."""
+    """Stores linear layers and fused experts in fewer bits, one after the other; embeddings and output head stay."""
+
+    quantization_config: StoredConfig
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, name = get_module_from_name(model, param_name)
-        return isinstance(getattr(module, name, None), Fp8Weight)
+        return isinstance(getattr(module, name, None), StoredWeight)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        form = self.quantization_config.form
         kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
         for path, module in list(model.named_modules()):
             if not should_convert_module(path, kept):
                 continue
             if isinstance(module, Conv1D) or type(module) is nn.Linear:
-                model.set_submodule(path, Fp8Linear(module))
+                model.set_submodule(path, StoredLinear(module, form))
                 continue
             for name, parameter in list(fused(module)):
                 module.source_cls = type(module)
-                module._parameters[name] = Fp8Weight(parameter.data)
+                module._parameters[name] = StoredWeight(parameter.data, form=form)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         restore_on_use(model)
         return model
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize()
+        return _Quantize(self.quantization_config.form)
 
     def is_serializable(self) -> bool:
         return False
@@ -64,6 +68,9 @@ class _Quantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
+    def __init__(self, form: str) -> None:
+        self._form = form
+
     def convert(
         self,
         input_dict: dict[str, Any],
@@ -76,7 +83,7 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             module, _ = get_module_from_name(kwargs["model"], name)
-            if isinstance(module, Fp8Linear) and issubclass(module.source_cls, Conv1D):
+            if isinstance(module, StoredLinear) and issubclass(module.source_cls, Conv1D):
                 weight = weight.T.contiguous()
-            stored[name] = stored_in_fp8(weight)
+            stored[name] = stored_as(self._form, weight)
         return stored
