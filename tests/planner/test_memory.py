@@ -367,6 +367,24 @@ def test_disk_that_a_run_needs(sections, checkpoint, model):
         assert run_folder_bytes(_recipe(**saving), kept) == found.model + 4 * (found.checkpoint + 2**25)
 
 
+@pytest.mark.parametrize(
+    ("settings", "models"),
+    [
+        ({}, 0),
+        ({"keep_best": "eval_loss"}, 2),
+        ({"keep_best": "eval_loss", "save_steps": 5, "save_total_limit": 3}, 6),
+        ({"average_last": 4, "save_steps": 5, "save_total_limit": 3}, 8),
+    ],
+    ids=str,
+)
+def test_disk_for_models_to_choose_from(settings, models):
+    """The best one, or the last four, by now and by each of four checkpoints; and the one that is written."""
+    found = _planned(checkpoint=settings).disk
+    assert found.snapshots == models * found.model
+    checkpoints = max(1, round(found.kept / found.checkpoint)) * (found.checkpoint + 2**25)
+    assert run_folder_bytes(_recipe(checkpoint=settings), found) == (1 + models) * found.model + checkpoints
+
+
 _PROCESS = 1200 * 2**20
 
 

@@ -252,6 +252,8 @@ CONTEXT = {
     "method.quantization": ["method=lora", "model=a/b"],
     "precision: fp8": ["method=full"],
     "model.revision": ["model=qwen3_0_6b"],
+    "checkpoint.keep_best": ["data.eval_split=0.1", "evaluation.every_steps=5"],
+    "schedule.early_stopping_patience": ["data.eval_split=0.1", "evaluation.every_steps=5"],
     "evaluation.num_beams": [
         "evaluation.generation_metrics=true",
         "objective=seq2seq",

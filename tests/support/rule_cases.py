@@ -13,6 +13,10 @@ ZERO2_OFFLOAD = [*ZERO2, "strategy.offload_optimizer=cpu"]
 PURE = ["precision=pure_bf16"]
 NF4_DORA = ["method=qlora", "method.use_dora=true", "model=a/b"]
 NESTEROV = ["optimizer=sgd", "optimizer.args.nesterov=true"]
+EVALUATED = ["data.eval_split=0.1", "evaluation.every_steps=50"]
+NOW_EVALUATED = ["data.eval_split=0.05", "evaluation.every_steps=100"]
+SCHEDULE_FREE = ["optimizer=schedule_free_adamw", "schedule.name=constant"]
+AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 
@@ -200,6 +204,16 @@ CASES = [
         ["batch.micro_batch_size=4"],
     ),
     ("checkpoint-both-intervals", ["save_steps=5", "save_epochs=1"], ["checkpoint.save_steps=null"]),
+    ("best-unevaluated", ["keep_best=eval_loss", "~data.eval_split"], NOW_EVALUATED),
+    ("best-unevaluated", ["keep_best=eval_loss"], ["~checkpoint.keep_best"]),
+    ("best-unevaluated", ["keep_best=eval_loss", "data.eval_split=0.1"], ["evaluation.every_steps=100"]),
+    ("best-metric", [*EVALUATED, "keep_best=eval_bleu"], ["checkpoint.keep_best=eval_loss"]),
+    ("best-metric", [*SEQ2SEQ, *EVALUATED, "keep_best=eval_bleu"], ["evaluation.generation_metrics=true"]),
+    ("best-or-mean", [*EVALUATED, "keep_best=eval_loss", *AVERAGED], ["checkpoint.keep_best=null"]),
+    ("mean-without-checkpoints", ["average_last=3"], ["checkpoint.save_steps=100"]),
+    ("mean-of-means", [*SCHEDULE_FREE, *AVERAGED], ["~checkpoint.average_last"]),
+    ("mean-of-means", [*SCHEDULE_FREE, *AVERAGED], ["optimizer.name=adamw"]),
+    ("early-stopping-unevaluated", ["early_stopping_patience=3"], NOW_EVALUATED),
     ("resume-path", ["checkpoint.resume=nowhere"], ["checkpoint.resume=existing"]),
     ("evaluation-without-data", ["data.eval_split=null", "evaluation.every_steps=5"], ["data.eval_split=0.05"]),
     ("evaluation-without-data", ["~data.eval_split", "evaluation.batch_size=5"], ["data.eval_sources=[held.jsonl]"]),
@@ -336,6 +350,8 @@ CASES = [
     ),
     ("eval-max-samples", ["~data.eval_split", "data.eval_max_samples=5"], ["~data.eval_max_samples"]),
     ("evaluation-at-start", ["~data.eval_split", "at_start=false"], ["data.eval_split=0.05"]),
+    ("early-stopping-min-delta", ["early_stopping_min_delta=0.1"], ["~schedule.early_stopping_min_delta"]),
+    ("early-stopping-min-delta", [*EVALUATED, "early_stopping_min_delta=0.1"], ["schedule.early_stopping_patience=3"]),
     ("max-new-tokens", ["num_prompts=0", "max_new_tokens=5"], ["evaluation.num_prompts=3"]),
     ("faults-spike_window", ["spike_window=5"], ["faults.on_spike=skip"]),
     ("faults-spike_sigmas", ["spike_sigmas=3"], ["~faults.spike_sigmas"]),

@@ -69,6 +69,11 @@ def test_identity_is_what_moves_the_weights() -> None:
         (["data.num_proc=1"], False),
         (["evaluation.every_steps=3"], False),
         (["output.name=x"], False),
+        (["schedule.early_stopping_min_delta=0.1"], False),
+        (["checkpoint.save_steps=7"], False),
+        (["checkpoint.keep_best=eval_loss"], True),
+        (["checkpoint.average_last=3"], True),
+        (["schedule.early_stopping_patience=3"], True),
         (["method.name=lora"], True),
         (["data.eval_split=0.5"], True),
         (["batch.global_batch_size=7"], True),
@@ -84,6 +89,22 @@ def test_which_settings_another_run_is_told_by(settings: list[str], moves: bool)
         stopped()
         with pytest.raises(UserError, match=f"differs in {settings[0].partition('=')[0]}"):
             claim(small(*settings), 2)
+
+
+@pytest.mark.parametrize(
+    ("chooses", "changed"),
+    [
+        ("checkpoint.keep_best=eval_loss", "evaluation.every_steps=3"),
+        ("checkpoint.average_last=3", "checkpoint.save_steps=7"),
+        ("schedule.early_stopping_patience=3", "evaluation.every_steps=3"),
+        ("schedule.early_stopping_patience=3", "schedule.early_stopping_min_delta=0.1"),
+    ],
+)
+def test_what_decides_which_model_is_published_moves_the_weights(chooses: str, changed: str) -> None:
+    stopped(chooses)
+    (Path("runs/small") / "recipe.yaml").write_text(small(chooses).to_yaml())
+    with pytest.raises(UserError, match=rf"differs in {changed.partition('=')[0]} \("):
+        claim(small(chooses, changed), 2)
 
 
 def test_versions_are_those_of_the_libraries_that_decide_a_runs_numbers() -> None:

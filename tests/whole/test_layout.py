@@ -13,6 +13,7 @@ ELSEWHERE = {
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",
+    "train/snapshots": "train/test_selection",
     "train/setup": "train/test_main",
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",

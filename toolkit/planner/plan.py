@@ -105,6 +105,8 @@ class Disk(Figures):
     """Bytes of the published model or adapter."""
     nvme: int
     """Bytes offloaded to the NVMe drives of each node while training."""
+    snapshots: int = 0
+    """Bytes of the models of which one, or the mean, is published, for `checkpoint.keep_best` and `average_last`."""
 
 
 class Fit(Figures):

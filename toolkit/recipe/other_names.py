@@ -61,6 +61,9 @@ SAME = {
     "data.num_workers": ("dataloader_num_workers", "num_dataloader_workers"),
     "data.num_proc": ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"),
     "checkpoint.save_steps": ("save_interval",),
+    "checkpoint.keep_best": ("metric_for_best_model",),
+    "schedule.early_stopping_patience": ("early_stopping_steps",),
+    "schedule.early_stopping_min_delta": ("early_stopping_threshold",),
     "checkpoint.resume": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
     "evaluation.every_steps": ("eval_steps", "eval_interval"),
     "evaluation.num_beams": ("generation_num_beams", "eval_num_beams"),
@@ -109,6 +112,11 @@ VALUES: dict[str, dict[str, str]] = {
         **{"ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit"},
     },
     "checkpoint.resume": {"true": "auto", "false": "never"},
+    "checkpoint.keep_best": {
+        **dict.fromkeys(("true", "loss", "best"), "eval_loss"),
+        **{name: f"eval_{name}" for name in ("bleu", "chrf", "exact_match")},
+        "false": "null",
+    },
     "evaluation.every_steps": {"0": "remove it: rows are evaluated at the end in any case"},
     "logging.trackers": {
         **dict.fromkeys(("none", "false"), "[]"),
@@ -185,6 +193,7 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "disable_gradient_checkpointing": {"true": _CHECKPOINTING["false"], "false": _CHECKPOINTING["true"]},
     "use_galore": {"true": "optimizer.name: galore_adamw"},
     "use_apollo": {"true": "optimizer.name: apollo_adamw"},
+    "load_best_model_at_end": {"true": "checkpoint.keep_best: eval_loss", "false": "checkpoint.keep_best: null"},
     "logging_strategy": {"steps": "logging.every_steps: 10"},
 }
 """Keys whose values have other names in a recipe. Of values that are not listed only the places are told; `false` that
@@ -201,7 +210,6 @@ _OPTIONS = {
     "--port P": ("main_process_port", "master_port"),
 }
 _UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
-_LAST = "remove it: the last model is kept, and evaluations are in the report"
 _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
 ADVICE = {
     **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
@@ -211,7 +219,7 @@ ADVICE = {
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _LAST),
+    "greater_is_better": "remove it: it is known of each metric that checkpoint.keep_best takes",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _EVALUATION),
     **dict.fromkeys(("relora_steps", "relora", "use_badam"), "remove it: it is not supported"),
     **dict.fromkeys(("processor_type", "image_max_pixels"), "remove it: models of images are not supported"),
@@ -249,7 +257,6 @@ ADVICE = {
     "deepspeed": _ENGINE,
     "fsdp": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
     "fsdp_config": "set strategy.name: fsdp, and strategy.sharding for what is sharded",
-    "early_stopping_patience": "remove it: there is no early stopping",
     "save_strategy": "set checkpoint.save_steps or checkpoint.save_epochs",
     "saves_per_epoch": "set checkpoint.save_epochs: 1 / {given}",
     "evals_per_epoch": "set evaluation.every_steps",

@@ -229,6 +229,11 @@ class Schedule(Section):
     """Number of steps in which the learning rate rises from zero to its peak."""
     warmup_ratio: Fraction | None = None
     """Share of all steps in which the learning rate rises from zero to its peak, instead of `warmup_steps`."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after so many evaluations in a row without an improvement of the metric of `checkpoint.keep_best`, or of
+    the held-out loss without one."""
+    early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """What that metric must improve by, at least, to count as better for `early_stopping_patience`."""
     args: Arguments = {}
     """Further arguments of the learning rate schedule, e.g. `{min_lr_rate: 0.1}`."""
 
@@ -281,6 +286,12 @@ class Checkpoint(Section):
     """Save a checkpoint every so many epochs, instead of `save_steps`."""
     save_total_limit: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted."""
+    keep_best: Literal["eval_loss", "eval_bleu", "eval_chrf", "eval_exact_match"] | None = None
+    """Publish the model that was best by this metric of all evaluations in training, instead of the last one. Those
+    but `eval_loss` take `evaluation.generation_metrics`."""
+    average_last: Annotated[int, Field(ge=2)] | None = None
+    """Publish the mean of the weights at the last so many checkpoints, the last step counting as one (stochastic weight
+    averaging, Izmailov et al. 2018). Of adapters the mean of each matrix is taken, not of their products."""
     resume: Place = "auto"
     """`auto` continues this recipe's run where it stopped, `never` starts a new run folder, and the path of a
     checkpoint continues from that one."""

@@ -106,12 +106,12 @@ def _description(recipe: Recipe, base_model: str) -> str:
 
 def _results(record: Record) -> list[tuple[str, str, float | None, float | None]]:
     """Metric as the Hub calls it, its title, its value in the first and in the last evaluation; the loss first."""
-    if not record.evaluations:
+    if record.result is None:
         return []
     first, last = (
         {key: number(value) for key, value in row.items()}
         | {"eval_perplexity": None if (loss := number(row["eval_loss"])) is None else perplexity_of(loss)}
-        for row in (record.evaluations[0], record.evaluations[-1])
+        for row in (record.evaluations[0], record.result)
     )
     return [
         (metric, title, first.get(key), last.get(key)) for key, metric, title in _METRICS if last.get(key) is not None
@@ -120,9 +120,9 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
 
 def _results_table(record: Record) -> list[tuple[str, ...]]:
     """The table of results with its head; empty where nothing was evaluated."""
-    if not record.evaluations:
+    if record.result is None:
         return []
-    first, last = record.evaluations[0], record.evaluations[-1]
+    first, last = record.evaluations[0], record.result
     rows: list[tuple[str, ...]] = [("", f"step {first['step']:,}", f"step {last['step']:,}", "change")]
     forms = {"loss": "{:.4f}".format, "perplexity": perplexity_text}
     for metric, title, before, after in _results(record):
@@ -169,6 +169,8 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         rows.append(("speed", rates))
     if speed := record.speed:
         rows.append(("time of a step", step_times(speed)))
+    if record.manifest.published:
+        rows.append(("published model", record.manifest.published.what))
     if record.train_seconds is not None:
         rows.append(("duration", duration(record.train_seconds)))
     measured, plan = record.manifest.measured, record.manifest.plan

@@ -84,6 +84,15 @@ class Measured(Partial):
     """From the first step to the last, of the devices; evaluations and checkpoints between them included."""
 
 
+class Published(BaseModel):
+    """Which model is in `final`, where the recipe does not say that it is the last one."""
+
+    step: int
+    """Of its evaluation."""
+    what: str
+    """For a sentence that begins with "the published model is"."""
+
+
 class Manifest(Partial):
     """`manifest.json`: how a run was started, what it ran on, how far it came."""
 
@@ -131,6 +140,7 @@ class Manifest(Partial):
     train_seconds: float | None = None
     peak_memory_bytes: int | None = None
     measured: Measured | None = None
+    published: Published | None = None
 
 
 WARM_UP_STEPS = 2
@@ -177,6 +187,13 @@ class Record:
     def name(self) -> str:
         """What the run is called."""
         return self.manifest.name or self.folder.resolve().name
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The evaluation of the published model: the last one, unless the manifest names its step."""
+        chosen = self.manifest.published
+        rows = [row for row in self.evaluations if not chosen or row["step"] == chosen.step]
+        return rows[-1] if rows else None
 
     @property
     def peak_memory(self) -> tuple[str, float] | None:

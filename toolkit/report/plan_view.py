@@ -195,7 +195,8 @@ def store_rows(plan: Plan) -> list[tuple[str, str]]:
     owner = "a node" if plan.nodes > 1 else "the machine"
     owner = f"of {owner}" if not plan.host_limit else f"that {plan.host_limit} leaves"
     rows = [("RAM", f"{unit.text(plan.host.peak)} of {unit.text(plan.host_memory)} {unit.name} {owner}: {parts}")]
-    disk = {"a checkpoint": plan.disk.checkpoint, "all that are kept": plan.disk.kept, "the result": plan.disk.model}
+    disk = {"a checkpoint": plan.disk.checkpoint, "all that are kept": plan.disk.kept}
+    disk |= {"models to choose from": plan.disk.snapshots, "the result": plan.disk.model}
     rows.append(("disk", ", ".join(f"{name} {bytes_text(amount)}" for name, amount in disk.items() if amount)))
     nvme = f"{bytes_text(plan.disk.nvme)} of each node while training"
     return [*rows, ("NVMe", nvme)] if plan.disk.nvme else rows

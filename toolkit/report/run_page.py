@@ -141,7 +141,9 @@ def _notices(record: Record) -> list[str]:
 
 def _tiles(record: Record) -> list[Tile]:
     tiles = []
-    losses = [(row["step"], loss) for row in record.evaluations if (loss := number(row["eval_loss"])) is not None]
+    result, chosen = record.result, record.manifest.published
+    rows = [row for row in record.evaluations if row is record.evaluations[0] or row is result]
+    losses = [(row["step"], loss) for row in rows if (loss := number(row["eval_loss"])) is not None]
     if losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps, perplexity = f"{last:.3f}", f"step {last_step:,}", perplexity_text(perplexity_of(last))
@@ -149,10 +151,10 @@ def _tiles(record: Record) -> list[Tile]:
         if len(losses) > 1:
             text, steps = f"{first:.3f} → {text}", f"step {first_step:,} to {last_step:,}"
             perplexity = f"{perplexity_text(perplexity_of(first))} → {perplexity}"
-        notes = (steps, f"perplexity {perplexity}")
+        notes = (steps, f"perplexity {perplexity}", *([chosen.what] if chosen else []))
         tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
         for key, title in (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "Exact match")):
-            if values := finite(record.evaluations, key):
+            if values := finite(rows, key):
                 before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
                 tiles.append(Tile(title, f"{values[-1]:.4g}", before))
     elif record.training:

@@ -27,6 +27,7 @@ from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
+from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
 
 _log = logging.getLogger("toolkit.train")
@@ -181,6 +182,9 @@ class Evaluator(TrainerCallback):
             self.first = self._run(state.global_step)
         elif self._meter:
             self.first = self._meter.first_evaluation()
+        for row in state.log_history:
+            if row["step"] == state.global_step > 0 and "eval_loss" in row:  # Before the checkpoint of this step.
+                self._evaluated_step, self.last = row["step"], metrics_of(row)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Ask for the step's metrics now, so that `metrics.jsonl` stays in order whatever the logging interval.
@@ -190,15 +194,23 @@ class Evaluator(TrainerCallback):
         if self._due(state):
             self._run(state.global_step)
 
-    def finish(self, step: int) -> None:
-        """Evaluates the trained model, unless the last step just did."""
-        if step != self._evaluated_step:
+    def finish(self, step: int, chosen: Chosen | None) -> None:
+        """Evaluates the published model, unless this has been done.
+
+        Args:
+            chosen: That model, if it may be another one than the last.
+        """
+        if chosen and chosen.metrics:
+            self.last = chosen.metrics
+        elif chosen or step != self._evaluated_step:
             self._run(step)
 
     def _due(self, state: Any) -> bool:
         step = state.global_step
         every = self._settings.every_steps
-        return bool(every and step % every == 0 and step != self._evaluated_step)
+        # Of all models that the best is looked for among, the last one is one.
+        chooses = self._session.recipe.checkpoint.keep_best and step == state.max_steps
+        return bool(every and (step % every == 0 or chooses) and step != self._evaluated_step)
 
     def _run(self, step: int) -> dict[str, float]:
         self._evaluated_step = step

@@ -46,11 +46,18 @@ _PACKAGES = (
 _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
     *("batch.micro_batch_size", "batch.micro_batch_tokens", "compile", "extra.deepspeed"),
-    *("data.num_proc", "data.num_workers"),
+    *("data.num_proc", "data.num_workers", "schedule.early_stopping_patience", "schedule.early_stopping_min_delta"),
     # What decides over a batch that has ended the run, or is still to come.
     "faults",
 }
 """Sections and keys that may change when a run is continued, because they do not move the weights."""
+_EVALUATIONS = tuple(f"evaluation.{key}" for key in ("every_steps", "num_beams", "max_new_tokens"))
+_CHOOSE = {
+    "checkpoint.keep_best": _EVALUATIONS,
+    "checkpoint.average_last": ("checkpoint.save_steps", "checkpoint.save_epochs"),
+    "schedule.early_stopping_patience": ("schedule.early_stopping_min_delta", *_EVALUATIONS),
+}
+"""Keys of these that move them all the same where they are set, and which others then do."""
 _MANIFEST = "manifest.json"
 _RESERVED = ".reserved"
 """A file that makes room for a last word where the disk is full when the run ends."""
@@ -178,13 +185,16 @@ class RunFolder:
         return read_manifest(self.path)[0]
 
 
-def _has_effect(path: str) -> bool:
-    return not any(f"{path}.".startswith(f"{key}.") for key in _WITHOUT_EFFECT)
+def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a recipe's values by dotted key, those that decide the weights."""
+    chosen_by = {each for key, others in _CHOOSE.items() if values.get(key) is not None for each in (key, *others)}
+    without = [path for path in values if any(f"{path}.".startswith(f"{key}.") for key in _WITHOUT_EFFECT)]
+    return {path: value for path, value in values.items() if path in chosen_by or path not in without}
 
 
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
-    content = {path: value for path, value in flat(recipe.model_dump()) if _has_effect(path)}
+    content = _with_effect(dict(flat(recipe.model_dump())))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -354,7 +364,7 @@ def _differences(path: Path, loaded: Loaded) -> list[str] | None:
         return None
     after = yaml.safe_load(loaded.to_yaml())
     old, new = dict(flat(before)), dict(flat(after))
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and _has_effect(key)]
+    keys = [key for key in {**_with_effect(old), **_with_effect(new)} if old.get(key) != new.get(key)]
     return [f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]]
 
 

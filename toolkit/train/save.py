@@ -17,17 +17,24 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
 
 
-def publish(trainer: Any, folder: Path, dtypes: Dtypes, start: dict[str, torch.Tensor]) -> None:
+def publish(
+    trainer: Any,
+    folder: Path,
+    dtypes: Dtypes,
+    start: dict[str, torch.Tensor],
+    chosen: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Writes model (in the precision it computes in) or adapter (as its masters), and tokenizer.
 
     Every process must call this: sharded weights are gathered from all, into host memory of the first.
 
     Args:
         start: See `adapters.part_of_base`.
+        chosen: Other weights than the model has now, see `snapshots.take`; nothing on other processes than the first.
     """
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     adapter = hasattr(model, "peft_config")
-    state = _gathered(trainer, model, adapter)
+    state = gathered(trainer, model, adapter) if chosen is None else chosen
     if start:
         trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
         state = on_whole_base(dict(trained) if state is None else state, start) if state != {} else state
@@ -53,7 +60,7 @@ def publish(trainer: Any, folder: Path, dtypes: Dtypes, start: dict[str, torch.T
     trainer.accelerator.wait_for_everyone()
 
 
-def _gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, torch.Tensor] | None:
+def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, torch.Tensor] | None:
     """Full tensors by name on the first process, nothing on the others; None where the model itself has them."""
     if trainer.is_fsdp_enabled:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -53,6 +53,7 @@ from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.profiler import Profiler
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
+from toolkit.train.selection import EarlyStopping, Selection
 from toolkit.train.session import Session
 from toolkit.train.startup import StartUp
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
@@ -291,7 +292,7 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
     check_disk(
         folder.path,
         run_folder_bytes(guard.loaded.recipe, guard.plan.disk),
-        "checkpoints and the final model need up to",
+        "checkpoints and models need up to",
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard
@@ -379,10 +380,13 @@ class Callbacks:
         start_up = session.start_up
         if session.leads:
             start_up.report = lambda seconds: session.folder.update_manifest(start_up=seconds)
+        settings, pause = session.recipe.checkpoint, self.meter.pause if self.meter else lambda seconds: None
+        self.selection = Selection(session, pause) if settings.keep_best or settings.average_last else None
         profiler = Profiler(session, self.meter.pause) if self.meter and session.recipe.logging.profile else None
         # What is not finite is noted before it ends the run.
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
-        watching = (self.meter, finite, self.evaluator, self.stop, profiler, start_up)
+        choosing = (self.selection, EarlyStopping(session))
+        watching = (self.meter, finite, *choosing, self.evaluator, self.stop, profiler, start_up)
         for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

@@ -40,8 +40,10 @@ from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now, unwritable
 from toolkit.train.save import publish
+from toolkit.train.selection import Chosen
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
+from toolkit.train.snapshots import put
 from toolkit.train.startup import StartUp
 from toolkit.train.unpickling import only_data
 from toolkit.train.watchdog import Watchdog, watching
@@ -172,13 +174,17 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
     folder, meter = session.folder, callbacks.meter
     check_weights(session, session.trainer.state.global_step)
-    _save_final(session)
+    chosen = callbacks.selection.choose() if callbacks.selection else None
+    _save_final(session, chosen)
     # From here on nothing can be lost, and Ctrl-C means what it always does.
     callbacks.stop.restore()
     if meter:
-        folder.end("finished", train_seconds=round(meter.seconds(), 1))
+        published = chosen.published if chosen else None
+        folder.end("finished", train_seconds=round(meter.seconds(), 1), published=published)
+        if callbacks.selection:
+            callbacks.selection.clear()
     if callbacks.evaluator:
-        callbacks.evaluator.finish(session.trainer.state.global_step)
+        callbacks.evaluator.finish(session.trainer.state.global_step, chosen)
     callbacks.samples.answer("after")
     if not meter:
         return
@@ -195,14 +201,17 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     _print_results(session, callbacks, seconds, report)
 
 
-def _save_final(session: Session) -> None:
+def _save_final(session: Session, chosen: Chosen | None) -> None:
     trainer, recipe = session.trainer, session.recipe
     optimizer = trainer.optimizer
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
     if recipe.method.name == "full":
         session.source.restore_config(session.module)
-    publish(trainer, session.folder.final, session.dtypes, session.start)
+    weights = chosen.weights if chosen else None
+    if weights is not None:
+        put(trainer, weights)  # From here on it is this model that is evaluated and answers.
+    publish(trainer, session.folder.final, session.dtypes, session.start, weights)
     if session.leads and recipe.method.name == "lora":
         # Names the base as the recipe does, not by where this machine keeps it. Only in the file: while saving, PEFT
         # would look the name up on the hub.
@@ -227,6 +236,8 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
     if callbacks.meter and callbacks.meter.last:
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{session.trainer.state.global_step}"))
+    if chosen := folder.manifest().published:
+        rows.append(("published", chosen.what))
     rows.append(("time", duration(seconds)))
     if callbacks.meter and callbacks.meter.energy.kwh is not None:
         rows.append(("energy", energy_text(callbacks.meter.energy.kwh)))

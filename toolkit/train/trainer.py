@@ -161,6 +161,13 @@ class _ExactMixin(Continues):
             self.guard.scored(loss.detach(), (total / count).detach(), inputs["input_ids"])
         return loss
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Theirs takes a step before it asks whether training is over, which it is where it goes on from its end."""
+        state, control = self.state, self.control  # type: ignore[attr-defined]
+        control.should_training_stop = control.should_training_stop or state.global_step >= state.max_steps
+        if not control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         # DeepSpeed has both methods of its own, and FSDP other parameters during a pass than between steps.
         engine = self.is_deepspeed_enabled or self.is_fsdp_enabled  # type: ignore[attr-defined]

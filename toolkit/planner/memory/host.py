@@ -70,25 +70,34 @@ def disk(workload: Workload) -> Disk:
     if strategy.name == "fsdp" and not trained_only:
         written += _tied(workload)  # It writes a weight with two names twice.
     checkpoint = written + whole.masters + whole.optimizer
-    width = WIDTH[types.master if trained_only else types.export]
+    model = trace.elements(trained=trained_only or None) * WIDTH[types.master if trained_only else types.export]
     return Disk(
         checkpoint=int(checkpoint),
         kept=int(checkpoint * _checkpoints(recipe)),
-        model=trace.elements(trained=trained_only or None) * width,
+        model=model,
         nvme=int(_nvme(workload)),
+        snapshots=model * _snapshots(recipe),
     )
 
 
 def run_folder_bytes(recipe: Recipe, drives: Disk) -> int:
-    """What a run needs for its checkpoints and its final model."""
+    """What a run needs for its checkpoints, the models that it chooses from and its final one."""
     # An interrupted run saves one in any case.
-    return drives.model + max(1, _checkpoints(recipe)) * (drives.checkpoint + _SMALL_FILES)
+    return drives.model + drives.snapshots + max(1, _checkpoints(recipe)) * (drives.checkpoint + _SMALL_FILES)
 
 
 def _checkpoints(recipe: Recipe) -> int:
     """How many there are at once: while rotating one more than the limit."""
     settings = recipe.checkpoint
     return settings.save_total_limit + 1 if settings.save_steps or settings.save_epochs else 0
+
+
+def _snapshots(recipe: Recipe) -> int:
+    """How many models there are at once, at most: those that would be published if training ended now or at one of the
+    checkpoints, and the one being written."""
+    settings = recipe.checkpoint
+    chosen = settings.average_last or (2 if settings.keep_best else 0)
+    return chosen + _checkpoints(recipe) if chosen else 0
 
 
 def _tied(workload: Workload) -> float:

@@ -71,6 +71,12 @@ IGNORED_RULES = {
     "evaluation-at-start": _ignored(
         "evaluation.at_start", _held_out, "no rows are held out, so nothing is evaluated", "data.eval_split=0.05"
     ),
+    "early-stopping-min-delta": _ignored(
+        "schedule.early_stopping_min_delta",
+        lambda r: r.schedule.early_stopping_patience,
+        "training does not stop early",
+        "schedule.early_stopping_patience=3",
+    ),
     "max-new-tokens": _ignored(
         "evaluation.max_new_tokens",
         lambda r: r.evaluation.num_prompts or r.evaluation.generation_metrics,

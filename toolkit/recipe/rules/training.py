@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path, PurePath
 
 from toolkit.recipe import model_configs
@@ -53,6 +54,22 @@ def _nesterov_in_vain(recipe: Recipe) -> bool:
 def _fused_and_foreach(recipe: Recipe) -> bool:
     args, by_name = recipe.optimizer.args, recipe.optimizer.name in ("adamw", "adamw_torch_fused")
     return args.get("foreach") is True and args.get("fused", by_name) is True
+
+
+def _judged_by_evaluations(key: str) -> Rule:
+    """A key that takes evaluations in training."""
+    asked = attrgetter(key)
+
+    def broken(recipe: Recipe) -> bool:
+        held_out = recipe.data.eval_split is not None or recipe.data.eval_sources
+        return asked(recipe) is not None and not (held_out and recipe.evaluation.every_steps)
+
+    return Rule(
+        key,
+        lambda r, _: broken(r),
+        "models are compared by evaluations in training, and there are none",
+        "set data.eval_split=0.05 and evaluation.every_steps=100, or remove it",
+    )
 
 
 def micro_batch(recipe: Recipe) -> int:
@@ -258,6 +275,32 @@ TRAINING_RULES = {
         "is neither `auto`, `never` nor the folder of a checkpoint",
         "name an existing checkpoint folder",
     ),
+    "best-unevaluated": _judged_by_evaluations("checkpoint.keep_best"),
+    "best-metric": Rule(
+        "checkpoint.keep_best",
+        lambda r, _: r.checkpoint.keep_best not in (None, "eval_loss") and not r.evaluation.generation_metrics,
+        "is a metric of generated targets, and none are generated",
+        "set checkpoint.keep_best=eval_loss, or, for objective seq2seq, evaluation.generation_metrics=true",
+    ),
+    "best-or-mean": Rule(
+        "checkpoint.average_last",
+        lambda r, _: r.checkpoint.average_last and r.checkpoint.keep_best,
+        "one model is published: the best one, or the mean of the last ones",
+        "keep one; on the command line checkpoint.keep_best=null removes the other",
+    ),
+    "mean-without-checkpoints": Rule(
+        "checkpoint.average_last",
+        lambda r, _: r.checkpoint.average_last and not (r.checkpoint.save_steps or r.checkpoint.save_epochs),
+        "the mean is that of models at checkpoints, and none are saved",
+        "set checkpoint.save_steps=100, or remove it",
+    ),
+    "mean-of-means": Rule(
+        "checkpoint.average_last",
+        lambda r, _: r.checkpoint.average_last and r.optimizer.traits.family == "schedule_free",
+        "optimizer {r.optimizer.name} averages all weights since the first step already",
+        "remove checkpoint.average_last, or set optimizer.name=adamw",
+    ),
+    "early-stopping-unevaluated": _judged_by_evaluations("schedule.early_stopping_patience"),
     "evaluation-without-data": Rule(
         "evaluation",
         lambda r, _: evaluation_keys(r) and r.data.eval_split is None and not r.data.eval_sources,

@@ -1,0 +1,223 @@
+"""The best model of a training, or the mean of its last ones, is what is published, on every engine and after kills."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import losses, metrics, write_recipe
+from matrix import ENGINES, METHODS
+from ranks import ON_CPU, Ranks
+from safetensors.torch import load_file
+from small import populate
+
+from toolkit.report.load import read_run
+
+# Held-out loss falls for some steps and rises then, for the learning rate is far too high.
+RECIPE = """
+description: A training that becomes worse
+model: {path: llama}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+precision: fp32
+optimizer: {learning_rate: 3.0e-2}
+schedule: {name: constant, max_steps: 6}
+batch: {seq_len: 128, global_batch_size: 8, micro_batch_size: 2}
+evaluation: {num_prompts: 1, max_new_tokens: 4, every_steps: 1}
+checkpoint: {save_steps: 2}
+"""
+BEST = "checkpoint.keep_best=eval_loss"
+# The best full model is that of step 2, the best adapter that of step 3.
+_FAST = ["learning_rate=0.1", "optimizer.beta1=0.5", "max_steps=4"]
+SETTINGS = {name: [*METHODS[name], *_FAST] if name != "full" else [] for name in ("full", "lora", "qlora", "dora")}
+SETTINGS["pissa"] = [*SETTINGS["lora"], "method.init_lora_weights=pissa"]
+SETTINGS["bf16"] = ["precision=bf16"]
+MEAN = "checkpoint.average_last=2"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder; runs stay for the other tests."""
+    folder = tmp_path_factory.mktemp("home")
+    populate(folder, "llama")
+    write_recipe(folder, "worse", RECIPE)
+    return folder
+
+
+def run(ranks: Ranks, home: Path, name: str, *overrides: str, engine: str = "single") -> Path:
+    """A finished run of this name; continues what is there."""
+    folder = home / "runs" / name
+    if not (folder / "final").is_dir():
+        arguments = ["recipe=worse", *ENGINES[engine], *overrides, f"output.name={name}"]
+        processes, nodes = {"single": (1, 1), "fsdp_hybrid": (4, 2)}.get(engine, (2, 1))
+        done = ranks.run(home, *arguments, processes=processes, nodes=nodes, entry=ON_CPU)
+        assert done.returncode == 0, done.stderr[-6000:]
+        (folder / "said.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    return folder
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in (folder / "final").glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def held_out(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["eval_loss"] for row in metrics(folder) if "eval_loss" in row}
+
+
+def published(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["published"]
+
+
+def equal(one: Path, other: Path) -> bool:
+    """Whether two runs published the same weights, bit for bit."""
+    weights, others = final(one), final(other)
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def answers(folder: Path) -> list[str]:
+    return [row["after"] for row in json.loads((folder / "samples.json").read_text(encoding="utf-8"))]
+
+
+def check_best(ranks: Ranks, home: Path, engine: str, method: str) -> None:
+    """Against runs of the same engine that keep nothing: one of as many steps, and one that ends where it was best."""
+    name, settings = f"{engine}-{method}", SETTINGS[method]
+    best = run(ranks, home, f"{name}-best", BEST, *settings, engine=engine)
+    plain = run(ranks, home, f"{name}-plain", *settings, engine=engine)
+    evaluations = held_out(best)
+    step = min(list(evaluations)[1:], key=lambda each: evaluations[each])
+    assert step < max(evaluations) or method not in ("full", "lora", "bf16")
+    assert losses(best) == losses(plain), "keeping models changes nothing of the training"
+    # Without a best one to be found among all, the last model is evaluated as it is published.
+    assert list(held_out(plain).values())[:-1] == list(evaluations.values())[:-1]
+    shorter = run(ranks, home, f"{name}-{step}", *settings, f"schedule.max_steps={step}", engine=engine)
+    assert published(best)["step"] == step and published(plain) is None
+    assert equal(best, shorter) and equal(best, plain) == (step == max(evaluations))
+    assert answers(best) == answers(shorter)
+    record = read_run(best)
+    assert record.result and record.result["eval_loss"] == evaluations[step]
+    assert f"after step {step}" in (best / "final" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_best_model_is_published(ranks: Ranks, home: Path) -> None:
+    check_best(ranks, home, "single", "full")
+    best = home / "runs" / "single-full-best"
+    assert "the best of 6 evaluations by eval_loss, after step 2" in (best / "report.html").read_text(encoding="utf-8")
+    assert "published      the best of 6 evaluations" in (best / "said.txt").read_text(encoding="utf-8")
+    assert sorted(file.name for file in (best / "snapshots").iterdir()) == ["step-2"], "for the checkpoints"
+
+
+DISTRIBUTED = ("ddp", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_offload", "fsdp_hybrid")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("engine", ["single", *DISTRIBUTED])
+def test_the_best_model_is_published_on_every_engine(ranks: Ranks, home: Path, engine: str, method: str) -> None:
+    check_best(ranks, home, engine, method)
+
+
+PATIENCE = "schedule.early_stopping_patience=2"
+
+
+def test_training_stops_when_nothing_improves_any_more(ranks: Ranks, home: Path) -> None:
+    """After step 2 the held-out loss rises; each of two evaluations counts, whatever it is compared with."""
+    plain = run(ranks, home, "single-full-plain")
+    stopped = run(ranks, home, "stopped", PATIENCE)
+    assert losses(stopped) == losses(plain)[:4]
+    assert equal(stopped, run(ranks, home, "single-full-4", "schedule.max_steps=4"))
+    said = (stopped / "said.txt").read_text(encoding="utf-8")
+    assert "Stopping early after step 4 of 6: eval_loss has not improved in 2 evaluations." in said
+    assert json.loads((stopped / "manifest.json").read_text(encoding="utf-8"))["status"] == "finished"
+    # From step 1 to 2 the loss falls by 0.23.
+    demanding = run(ranks, home, "demanding", PATIENCE, "schedule.early_stopping_min_delta=0.5", BEST)
+    assert len(losses(demanding)) == 3 and published(demanding)["step"] == 2
+
+
+def check_mean(ranks: Ranks, home: Path, engine: str, method: str) -> None:
+    name, settings = f"{engine}-{method}", [*SETTINGS[method], "max_steps=4"]
+    averaged = run(ranks, home, f"{name}-mean", MEAN, *settings, engine=engine)
+    parts = [run(ranks, home, f"{name}-{end}", *settings, f"max_steps={end}", engine=engine) for end in (2, 4)]
+    assert losses(averaged) == losses(parts[1]), "keeping models changes nothing of the training"
+    found, (first, second) = final(averaged), map(final, parts)
+    assert found.keys() == first.keys()
+    for tensor, one, other in ((found[key], first[key], second[key]) for key in found):
+        assert torch.equal(tensor, ((one.float() + other.float()) / 2).to(tensor.dtype))
+    assert published(averaged) == {"step": 4, "what": "the mean of the models after steps 2, 4"}
+    if method == "full":  # What was evaluated is what was saved.
+        again = run(ranks, home, f"{name}-again", f"model.path={averaged / 'final'}", "max_steps=1")
+        assert held_out(again)[0] == pytest.approx(held_out(averaged)[4], rel=1e-6)
+        assert held_out(averaged)[4] != held_out(parts[1])[4]
+
+
+def test_the_mean_of_the_last_models_is_published(ranks: Ranks, home: Path) -> None:
+    check_mean(ranks, home, "single", "full")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["full", "lora", "bf16"])
+@pytest.mark.parametrize("engine", ["single", *DISTRIBUTED])
+def test_the_mean_of_the_last_models_is_published_on_every_engine(
+    ranks: Ranks, home: Path, engine: str, method: str
+) -> None:
+    check_mean(ranks, home, engine, method)
+
+
+KILLS = {
+    "in-a-snapshot": "before:toolkit.train.snapshots.seal:2",
+    "before-it-counts": "after:toolkit.train.snapshots.seal:2",
+    "after-it-counts": "after:toolkit.train.snapshots.write:2",
+    "in-an-evaluation": "before:toolkit.train.callbacks.evaluate:6",
+    "before-publishing": "before:toolkit.train.train.publish:1",
+    "after-publishing": "after:toolkit.train.train.publish:1",
+}
+FAST = [("single", "best", kill) for kill in ("before-it-counts", "in-an-evaluation", "before-publishing")]
+REST = [
+    (engine, choice, kill)
+    for engine in ("single", "ddp", "zero2", "zero3", "fsdp")
+    for choice in ("plain", "best", "best-stopped", "mean")
+    for kill in KILLS
+    # The kept models of a mean are those of two steps, and it is evaluated less often; where none are kept, none are.
+    if (kill in ("before-publishing", "after-publishing") or choice != "plain")
+    if (choice != "mean" or kill != "in-an-evaluation") and (engine, choice, kill) not in FAST
+]
+CHOICES = {"plain": [], "best": [BEST], "best-stopped": [BEST, PATIENCE], "mean": [MEAN, "evaluation.every_steps=2"]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "choice", "kill"), [*FAST, *(pytest.param(*each, marks=pytest.mark.matrix) for each in REST)]
+)
+def test_what_is_published_is_the_same_after_a_kill(
+    ranks: Ranks, home: Path, engine: str, choice: str, kill: str
+) -> None:
+    straight = run(ranks, home, f"{engine}-full-{choice}", *CHOICES[choice], engine=engine)
+    folder, settings = home / "runs" / f"{engine}-{choice}-{kill}", [*ENGINES[engine], *CHOICES[choice]]
+    arguments = ["recipe=worse", *settings, f"output.name={folder.name}"]
+    processes = 1 if engine == "single" else 2
+    done = ranks.run(home, *arguments, processes=processes, entry="killed", KILLED=KILLS[kill])
+    assert -signal.SIGKILL in done.codes, done.stderr[-3000:]
+    done = ranks.run(home, *arguments, processes=processes, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert equal(folder, straight) and published(folder) == published(straight)
+    assert held_out(folder) == held_out(straight) and losses(folder) == losses(straight)
+    assert answers(folder) == answers(straight)
+    kept = [sorted(file.name for file in (each / "snapshots").glob("*")) for each in (folder, straight)]
+    assert kept[0] == kept[1]
+
+
+def test_a_damaged_snapshot_is_not_published(ranks: Ranks, home: Path) -> None:
+    """The run is continued from step 4, and the best model, of step 2, is lost: the best one from there on counts."""
+    folder = home / "runs" / "damaged"
+    arguments = ["recipe=worse", *ENGINES["single"], BEST, f"output.name={folder.name}"]
+    ranks.run(home, *arguments, entry="killed", KILLED=KILLS["in-an-evaluation"])
+    file = folder / "snapshots" / "step-2" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    done = ranks.run(home, *arguments, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "snapshots/step-2 is damaged: model.safetensors differs from what was saved" in " ".join(done.stderr.split())
+    assert published(folder)["step"] == 6
+    assert equal(folder, run(ranks, home, "single-full-plain"))
