@@ -821,6 +821,30 @@ HOSTILE = {
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     "repetition": ("{{ 'x' * 10**10 }}", "repeats a text 10000000000 times"),
     "power": ("{{ 9**9**9 }}", "to the power of 9"),
+    **{
+        code: (f"{{{{ {code} }}}}", "with the number 10000000000")
+        for code in (
+            "'a'.center(10**10)",
+            "'a'|center(10**10)",
+            "'a'|indent(width=10**10)",
+            "'7'.zfill(10**10)",
+            "(1).to_bytes(10**10, 'big')",
+            "'%10000000000d' % 1",
+            "'%*d' % (10**10, 1)",
+            "'%.10000000000f'|format(1.5)",
+            "'{:>10000000000}'.format(1)",
+            "'{:>{}}'.format(1, 10**10)",
+            "'{:{w}}'.format_map({'w': 10**10})",
+            "['a']|batch(10**10, 'x')|list",
+            "5|round(-10**10)",
+        )
+    },
+    "replacing": ("{{ ('a' * 10**7)|replace('a', 'b' * 10**7) }}", "a text of 10000000 characters"),
+    "joining": ("{{ ('a' * 10**7).join('b' * 10**7) }}", "a text of 10000000 characters"),
+    "long numbers": (
+        "{% set n = namespace(x=9) %}{% for i in range(90) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "multiplies numbers",
+    ),
     "division": ("{{ 1 / 0 }}", "division by zero"),
     "refusal": ("{{ raise_exception('no\x1b[2J') }}", r"no\x1b[2J"),
     "infinity": ("{{ 1e999 * 2 }}", "inf"),

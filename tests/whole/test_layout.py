@@ -38,6 +38,7 @@ ELSEWHERE = {
     "recipe/dotted": "recipe/test_compose",
     "recipe/spelling": "recipe/test_errors",
     "data/chat_template": "data/test_encode",
+    "data/template_limits": "data/test_encode",
     # Tables and types, tested by what reads them.
     "recipe/compilation": "models/test_compiled_layers",
     "recipe/other_names": "recipe/test_other_tools",

@@ -5,8 +5,7 @@ That is what it reads, what it writes before every answer, and whether it could 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import SandboxedEnvironment, SecurityError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from toolkit.common import UserError, in_a_line
+from toolkit.data import template_limits as template_limits
 from toolkit.recipe.time_limit import TimeLimit
 
 _BUILT_IN = {path.stem: path for path in (Path(__file__).parent / "chat_templates").glob("*.jinja")}
@@ -29,31 +28,6 @@ TEMPLATE_ERRORS = (
 )
 """What a template may raise for a conversation that it was not written for, or for any."""
 _SECONDS = 2.0
-_LARGEST = 2**24
-"""Characters of a text that a template repeats, and the largest power it takes."""
-
-
-def _times(left: Any, right: Any) -> Any:
-    for text, number in ((left, right), (right, left)):
-        if isinstance(text, Sized) and isinstance(number, int) and len(text) * number > _LARGEST:
-            raise SecurityError(f"it repeats a text {number} times")
-    return left * right
-
-
-def _power(left: Any, right: Any) -> Any:
-    if abs(right) * math.log2(abs(left) + 1) > 64:
-        raise SecurityError(f"it raises {left} to the power of {right}")
-    return left**right
-
-
-# The hook of Jinja's sandbox for operators that one call of may take all memory or time. Transformers makes the
-# environments, so it is the class that is told.
-SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
-SandboxedEnvironment.default_binop_table = {
-    **SandboxedEnvironment.default_binop_table,
-    "*": _times,
-    "**": _power,
-}
 
 
 def in_time() -> TimeLimit:
