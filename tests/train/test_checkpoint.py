@@ -90,6 +90,7 @@ def test_steps_not_clocks_say_which_checkpoints_stay(place: Path) -> None:
 ZERO2, ZERO3 = "strategy.name=zero2", "strategy.name=zero3"
 FSDP, FSDP_FULL = ["strategy.name=fsdp"], ["strategy.name=fsdp", "strategy.state_dict_type=full"]
 BLOCKS, ON_TWO = "optimizer.name=adamw_8bit", "strategy.name=zero2 on 2 processes"
+LION_8BIT = ["optimizer.name=lion", "+optimizer.args.optim_bits=8"]
 OFFLOADS = "strategy.offload_optimizer=cpu"
 ON_NVME = [ZERO3, "strategy.offload_optimizer=nvme", "strategy.nvme_path=/scratch"]
 
@@ -153,10 +154,14 @@ def test_checkpoint_that_is_divided_anew(
             *(["strategy=ddp", "optimizer.name=ademamix"], [ZERO2, "optimizer.name=ademamix"], 2),
             ["strategy.name=ddp on 2 processes", ON_TWO, "optimizer.name=ademamix"],
         ),
+        (
+            *(["strategy=ddp", *LION_8BIT], [ZERO2, *LION_8BIT], 2),
+            ["strategy.name=ddp on 2 processes", ON_TWO, "optimizer.name=lion"],
+        ),
         (ON_NVME, [ZERO3, OFFLOADS], 2, ["zero3 strategy.offload_optimizer=nvme on 2 processes", "NVMe"]),
         ([ZERO2], ON_NVME, 2, [ON_TWO, "strategy.offload_optimizer=nvme on 2 processes", "NVMe"]),
     ],
-    ids=["8bit-processes", "8bit-ddp", "ademamix", "from-nvme", "to-nvme"],
+    ids=["8bit-processes", "8bit-ddp", "ademamix", "lion", "from-nvme", "to-nvme"],
 )
 def test_checkpoint_that_cannot_be_read_is_refused_with_both_sides_and_the_reason(
     place: Path, saved: list[str], now: list[str], processes: int, words: list[str]

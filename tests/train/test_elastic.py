@@ -136,6 +136,8 @@ OTHERS = [
     ("zero3_offload@4", "ddp@2", []),
     ("zero2@2", "single@1", ["optimizer.name=sgd"]),
     ("single@1", "zero3@2", ["optimizer.name=rmsprop"]),
+    ("single@1", "zero2@2", ["optimizer.name=lion"]),
+    ("zero3@2", "single@1", [*LORA, "method.use_dora=true"]),
     ("zero2@2", "single@1", [*LORA, "method.loraplus_lr_ratio=8"]),
     ("single@1", "zero2@2", [*LORA, "method.modules_to_save=[lm_head]"]),
 ]
@@ -221,3 +223,15 @@ def test_a_checkpoint_of_other_parameters_is_refused(ranks: Ranks, home: Path, b
     shutil.rmtree(home / "runs" / "other", ignore_errors=True)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "holds other trained parameters than the recipe trains, " in " ".join(done.stderr.split())
+
+
+def test_a_number_of_processes_into_which_the_batch_does_not_divide_is_refused(ranks: Ranks, home: Path) -> None:
+    copy = interrupted(run(ranks, home, "zero2-2", "zero2@2"), "zero2-2-on-three")
+    before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
+    done = ranks.run(
+        home, "recipe=elastic", *STRATEGIES["zero2"], f"output.name={copy.name}", processes=3, entry=ON_CPU
+    )
+    assert done.returncode == 1
+    assert "a global batch of 8 sequences does not divide into 3 processes" in " ".join(done.stderr.split())
+    assert "or start 2 processes" in " ".join(done.stderr.split())
+    assert {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()} == before

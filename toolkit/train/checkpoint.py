@@ -101,7 +101,7 @@ def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
     traits, reason = recipe.optimizer.traits, ""
     if "nvme" in (saved.get("offload_optimizer"), now.get("offload_optimizer"), recipe.strategy.offload_param):
         reason = "what lies on NVMe drives is read where it was written"
-    elif not traits.divisible:
+    elif not traits.divisible or recipe.optimizer.args.get("optim_bits") == 8:
         reason = f"optimizer.name={traits.name} keeps what cannot be divided otherwise than it was"
     if reason:
         raise UserError(

@@ -109,6 +109,11 @@ class SavedState:
     def _add(self, name: str, kind: str, value: Any, start: int = 0, at: int = 0, count: int | None = None) -> None:
         """Adds `count` numbers (all, if None) of a tensor from position `at` on, which are a parameter's from `start`
         on; or what is no tensor of numbers."""
+        if isinstance(value, dict):
+            # So bitsandbytes saves its tensors.
+            for inner, each in value.items():
+                self._add(name, inner, each, start, at, count)
+            return
         if not torch.is_tensor(value) or value.ndim == 0:
             self._rest[name][kind] = value
             return
