@@ -141,6 +141,7 @@ def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyP
     assert "inputs too large for 8 bits" in notes(method={"name": "lora", "quantization": "int8"})
     assert "rest on its peak" not in quantized
     assert "rest on its peak" in notes(method={"name": "lora", "quantization": "fp8"})
+    assert "int4: no such training was measured" in notes(method={"name": "lora", "quantization": "int4"})
     assert "`toolkit calibrate` there measures them" in notes("rtx3090")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments" in notes()

@@ -38,7 +38,7 @@ checkpoint: {save_steps: 3}
 """
 ALL = {**ENGINES, "fsdp_full": ["strategy.name=fsdp", "strategy.state_dict_type=full"]}
 LORA = [*METHODS["lora"], "method.lora_dropout=0.1"]
-SETTINGS = {"full": [], "lora": LORA, "lora_bf16": [*LORA, "precision=bf16"]}
+SETTINGS = {"full": [], "lora": LORA, "lora_bf16": [*LORA, "precision=bf16"], "int4": METHODS["int4"]}
 
 
 def write_checkpoint(folder: Path, step: int, *overrides: str, processes: int = 2) -> Path:

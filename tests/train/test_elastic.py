@@ -127,6 +127,7 @@ OTHERS = [
     ("single@1", "zero3@2", LORA),
     ("fsdp@2", "zero1@4", LORA),
     ("zero3@2", "fsdp@4", LORA),
+    ("zero3@2", "fsdp@4", [*LORA, "method.quantization=int4"]),
     ("single@1", "zero3@2", ["model.path=moe"]),
     # Drops numbers at random: the same ones on as many processes.
     ("zero2@2", "fsdp@2", GPT2),

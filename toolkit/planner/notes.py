@@ -53,6 +53,8 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> li
         notes.append("int8: inputs too large for 8 bits, which are computed in 16, are not counted")
     if hardware.device.kind == "cuda" and (recipe.method.quantization == "fp8" or recipe.precision in FP8_SCALING):
         notes.append("fp8: where the device multiplies in fp8, times rest on its peak; no such training was measured")
+    if hardware.device.kind == "cuda" and recipe.method.quantization == "int4":
+        notes.append("int4: no such training was measured on a GPU")
     return notes
 
 
