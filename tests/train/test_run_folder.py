@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import write_recipe
+from safetensors.torch import save_file
 from small import populate, set_up
 
 from toolkit.common import UserError, in_background
@@ -346,6 +351,7 @@ def test_a_claim_says_where_to_go_on_and_what_it_passes_over(place: Path) -> Non
     assert elsewhere == RunFolder(Path("runs/new"), False, whole)
     assert elsewhere.final == Path("runs/new/final")
     RunFolder(Path("runs/small")).update_manifest(status="finished")
+    write_model(Path("runs/small/final"))
     assert claim(small(), 2) == RunFolder(Path("runs/small"), finished=True)
     for number in (2, 3):
         new = claim(small("checkpoint.resume=never"), 2)
@@ -409,3 +415,43 @@ def test_run_folders_of_before_micro_batches_were_auto_are_read(place: Path) -> 
     written, count = re.subn(r"micro_batch_size: \S+", "micro_batch_size: null", small().to_yaml())
     file.write_text(written)
     assert count == 1 and load_resolved(file).batch.micro_batch_size == "auto"
+
+
+def write_model(final: Path) -> Path:
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(4)}, final / "model.safetensors")
+    return final
+
+
+def _shorten(final: Path) -> None:
+    os.truncate(final / "model.safetensors", 80)
+
+
+def _divide(final: Path) -> None:
+    (final / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "model-2.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (shutil.rmtree, "holds no model"),
+        (lambda final: (final / "config.json").unlink(), "holds no model"),
+        (_shorten, "is damaged: model.safetensors is not there as a whole"),
+        (lambda final: (final / "model.safetensors").write_bytes(b"x" * 200), "is damaged"),
+        (_divide, "is damaged: model-2.safetensors is not there as a whole"),
+    ],
+    ids=["folder", "config", "cut", "garbage", "shard"],
+)
+def test_a_finished_run_without_its_model_goes_on_from_its_last_checkpoint(
+    damage: Callable[[Path], Any], reason: str
+) -> None:
+    saved = stopped()
+    RunFolder(Path("runs/small")).update_manifest(status="finished")
+    damage(write_model(Path("runs/small/final")))
+    again = claim(small(), 2)
+    assert not again.finished and again.resume_from == saved
+    assert again.passed_over[again.final].startswith(reason)
+    shutil.rmtree(saved)
+    with pytest.raises(UserError, match=f"final {reason}.*, and no checkpoint is left to go on from"):
+        claim(small(), 2)

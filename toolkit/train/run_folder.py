@@ -38,6 +38,7 @@ from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
+from toolkit.train.save import lacks
 
 _PACKAGES = (
     *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
@@ -232,8 +233,15 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
                 "set output.name to a new name, or checkpoint.resume=never for a numbered folder beside it",
             )
         if manifest.status == "finished":
-            return RunFolder(path, finished=True)
+            if not (reason := lacks(folder.final)):
+                return RunFolder(path, finished=True)
+            damaged[folder.final] = reason
     newest, passed_over = checkpoint.newest(folder.checkpoints)
+    if folder.final in damaged and not newest:
+        raise UserError(
+            f"the run is finished, but {folder.final} {damaged[folder.final]}, and no checkpoint is left to go on from",
+            "restore it, or train again beside it with checkpoint.resume=never",
+        )
     if start := named or newest:
         checkpoint.check_readable(start, loaded.recipe, world_size)
     try:

@@ -7,6 +7,7 @@ biases that balance experts; adapters as their masters. The engines' own checkpo
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,28 @@ def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
+
+
+def lacks(folder: Path) -> str:
+    """What a published folder lacks of a model or adapter, for a sentence that begins with its name; empty if it is
+    whole, as far as names and sizes tell."""
+    weights = {file.name: file for file in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    try:
+        needed = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} if index.is_file() else set()
+        cut = [name for name, file in weights.items() if not _is_whole(file)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return "is damaged"
+    if not weights or not any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_")):
+        return "holds no model"
+    missing = sorted([*(needed - weights.keys()), *cut])
+    return f"is damaged: {missing[0]} is not there as a whole" if missing else ""
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file of safetensors is as long as its header says."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length)) if length < file.stat().st_size else {}
+    ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    return file.stat().st_size == 8 + length + max(ends, default=-1)

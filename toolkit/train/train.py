@@ -183,6 +183,8 @@ def finish(session: Session, callbacks: Callbacks) -> None:
         folder.end("finished", train_seconds=round(meter.seconds(), 1), published=published)
         if callbacks.selection:
             callbacks.selection.clear()
+        # Also where what follows is cut short.
+        write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
     if callbacks.evaluator:
         callbacks.evaluator.finish(session.trainer.state.global_step, chosen)
     callbacks.samples.answer("after")
