@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -455,3 +456,15 @@ def test_a_finished_run_without_its_model_goes_on_from_its_last_checkpoint(
     shutil.rmtree(saved)
     with pytest.raises(UserError, match=f"final {reason}.*, and no checkpoint is left to go on from"):
         claim(small(), 2)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_recipe_that_expands_without_an_end_is_none_that_can_be_read() -> None:
+    """Read as recipes are; PyYAML would merge for hours."""
+    run = stopped().parents[1]
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12))]
+    (run / "recipe.yaml").write_text("\n".join(lines))
+    began = time.process_time()
+    with pytest.raises(UserError, match="the folder has no readable"):
+        claim(small("seed=2"), 2)
+    assert time.process_time() - began < 5

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "train/arguments": "distributed/test_engines",
     "recipe/dotted": "recipe/test_compose",
     "recipe/spelling": "recipe/test_errors",
+    "data/content": "data/test_messages",
     "data/chat_template": "data/test_encode",
     "data/template_limits": "data/test_encode",
     # Tables and types, tested by what reads them.

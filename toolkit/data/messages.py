@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.data.columns import EMPTY, JUDGED, MEDIA, MEDIA_PARTS, mapping_text, parsed
+from toolkit.data.columns import EMPTY, MEDIA, mapping_text, parsed
+from toolkit.data.content import FLAGS, Content, Ranges, complement, further, refused_media, take_flag
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -28,12 +29,6 @@ _CALLS = ("function_call", "tool_call")
 _PLAIN = {"role", "content"}
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 """Names of what the model thinks before it answers."""
-_INVERTED = ("masked", "ignore_loss")
-FLAGS = (
-    *("train", "training", "trainable", "loss", "loss_weight", "loss_mask", "loss_scale", "calculate_loss", "weight"),
-    *_INVERTED,
-)
-"""Names of what says whether a message, or a part of it, is trained."""
 FOR_TEMPLATES: dict[str, tuple[tuple[Any, ...], str]] = {
     "channel": (("final",), "write an analysis as `reasoning_content` of the message that follows it"),
     "recipient": (("all", "assistant"), "write it as `tool_calls`"),
@@ -62,12 +57,8 @@ _PRINTED = re.compile(
 )
 """How Python prints a conversation, which is no JSON: so pandas writes lists into a CSV."""
 _AS_JSON = "write it as JSON (`json.dumps`), or save the table as JSONL or Parquet, which keep lists"
-_TEXTS = ("text", "content", "value", "refusal", "thinking", "reasoning")
-"""Names of the text of a part."""
 
 Message = dict[str, Any]
-Ranges = list[list[int]]
-"""[start, end) of characters."""
 
 
 def read_messages(
@@ -209,12 +200,13 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where} has the role {role!r}", f"change the row; roles are {', '.join(ROLES)}")
     if media := next((name for name in message if name.lower() in MEDIA and message[name] not in EMPTY), None):
-        raise _media(where, media)
-    flag = _flag(message, where, flags)
+        raise refused_media(where, media)
+    flag = take_flag(message, where, flags)
     given = [message.pop(name) for name in _SPOKEN if message.get(name)]
     if len(given) > 1:
         raise UserError(f"{where} has its text twice (content, value, text or refusal)", "keep one of them")
-    content = _Content(role, flag, where)
+    default = flag if flag is not None else ROLES[role] == "assistant"
+    content = Content(default, where)
     content.add(given[0] if given else message.pop("content", ""))
     calls = message.pop("tool_calls", None)
     if role in _CALLS:
@@ -232,7 +224,7 @@ def _message(message: Any, where: str, ignored: Collection[str], flags: Collecti
         message.pop("reasoning_details", None)  # OpenRouter's, which say the same in parts.
     if any(thought != thoughts[0] for thought in thoughts):
         raise UserError(f"{where} says twice what the model thinks", f"keep one of {', '.join(REASONING)}")
-    reasoning = _Content(role, flag, where)
+    reasoning = Content(default, where)
     reasoning.add(thoughts[0] if thoughts else "")
     if reasoning.text:
         result["reasoning_content"] = reasoning.text
@@ -271,105 +263,6 @@ def _refuse_unread_text(message: Message, where: str) -> None:
         )
 
 
-class _Content:
-    """The text of a message, collected from a string or from typed parts.
-
-    Attributes:
-        text: All text parts, joined.
-        parts: Number of text parts.
-        flags: (start, end, whether trained) of parts that say so.
-        calls: Tool calls among the parts.
-        reasoning: Parts that hold reasoning.
-        dropped: Keys of parts that nothing reads.
-    """
-
-    def __init__(self, role: str, flag: bool | None, where: str) -> None:
-        self.where = where
-        self.default = flag if flag is not None else ROLES[role] == "assistant"
-        self.text, self.parts = "", 0
-        self.flags: list[tuple[int, int, bool]] = []
-        self.calls: list[Any] = []
-        self.reasoning: list[dict[str, Any]] = []
-        self.dropped: list[str] = []
-
-    def add(self, content: Any) -> None:
-        """Takes what the field of a message holds."""
-        if isinstance(content, str):
-            self.text += content
-            self.parts += bool(content)
-            return
-        for part in content if isinstance(content, list) else [content]:
-            self._add_part(part)
-
-    def untrained(self) -> Ranges:
-        """The characters that are not trained, if the message is."""
-        trained = [[start, end] for start, end, flag in self.flags if flag]
-        if self.default:
-            return [[start, end] for start, end, flag in self.flags if not flag]
-        return _complement(trained, len(self.text))
-
-    def _add_part(self, part: Any) -> None:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in MEDIA_PARTS:
-            raise _media(self.where, str(kind))
-        name = next((name for name in _TEXTS if part.get(name) is not None), "text") if kind else ""
-        value = part.get(name, "") if kind else None
-        if kind in ("text", "input_text", "output_text", "refusal") and isinstance(value, str):
-            start, self.parts = len(self.text), self.parts + 1
-            self.text += value
-            if (flag := _flag(dict(part), self.where)) is not None:
-                self.flags.append((start, len(self.text), flag))
-            self.dropped += _further(part, ("type", name, *FLAGS), "content")
-        elif kind in ("reasoning", "thinking") and isinstance(value, str):
-            self.reasoning.append(part | {"type": "text"})
-        elif kind in ("tool_call", "function_call"):
-            calls = parsed(part.get("value", part))
-            self.calls += calls if isinstance(calls, list) else [calls]
-        else:
-            raise UserError(
-                f"{self.where} has content of another kind than text",
-                "change or remove the row; content is a string, or a list of text parts",
-            )
-
-
-def _media(where: str, name: str) -> UserError:
-    return UserError(
-        f"{where} has `{name}`: pictures, sound or film, which this toolkit does not train on", "remove these rows"
-    )
-
-
-def _flag(holder: dict[str, Any], where: str, names: Collection[str] = FLAGS) -> bool | None:
-    """Takes the fields that say whether a message or part is trained out of it; None if there is none."""
-    if "mask" in holder and "mask" not in names:
-        raise UserError(
-            f"{where} has `mask`, which some trainers take for trained and some for not",
-            "write `train`, or set 'data.columns={train: mask}' if what it marks is trained",
-        )
-    for name in (name for name in holder if name not in names and name.lower() in JUDGED):
-        if not JUDGED[name.lower()](holder[name]):
-            continue
-        raise UserError(
-            f"{where} has `{name}: {holder[name]!r}`, which may judge it, or say whether it is trained",
-            f"write `train`, or set 'data.columns={{train: {name}}}' if what it marks is trained, or "
-            f"'data.ignore=[{name}]'",
-        )
-    flags = set()
-    for name in [name for name in holder if name in names or name.lower() in names]:
-        value = holder.pop(name)
-        if value is None:
-            continue
-        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise UserError(
-                f"{where} has `{name}: {value!r}`", f"a message is trained or not: `{name}` is true or false, or 1 or 0"
-            )
-        flags.add(bool(value) != (name.lower() in _INVERTED))
-    if len(flags) > 1:
-        raise UserError(
-            f"{where} says twice whether it is trained, and not the same", f"keep one of {', '.join(names)}"
-        )
-    return next(iter(flags), None)
-
-
 def _outside(details: Any, length: int, where: str) -> Ranges:
     """What Axolotl's `train_detail` does not train: its offsets count characters, the last one included."""
     try:
@@ -379,22 +272,7 @@ def _outside(details: Any, length: int, where: str) -> Ranges:
             f"{where} has a `train_detail` that is no list of ranges",
             'write [{"begin_offset": 0, "end_offset": 8, "train": true}, …]',
         ) from None
-    return _complement(sorted(trained), length)
-
-
-def _complement(ranges: Ranges, length: int) -> Ranges:
-    """The characters of a text that lie in none of some sorted ranges."""
-    gaps, position = [], 0
-    for start, end in ranges:
-        if start > position:
-            gaps.append([position, min(start, length)])
-        position = max(position, end)
-    return [*gaps, [position, length]] if position < length else gaps
-
-
-def _further(holder: dict[str, Any], read: Collection[str], path: str) -> list[str]:
-    """Dotted names of what an object holds beside what is read of it."""
-    return [f"{path}.{key}" for key, value in holder.items() if key not in read and value not in EMPTY]
+    return complement(sorted(trained), length)
 
 
 def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any]:
@@ -411,7 +289,7 @@ def _tool_call(call: Any, where: str, dropped: dict[str, None]) -> dict[str, Any
         )
     outer = {key: value for key, value in call.items() if key == "id"}
     inner = ("name", given) if "function" in call else ("name", given, "id", "type")
-    dropped |= dict.fromkeys(_further(function, inner, "tool_calls"))
+    dropped |= dict.fromkeys(further(function, inner, "tool_calls"))
     if "function" in call:
-        dropped |= dict.fromkeys(_further(call, ("id", "type", "function"), "tool_calls"))
+        dropped |= dict.fromkeys(further(call, ("id", "type", "function"), "tool_calls"))
     return outer | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

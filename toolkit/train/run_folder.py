@@ -35,7 +35,7 @@ from toolkit.cache import locked
 from toolkit.common import UserError, set_aside, write_json
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.recipe import Loaded, Recipe
+from toolkit.recipe import Loaded, Recipe, files
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
 from toolkit.train.save import lacks
@@ -367,11 +367,13 @@ def _used(path: Path) -> bool:
 def _differences(path: Path, loaded: Loaded) -> list[str] | None:
     """Some of what the recipe in a run folder says otherwise of the weights; None if it cannot be read."""
     try:
-        before = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError):
+        before = files.read(path / "recipe.yaml")
+    except OSError:
+        return None
+    if before.problems:
         return None
     after = yaml.safe_load(loaded.to_yaml())
-    old, new = dict(flat(before)), dict(flat(after))
+    old, new = dict(flat(before.values)), dict(flat(after))
     keys = [key for key in {**_with_effect(old), **_with_effect(new)} if old.get(key) != new.get(key)]
     return [f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys[:5]]
 
