@@ -41,8 +41,8 @@ class PeerError(SharedError):
         speaks: Whether this process says it in full, as the lowest of those that are left.
     """
 
-    def __init__(self, what: str, change: str, speaks: bool) -> None:
-        super().__init__(what, change)
+    def __init__(self, what: str, change: str, exit_code: int, speaks: bool) -> None:
+        super().__init__(what, change, exit_code)
         self.speaks = speaks
 
 
@@ -88,7 +88,9 @@ class Peers:
             time.sleep(0.5)
             dead = self._dead()
             where = self._who(dead) if dead else f"{self._name(0)}, or its launcher,"
-            return self._error(dead or [0], f"{where} ended without a word: killed, or crashed", _KILLED)
+            return self._error(
+                dead or [0], f"{where} ended without a word: killed, or crashed", _KILLED, os.EX_TEMPFAIL
+            )
 
     def reason(self, seconds: float) -> PeerError | None:
         """What `look` finds within some seconds."""
@@ -101,9 +103,9 @@ class Peers:
                 return None
             time.sleep(0.1)
 
-    def end(self, gone: Iterable[int], what: str, change: str) -> PeerError:
+    def end(self, gone: Iterable[int], what: str, change: str, exit_code: int = os.EX_TEMPFAIL) -> PeerError:
         """Tells all why the run ends, and which processes cannot hear it; returns what was told first."""
-        message = json.dumps([sorted(gone), what, change])
+        message = json.dumps([sorted(gone), what, change, exit_code])
         return self._error(*json.loads(self.ask(lambda store: store.compare_set("end", "", message))))
 
     def failed(self, error: BaseException) -> None:
@@ -118,7 +120,7 @@ class Peers:
         change = error.change if isinstance(error, UserError) else f"its own message tells more; {GO_ON}"
         with contextlib.suppress(DistError, TimeoutError):
             if not isinstance(error, PeerError):
-                self.end([], what, change)
+                self.end([], what, change, error.exit_code if isinstance(error, UserError) else os.EX_TEMPFAIL)
             until = time.monotonic() + _HEAR_SECONDS
             while self.ask(lambda store: store.add("heard", 0)) < size - len(self.gone) and time.monotonic() < until:
                 time.sleep(0.05)
@@ -147,13 +149,14 @@ class Peers:
     def _who(self, ranks: list[int]) -> str:
         return ", ".join(f"{self._name(rank)} (pid {self.pids[rank]})" for rank in ranks)
 
-    def _error(self, gone: list[int], what: str, change: str) -> PeerError:
+    def _error(self, gone: list[int], what: str, change: str, exit_code: int) -> PeerError:
         self.gone |= {*gone}
         if not self._heard:
             self._heard = True
             with contextlib.suppress(DistError, TimeoutError):
                 self.ask(lambda store: store.add("heard", 1))
-        return PeerError(what, change, self.world.rank == min({*range(self.world.world_size)} - self.gone, default=0))
+        speaks = self.world.rank == min({*range(self.world.world_size)} - self.gone, default=0)
+        return PeerError(what, change, exit_code, speaks)
 
 
 def _read(store: Store, key: str) -> Any:

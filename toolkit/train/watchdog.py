@@ -55,7 +55,7 @@ class Watchdog:
         if not (self._peers and self._started):
             return
         # Libraries may wait for the others while they end.
-        stop = threading.Timer(_EXIT_SECONDS, os._exit, (1,))
+        stop = threading.Timer(_EXIT_SECONDS, os._exit, (getattr(error, "exit_code", os.EX_TEMPFAIL),))
         stop.daemon = True
         stop.start()
         reason = self._peers.reason(_REASON_SECONDS) if lost_connection(error) else None
