@@ -6,8 +6,11 @@ second. Evaluation is a callback of our own, because the Trainer's gathers logit
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import os
 import signal
 import statistics
 import time
@@ -22,13 +25,13 @@ from transformers import TrainerCallback
 
 from toolkit.common import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
-from toolkit.train.checkpoint import complete, rotate
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
+from toolkit.train.storage import unwritable
 
 _log = logging.getLogger("toolkit.train")
 
@@ -71,6 +74,7 @@ class Meter(TrainerCallback):
         self._paused = 0.0
         self._trainer, self._work = session.trainer, guard.plan.work if guard else None
         self.last: dict[str, Any] = {}
+        self._unwritten = b""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step = state.global_step
@@ -160,8 +164,20 @@ class Meter(TrainerCallback):
         }
         if self.energy.kwh is not None:
             head["energy_kwh"] = self.energy.kwh
-        with self._file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({**head, **row}) + "\n")
+        self._unwritten += json.dumps({**head, **row}).encode() + b"\n"
+        size = self._file.stat().st_size if self._file.exists() else 0
+        try:
+            with self._file.open("ab", buffering=0) as stream:
+                if stream.write(self._unwritten) < len(self._unwritten):
+                    raise OSError(errno.ENOSPC, "")
+        except OSError as error:
+            if not self._file.parent.is_dir() or not unwritable(self._file.parent, error):
+                raise
+            # The disk may have room again by the next row, which must not begin within this one.
+            with contextlib.suppress(OSError):
+                os.truncate(self._file, size)
+        else:
+            self._unwritten = b""
 
 
 class Evaluator(TrainerCallback):
@@ -222,19 +238,15 @@ class Evaluator(TrainerCallback):
 
 
 class Seal(TrainerCallback):
-    """Makes a checkpoint count once all processes have written their part of it, and only then drops the oldest."""
+    """Has a checkpoint that all processes have written made to count."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        recipe, step = self._session.recipe, state.global_step
-        check_weights(self._session, step)
-        self._session.trainer.accelerator.wait_for_everyone()
-        if self._session.leads:
-            folder = self._session.folder.checkpoints
-            complete(folder / f"checkpoint-{step}", step, recipe, self._session.world.world_size)
-            rotate(folder, step, recipe.checkpoint.save_total_limit)
+        trainer = self._session.trainer
+        check_weights(self._session, state.global_step)
+        trainer.saves.complete(trainer.accelerator, state.global_step)
 
 
 class CleanStop(TrainerCallback):

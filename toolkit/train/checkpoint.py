@@ -9,16 +9,16 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
-from toolkit.train.seal import fault, read_seal, seal
+from toolkit.train.seal import fault, read_seal
 
 _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
 """Of the optimizer, what its saved state holds."""
 
 
-def complete(checkpoint: Path, step: int, recipe: Recipe, world_size: int) -> None:
-    """Makes a checkpoint count. To be called when every process has written its part."""
+def record(step: int, recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """What a checkpoint is sealed with, beside its files."""
     state = {"method": recipe.method.name, "optimizer": recipe.optimizer.model_dump(include=_IN_STATE)}
-    seal(checkpoint, {"step": step, **state, **writer(recipe, world_size)})
+    return {"step": step, **state, **writer(recipe, world_size)}
 
 
 def rotate(folder: Path, step: int, limit: int | None) -> None:

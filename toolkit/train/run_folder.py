@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import hashlib
 import importlib.metadata
 import itertools
@@ -16,7 +15,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +37,7 @@ from toolkit.recipe import Loaded, Recipe, files
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.train import checkpoint
 from toolkit.train.save import lacks
+from toolkit.train.staging import complete_left, is_left
 
 _PACKAGES = (
     *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
@@ -236,6 +235,9 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
             if not (reason := lacks(folder.final)):
                 return RunFolder(path, finished=True)
             damaged[folder.final] = reason
+    if is_left(folder.checkpoints):
+        with folder.held():
+            complete_left(folder.checkpoints, loaded.recipe.checkpoint.save_total_limit)
     newest, passed_over = checkpoint.newest(folder.checkpoints)
     if folder.final in damaged and not newest:
         raise UserError(
@@ -264,61 +266,6 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     world, kind = rendezvous.world, TypeAdapter(RunFolder)
     claimed = None if world.rank else kind.dump_python(claim(loaded, world.world_size), mode="json")
     return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
-
-
-_STORAGE = {
-    **{errno.ENOSPC: "its disk is full", errno.EDQUOT: "the quota of its disk is used up"},
-    **{errno.EFBIG: "a file would be larger than this process may write (ulimit -f)"},
-    **{errno.EROFS: "its disk has become read-only", errno.EIO: "its disk does not answer (input/output error)"},
-    **{errno.EACCES: "it may not be written any more", errno.EPERM: "it may not be written any more"},
-    **{errno.ESTALE: "its disk is not mounted any more"},
-}
-_UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "os error", "Failed to write")
-"""What C++ and Rust code says of a file that it could not write, without the reason's number."""
-
-
-def unwritable(folder: Path, error: BaseException) -> UserError | None:
-    """What to say of an error that ended a run because its folder could not be written; None for any other.
-
-    The folder is tried, because most writers do not say what is wrong.
-    """
-    errors = _chain(error)
-    numbers = [each.errno for each in errors if isinstance(each, OSError)]
-    if not any(number in _STORAGE or number == errno.ENOENT for number in numbers) and not any(
-        sign in str(each) for each in errors for sign in _UNNUMBERED
-    ):
-        return None
-    again = "the same command goes on from the newest whole checkpoint"
-    if not folder.is_dir():
-        return UserError(f"{folder} was deleted while it was trained in", "start again; keep the folder until it ends")
-    number = next((number for number in numbers if number in _STORAGE), None) or _tried(folder)
-    if number is None:
-        return None
-    free = shutil.disk_usage(folder).free / 1e9
-    change = f"free space there ({free:.2f} GB are left), lower checkpoint.save_total_limit, or set output.dir"
-    if number not in (errno.ENOSPC, errno.EDQUOT):
-        change = "make it writable, or set output.dir"
-    return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
-
-
-def _tried(folder: Path) -> int | None:
-    """Why 16 MB cannot be written there, if they cannot."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**24))
-    except OSError as error:
-        return error.errno if error.errno in _STORAGE else None
-    return None
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and those that led to it."""
-    errors: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in errors:
-        errors.append(following)
-        following = following.__cause__ or following.__context__
-    return errors
 
 
 def stages(adapter: str | None) -> list[str]:

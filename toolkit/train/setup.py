@@ -55,6 +55,7 @@ from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
 from toolkit.train.session import Session
+from toolkit.train.staging import Saves
 from toolkit.train.startup import StartUp
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 from toolkit.train.unpickling import EndOfReading
@@ -158,6 +159,7 @@ def set_up(
         data_collator=_collator(recipe, backend, tokenizer, compiles),
         processing_class=tokenizer,
     )
+    trainer.saves = Saves(folder.checkpoints, recipe, world.world_size)
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.

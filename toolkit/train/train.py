@@ -38,13 +38,14 @@ from toolkit.train.checkpoint import conversion, not_changed
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
-from toolkit.train.run_folder import RunFolder, claim_together, now, unwritable
+from toolkit.train.run_folder import RunFolder, claim_together, now
 from toolkit.train.save import publish
 from toolkit.train.selection import Chosen
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
 from toolkit.train.snapshots import put
 from toolkit.train.startup import StartUp
+from toolkit.train.storage import unwritable
 from toolkit.train.unpickling import only_data
 from toolkit.train.watchdog import Watchdog, watching
 
@@ -119,11 +120,16 @@ def _train(
                 progress.message(said)
             with only_data(resume_from), _not_collected():
                 session.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+            session.trainer.saves.end(needed=callbacks.stop.stopped)
             if callbacks.stop.stopped:
                 interrupted(session, callbacks)
             else:
                 finish(session, callbacks)
     except BaseException as error:
+        if session and isinstance(error, Exception):
+            # What is written is worth waiting for; not to somebody who stops at once.
+            with contextlib.suppress(Exception):
+                session.trainer.saves.settled()
         if world.rank == 0:
             _failed(folder, error)
         if source and ran_out(error):

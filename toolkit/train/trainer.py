@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.elastic import Continues
+from toolkit.train.staging import Saves, aside
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
 accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
@@ -117,8 +117,9 @@ def _of_worker(error: UserError) -> UserError:
 
 
 class _ExactMixin(Continues):
-    """What both trainers share. Set `batches`, `casts` and `guard` after construction."""
+    """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
+    saves: Saves
     batches: MicroBatches | None = None
     casts: StepCasts | None = None
     guard: BatchGuard | None = None
@@ -223,13 +224,12 @@ class _ExactMixin(Continues):
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # type: ignore[attr-defined]
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(aside(self.saves.folder))
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # What is left of a damaged checkpoint of this step would count as part of the new one.
-        place = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
-        if self.args.should_save:  # type: ignore[attr-defined]
-            shutil.rmtree(place, ignore_errors=True)
-        self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        step, write = self.state.global_step, super()._save_checkpoint  # type: ignore[misc,attr-defined]
+        self.saves.write(self.accelerator, step, lambda: write(model, trial))  # type: ignore[attr-defined]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The weights alone, under the names by which they are read back. Theirs are the hub's, under which models that
@@ -250,6 +250,8 @@ class _ExactMixin(Continues):
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             # What DeepSpeed was started with, which it writes into every checkpoint and reads no more.
             self.model_wrapped.config = concealed(self.model_wrapped.config)  # type: ignore[attr-defined]
+            # Programs that DeepSpeed lays beside every checkpoint and nothing here starts.
+            self.model_wrapped._copy_recovery_script = lambda place: None  # type: ignore[attr-defined]
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: Any) -> Any:

@@ -1,0 +1,133 @@
+"""Saves that training does not wait for, saves that fail, and what is left of a process that was killed in one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import losses, metrics, write_recipe
+from ranks import Ranks
+from tiny import chat_rows, tiny_model
+
+from toolkit.train import checkpoint
+from toolkit.train.seal import read_seal
+from toolkit.train.staging import aside
+
+RECIPE = """
+description: A training whose saves fail
+model: {path: llama}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+precision: fp32
+schedule: {max_steps: 6}
+batch: {seq_len: 128, global_batch_size: 4, micro_batch_size: 2}
+evaluation: {num_prompts: 0}
+checkpoint: {save_steps: 2}
+"""
+ENGINES = {
+    "single": (1, []),
+    "ddp": (2, []),
+    "zero2": (2, ["strategy.name=zero2"]),
+    "zero3": (2, ["strategy.name=zero3"]),
+    "fsdp": (2, ["strategy.name=fsdp"]),
+    "fsdp_full": (2, ["strategy.name=fsdp", "strategy.state_dict_type=full"]),
+}
+FAST = ("single", "zero2")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(40)), encoding="utf-8")
+    write_recipe(folder, "small", RECIPE)
+    return folder
+
+
+def engines() -> list[object]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES]
+
+
+def run(ranks: Ranks, home: Path, engine: str, name: str, faults: str = "") -> tuple[Path, int, str]:
+    processes, settings = ENGINES[engine]
+    arguments = ["recipe=small", *settings, f"output.name={name}"]
+    done = ranks.run(home, *arguments, processes=processes, entry="faults", FAULTS=faults, timeout=60)
+    return home / "runs" / name, done.returncode, done.stdout + " ".join(done.stderr.split())
+
+
+def saved(folder: Path) -> dict[int, str]:
+    """Steps of the checkpoints that are there, each with what its seal says of it."""
+    places = sorted((folder / "checkpoints").glob("checkpoint-*"))
+    assert all(checkpoint.newest(folder / "checkpoints")[0] for _ in places)
+    return {checkpoint.step_of(place): read_seal(place)["strategy"] for place in places}
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_training_goes_on_after_a_save_that_fails(ranks: Ranks, home: Path, engine: str) -> None:
+    """No file may be larger than 20 kB while the first checkpoint is saved: it is left out, the others are not."""
+    straight, code, said = run(ranks, home, engine, f"{engine}-straight")
+    assert code == 0, said[-3000:]
+    folder, code, said = run(ranks, home, engine, f"{engine}-once", "2 all limit 20000\n3 all limit -1")
+    assert code == 0, said[-3000:]
+    assert "larger than this process may write (ulimit -f); this checkpoint is not saved, training goes on" in said
+    assert list(saved(folder)) == [4, 6] == list(saved(straight))
+    assert losses(folder) == losses(straight)
+    assert [row["step"] for row in metrics(folder)] == [row["step"] for row in metrics(straight)]
+    assert not aside(folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_second_failure_in_a_row_ends_the_run_and_loses_nothing(ranks: Ranks, home: Path, engine: str) -> None:
+    folder, code, said = run(ranks, home, engine, f"{engine}-twice", "4 all limit 20000")
+    assert code == 1 and "error: " in said and "ulimit -f" in said, said[-3000:]
+    assert "Traceback" not in said
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == "failed" and "ulimit -f" in manifest["error"]
+    assert list(saved(folder)) == [2]
+    again, code, said = run(ranks, home, engine, folder.name)
+    assert code == 0, said[-3000:]
+    straight, _, _ = run(ranks, home, engine, f"{engine}-straight")
+    assert losses(again) == pytest.approx(losses(straight), rel=1e-6)
+
+
+def killed_in_save(straight: Path, name: str, step: int) -> tuple[Path, Path]:
+    """A copy of a finished run as a kill leaves it when all files of a checkpoint are written aside, and the latter."""
+    folder = straight.with_name(name)
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "final")
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}), encoding="utf-8")
+    for later in range(step + 1, 7):
+        shutil.rmtree(folder / "checkpoints" / f"checkpoint-{later}", ignore_errors=True)
+    newest = folder / "checkpoints" / f"checkpoint-{step}"
+    values = {key: value for key, value in read_seal(newest).items() if key != "files"}
+    (newest / "checkpoint.json").unlink()
+    written = aside(newest.parent) / newest.name
+    written.parent.mkdir()
+    newest.rename(written)
+    note = written.with_suffix(".json")
+    note.write_text(json.dumps(values), encoding="utf-8")
+    return folder, note
+
+
+def test_one_that_was_killed_before_a_save_counted_goes_on_from_it(ranks: Ranks, home: Path) -> None:
+    straight, code, said = run(ranks, home, "single", "single-straight")
+    assert code == 0, said[-3000:]
+    folder, _ = killed_in_save(straight, "killed-behind", 4)
+    _, code, said = run(ranks, home, "single", folder.name)
+    assert code == 0, said[-3000:]
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["resumed_from"].endswith("checkpoint-4")
+    assert losses(folder) == losses(straight)
+
+
+def test_what_was_not_written_in_full_is_not_completed(ranks: Ranks, home: Path) -> None:
+    straight, _, _ = run(ranks, home, "single", "single-straight")
+    folder, note = killed_in_save(straight, "killed-in-save", 6)
+    note.unlink()
+    _, code, said = run(ranks, home, "single", folder.name)
+    assert code == 0, said[-3000:]
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["resumed_from"].endswith("checkpoint-4")
+    assert list(saved(folder)) == [4, 6] and not aside(folder / "checkpoints").exists()

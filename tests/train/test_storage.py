@@ -1,0 +1,49 @@
+"""Why a run folder cannot be written any more, told from what writers say and from trying."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+
+import pytest
+
+from toolkit.train.storage import unwritable
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def written_to(file: str) -> BaseException:
+    try:
+        with open(file, "wb", buffering=0) as stream:
+            stream.write(b"x")
+    except OSError as error:
+        return error
+    raise AssertionError
+
+
+def test_why_a_run_folder_cannot_be_written(place: Path) -> None:
+    full = written_to("/dev/full")
+    said = unwritable(place, full)
+    assert said and said.what == f"{place} cannot be written: its disk is full"
+    assert re.match(r"free space there \(\d+\.\d\d GB are left\), lower checkpoint.save_total_limit", said.change)
+    wrapped = RuntimeError("saving failed")
+    wrapped.__cause__ = full
+    assert unwritable(place, wrapped)
+    for unrelated in (written_to("nowhere/file"), ValueError("no"), RuntimeError("unexpected pos 64 vs 0")):
+        assert unwritable(place, unrelated) is None
+    gone = unwritable(place / "gone", written_to(str(place / "gone" / "file")))
+    assert gone and gone.what == f"{place / 'gone'} was deleted while it was trained in"
+
+
+def test_a_writer_that_does_not_say_why_is_answered_by_trying(place: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        said = unwritable(place, RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said and "larger than this process may write" in said.what
