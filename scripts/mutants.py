@@ -45,7 +45,7 @@ CORE = (
     "toolkit/planner/memory/*.py",
     "toolkit/planner/speed/*.py",
     "toolkit/train/checkpoint.py",
-    "toolkit/train/seal.py",
+    "toolkit/seal.py",
     "toolkit/train/run_folder.py",
 )
 FRAMEWORKS = ("pydantic", "hydra", "rich.console", "jinja2", "torch", "datasets", "transformers.trainer", "peft")

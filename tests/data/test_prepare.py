@@ -23,6 +23,7 @@ from toolkit.data.mixture import mix
 from toolkit.data.prepare import Prepared, prepare, sequence_lengths
 from toolkit.data.preview import show
 from toolkit.data.rows import Sample
+from toolkit.data.statistics import statistics_of
 from toolkit.recipe import Recipe
 
 
@@ -363,6 +364,42 @@ def test_unwritable_cache_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="TOOLKIT_CACHE"):
         prepare(recipe(documents(tmp_path / "a.jsonl", 3)), chatml_tokenizer(), STOP, tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "added"])
+def test_prepared_data_that_is_damaged_is_made_again(
+    tmp_path: Path, cache: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever file it is, rows of tokens as well as figures."""
+    rows, tokenizer = recipe(documents(tmp_path / "a.jsonl", 20), eval_split=0.2), chatml_tokenizer()
+    whole = prepare(rows, tokenizer, STOP, cache)
+    before = whole.train[:], whole.eval and whole.eval[:], whole.samples, whole.audit
+    for file in [each for each in sorted(whole.path.rglob("*")) if each.is_file()]:
+        content = bytearray(file.read_bytes())
+        if damage == "flipped":
+            content[len(content) // 2] ^= 1
+        elif damage == "cut":
+            del content[len(content) // 2 :]
+        file.write_bytes(content)
+        if damage == "missing":
+            file.unlink()
+        if damage == "added":
+            file.with_name("stranger.arrow").write_bytes(content)
+        caplog.clear()
+        again = prepare(rows, tokenizer, STOP, cache)
+        assert (again.train[:], again.eval and again.eval[:], again.samples, again.audit) == before, file
+        assert f"{whole.path} " in caplog.text and caplog.text.count("and is made again") == 1, file
+
+
+def test_figures_that_are_damaged_are_counted_again(tmp_path: Path, cache: Path) -> None:
+    rows = recipe(documents(tmp_path / "a.jsonl", 20))
+    figures = prepare(rows, chatml_tokenizer(), STOP, cache).statistics
+    assert statistics_of(rows, cache) == figures
+    (file,) = cache.glob("*.statistics.json")
+    for content in (b"", b"{", b"[]", b"\xff", b'{"rows": "many"}'):
+        file.write_bytes(content)
+        assert statistics_of(rows, cache) is None
+    assert prepare(rows, chatml_tokenizer(), STOP, cache).statistics == statistics_of(rows, cache) == figures
 
 
 def test_show_does_not_let_data_steer_the_terminal(tmp_path: Path, cache: Path) -> None:

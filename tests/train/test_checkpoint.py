@@ -21,9 +21,9 @@ from tiny import chat_rows, tiny_model
 
 from toolkit.common import UserError
 from toolkit.recipe import Loaded, load
+from toolkit.seal import read_seal, seal
 from toolkit.train import checkpoint
 from toolkit.train.run_folder import claim
-from toolkit.train.seal import read_seal, seal
 
 RECIPE = """
 description: A training that is interrupted

@@ -27,6 +27,7 @@ from toolkit.distributed.layout import World, batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
+from toolkit.seal import seal
 from toolkit.train import checkpoint, setup
 from toolkit.train.run_folder import (
     RunFolder,
@@ -37,7 +38,6 @@ from toolkit.train.run_folder import (
     stages,
     versions,
 )
-from toolkit.train.seal import seal
 
 
 @pytest.fixture(autouse=True)

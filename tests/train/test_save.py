@@ -15,6 +15,7 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from toolkit.cli.main import main as cli
+from toolkit.train import save
 from toolkit.train.main import main as train
 
 # Adam moves weights whose gradient is nearly zero either way.
@@ -130,3 +131,34 @@ def _with_bias(home: Path) -> torch.Tensor:
 def _weights(final: Path) -> list[tuple[str, torch.Tensor]]:
     (file,) = final.glob("*.safetensors")
     return sorted(load_file(file).items())
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_disk_that_gives_back_something_else_is_noticed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], method: str, damage: str
+) -> None:
+    """The file is changed between writing and reading it back, and saved right by the second start."""
+    monkeypatch.chdir(home)
+    written, broken = save.flush, []
+
+    def change(file: Path) -> None:
+        if file.suffix == ".safetensors":
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content[:-8] if damage == "cut" else content)
+            broken.append(file)
+        written(file)
+
+    monkeypatch.setattr(save, "flush", change)
+    arguments = ["recipe=small", *SHORT, *METHODS[method], "checkpoint.save_steps=1", f"output.name={method}-{damage}"]
+    assert train(arguments) == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert (
+        broken and f"{broken[0]} {'cannot be read back' if damage == 'cut' else 'does not hold what was saved'}" in said
+    )
+    folder = home / "runs" / f"{method}-{damage}"
+    assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["status"] == "failed"
+    monkeypatch.setattr(save, "flush", written)
+    assert train(arguments) == 0
+    assert _weights(folder / "final")

@@ -11,8 +11,8 @@ from harness import losses, metrics, write_recipe
 from ranks import Ranks
 from tiny import chat_rows, tiny_model
 
+from toolkit.seal import read_seal
 from toolkit.train import checkpoint
-from toolkit.train.seal import read_seal
 from toolkit.train.staging import aside
 
 RECIPE = """

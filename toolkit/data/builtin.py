@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import build_once, cache_dir
+from toolkit.cache import cache_dir
 from toolkit.common import UserError
+from toolkit.seal import build_sealed
 
 # Modules whose import acts (a browser opens, a poem is printed), that are old copies, tests or programs of their own.
 SKIPPED_MODULES = {"antigravity", "this", "test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
@@ -50,7 +51,7 @@ def docstring_rows() -> list[dict[str, Any]]:
         UserError: This Python has no sources of its standard library.
     """
     key = hashlib.sha256(f"{sys.version} {sys.platform} {inspect.getsource(sys.modules[__name__])}".encode())
-    folder = build_once(cache_dir() / "data" / f"stdlib-docstrings-{key.hexdigest()[:12]}", _write_rows)
+    folder = build_sealed(cache_dir() / "data" / f"stdlib-docstrings-{key.hexdigest()[:12]}", _write_rows)
     with (folder / "rows.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 

@@ -24,7 +24,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.cache import build_once, cache_dir
+from toolkit.cache import cache_dir
 from toolkit.common import UserError, write_json
 from toolkit.data import audit as auditing
 from toolkit.data.chat_template import variables
@@ -41,8 +41,9 @@ from toolkit.recipe import Recipe
 from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.schema import Source
 from toolkit.recipe.spelling import did_you_mean
+from toolkit.seal import build_sealed
 
-CODE_VERSION = 5
+CODE_VERSION = 6
 """Raise when the same data and settings would give other tokens than before."""
 MIN_SAMPLES = 8
 
@@ -110,7 +111,7 @@ def prepare(
     root = cache or cache_dir() / "data"
     statistics = None
     try:
-        path = build_once(root / fingerprint, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
+        path = build_sealed(root / fingerprint, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
         audit = auditing.Audit.model_validate_json((path / "audit.json").read_bytes())
         if not data.streaming:
             statistics = _count(path, audit)

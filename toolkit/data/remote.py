@@ -21,9 +21,10 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
-from toolkit.cache import build_once, cache_dir
+from toolkit.cache import cache_dir
 from toolkit.common import UserError, first_line
 from toolkit.data import hub
+from toolkit.seal import build_sealed
 
 PACKAGES = {
     "s3": "s3fs",
@@ -63,7 +64,7 @@ class RemoteFile:
         root = cache_dir() / "downloads"
         version = self.version or self._content_hash()
         key = xxhash.xxh3_128_hexdigest(f"{self.url}\n{version}\n{self._local_name}".encode())
-        return build_once(root / key, self._download) / self._local_name
+        return build_sealed(root / key, self._download) / self._local_name
 
     @property
     def _local_name(self) -> str:

@@ -119,7 +119,7 @@ def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics |
         return None
     try:
         return TypeAdapter(DataStatistics).validate_json(find(_file(recipe, cache)).read_bytes())
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.recipe import Recipe
-from toolkit.train.seal import fault, read_seal
+from toolkit.seal import fault, read_seal
 
 _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum"}
 """Of the optimizer, what its saved state holds."""

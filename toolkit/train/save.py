@@ -8,14 +8,19 @@ biases that balance experts; adapters as their masters. The engines' own checkpo
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from transformers.core_model_loading import revert_weight_conversion
 
 from toolkit.cache import share
+from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
+from toolkit.train.storage import flush
 
 
 def publish(
@@ -32,6 +37,9 @@ def publish(
     Args:
         start: See `adapters.part_of_base`.
         chosen: Other weights than the model has now, see `snapshots.take`; nothing on other processes than the first.
+
+    Raises:
+        UserError: If what is read back from the disk is not what was written.
     """
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     adapter = hasattr(model, "peft_config")
@@ -58,7 +66,40 @@ def publish(
             model.config.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)
         share(folder)
+        for file in folder.iterdir():
+            flush(file)
+        held = dict(model.state_dict()) if state is None else state
+        _compare(folder, held if adapter else revert_weight_conversion(model, held))
     trainer.accelerator.wait_for_everyone()
+
+
+def _compare(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Reads what was saved, tensor by tensor, and compares it with what was to be saved.
+
+    What is saved under another name than it has in memory, as PEFT does with modules that are trained whole, is only
+    read.
+    """
+    held = {name.replace(".default", ""): value for name, value in state.items()}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = list(tensors.keys())
+                other = [name for name in names if not _equal(tensors.get_tensor(name), held.get(name))]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file} cannot be read back: {first_line(error)}", _AGAIN) from error
+        if other:
+            raise UserError(f"{file} does not hold what was saved: {brief(', '.join(other), columns=200)}", _AGAIN)
+
+
+_AGAIN = "look at that disk, or set output.dir to another one; the same command saves the model anew"
+
+
+def _equal(read: torch.Tensor, held: torch.Tensor | None) -> bool:
+    """Bit by bit: a number that is none equals itself here."""
+    if held is None:
+        return True
+    one, other = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (read, held))
+    return read.dtype == held.dtype and torch.equal(one, other)
 
 
 def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, torch.Tensor] | None:

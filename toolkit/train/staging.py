@@ -23,9 +23,9 @@ from accelerate.utils import DistributedType, gather_object
 
 from toolkit.common import UserError, in_background, write_json
 from toolkit.recipe import Recipe
+from toolkit.seal import seal
 from toolkit.train.checkpoint import record, rotate
-from toolkit.train.seal import seal
-from toolkit.train.storage import unwritable
+from toolkit.train.storage import flush, unwritable
 
 _log = logging.getLogger("toolkit.train")
 MOST_FAILURES = 2
@@ -145,12 +145,12 @@ def _complete(folder: Path, step: int, values: Mapping[str, Any], limit: int | N
     _room(folder).unlink(missing_ok=True)
     write_json(note := written.with_suffix(".json"), values)
     for each in (*written.rglob("*"), written):
-        _flush(each)
+        flush(each)
     seal(written, values)
     # What is left of a damaged one.
     shutil.rmtree(place, ignore_errors=True)
     written.rename(place)
-    _flush(folder)
+    flush(folder)
     note.unlink()
     aside(folder).rmdir()
     rotate(folder, step, limit)
@@ -159,15 +159,6 @@ def _complete(folder: Path, step: int, values: Mapping[str, Any], limit: int | N
 def _room(folder: Path) -> Path:
     """A file whose place small ones take where the disk is full."""
     return aside(folder) / ".room"
-
-
-def _flush(place: Path) -> None:
-    """Has a file, or a folder's list of files, on the drive, not only in memory on the way to it."""
-    descriptor = os.open(place, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _attempt(

@@ -1,8 +1,9 @@
-"""What to say when the disk of a run cannot be written any more."""
+"""The disk of a run: what has been written is on it, and what to say when it cannot be written any more."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -62,3 +63,17 @@ def _chain(error: BaseException) -> list[BaseException]:
         errors.append(following)
         following = following.__cause__ or following.__context__
     return errors
+
+
+def flush(place: Path) -> None:
+    """Has a file, or a folder's list of files, on the drive, not only in memory on the way to it.
+
+    What reads the file next reads the drive, where the system can be told so.
+    """
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

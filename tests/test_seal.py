@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.train.seal import fault, read_seal, seal
+from toolkit.seal import build_sealed, fault, read_seal, seal
 
 VALUES = {"step": 3, "method": "full", "strategy": "zero2", "world_size": 2}
 FILES = ["model.safetensors", "rng_state_0.pth", "global_step3/optim_states.pt", "trainer_state.json"]
@@ -92,3 +92,20 @@ def test_a_record_that_is_not_as_it_was_written(saved: Path) -> None:
     assert read_seal(saved) == {}
     record.unlink()
     assert fault(saved) == "was cut off while saving"
+
+
+def test_a_folder_is_built_once_and_again_when_it_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    built: list[Path] = []
+
+    def build(folder: Path) -> None:
+        built.append(folder)
+        (folder / "rows").write_text("rows")
+
+    place = tmp_path / "made"
+    for _ in range(2):
+        assert build_sealed(place, build) == place
+    assert len(built) == 1 and not caplog.text
+    (place / "rows").write_text("crow")
+    build_sealed(place, build)
+    assert len(built) == 2 and (place / "rows").read_text() == "rows"
+    assert f"{place} is damaged: rows differs from what was saved, and is made again" in caplog.text

@@ -1,8 +1,8 @@
-"""Seals of checkpoints: what one consists of, by content, and who wrote it.
+"""Seals of folders, such as checkpoints and prepared data: what one consists of, by content, and who wrote it.
 
-The engines' files are never interpreted. When all processes have written theirs, the first one records every file's
-SHA-256. A checkpoint without this record was cut off while saving; with other files than it names, or another content,
-it is damaged, and nothing of it is read.
+The files themselves are never interpreted. When all are written, every file's SHA-256 is recorded beside them. A folder
+without this record was cut off while saving; with other files than it names, or another content, it is damaged, and
+nothing of it is read.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import share
+from toolkit.cache import build_once, share
 from toolkit.common import write_json
 
 _RECORD = "checkpoint.json"
@@ -23,8 +23,18 @@ _THREADS = 8
 """Files hashed at once; one thread takes 1 to 2 GB/s, the disk mostly less than all of them."""
 
 
+def build_sealed(path: Path, build: Callable[[Path], None]) -> Path:
+    """Returns `path` as `cache.build_once` does; one that is not as it was built is built again."""
+
+    def build_and_seal(folder: Path) -> None:
+        build(folder)
+        seal(folder, {})
+
+    return build_once(path, build_and_seal, fault)
+
+
 def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
-    """Records that a checkpoint is whole. To be called when every process has written its part.
+    """Records that a folder is whole. To be called when every process has written its part.
 
     Args:
         values: What to record beside the files: `step`, `method` and who wrote it.
