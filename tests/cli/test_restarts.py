@@ -25,7 +25,7 @@ from toolkit.cli.main import main
 TRAINING = """
 import json, os, pathlib, sys, time
 sys.path.insert(0, {root!r})
-from toolkit.train.seal import seal
+from toolkit.seal import seal
 number = len(pathlib.Path("started").read_text().splitlines()) if os.path.exists("started") else 0
 with open("started", "a") as started:
     print(os.environ["TOOLKIT_RESTARTS"], os.environ.get("CUDA_VISIBLE_DEVICES"), *sys.argv[1:], file=started)

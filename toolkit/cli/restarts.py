@@ -24,9 +24,9 @@ from toolkit.common import UserError, brief, printable
 from toolkit.planner.hardware import answering
 from toolkit.recipe import Loaded
 from toolkit.report.load import read_manifest, read_metrics
+from toolkit.seal import read_seal
 from toolkit.train.checkpoint import check_readable
 from toolkit.train.process import end_with_parent, take_terminal
-from toolkit.train.seal import read_seal
 
 _STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
