@@ -5,6 +5,7 @@ A fault is real: signals are sent, limits are set, files are removed. `NAME` is 
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -13,6 +14,63 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+from harness import write_recipe
+from ranks import Ranks
+from tiny import chat_rows, tiny_model
+
+from toolkit.seal import read_seal
+from toolkit.train import checkpoint
+
+RECIPE = """
+description: A training whose saves fail
+model: {path: llama}
+data: {sources: [chat.jsonl], eval_split: 0.1}
+precision: fp32
+schedule: {max_steps: 6}
+batch: {seq_len: 128, global_batch_size: 4, micro_batch_size: 2}
+evaluation: {num_prompts: 0}
+checkpoint: {save_steps: 2}
+"""
+ENGINES = {
+    "single": (1, []),
+    "ddp": (2, []),
+    "zero2": (2, ["strategy.name=zero2"]),
+    "zero3": (2, ["strategy.name=zero3"]),
+    "fsdp": (2, ["strategy.name=fsdp"]),
+    "fsdp_full": (2, ["strategy.name=fsdp", "strategy.state_dict_type=full"]),
+}
+FAST = ("single", "zero2")
+"""Engines whose faults `make test` tries."""
+
+
+def home(folder: Path) -> Path:
+    """A user's folder with a tiny model, rows, and the recipe `small`."""
+    tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(40)), encoding="utf-8")
+    write_recipe(folder, "small", RECIPE)
+    return folder
+
+
+def engines() -> list[object]:
+    """All engines, as a test's parameters."""
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES]
+
+
+def run(ranks: Ranks, home: Path, engine: str, name: str, faults: str = "", *own: str) -> tuple[Path, int, str]:
+    """A run to which `faults` happen: its folder, its exit code, and what it said."""
+    processes, settings = ENGINES[engine]
+    arguments = ["recipe=small", *settings, *own, f"output.name={name}"]
+    done = ranks.run(home, *arguments, processes=processes, entry="faults", FAULTS=faults, timeout=60)
+    return home / "runs" / name, done.returncode, done.stdout + " ".join(done.stderr.split())
+
+
+def saved(folder: Path) -> dict[int, str]:
+    """Steps of the checkpoints that are there, each with what its seal says of it."""
+    places = sorted((folder / "checkpoints").glob("checkpoint-*"))
+    assert all(checkpoint.newest(folder / "checkpoints")[0] for _ in places)
+    return {checkpoint.step_of(place): read_seal(place)["strategy"] for place in places}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,6 +131,30 @@ def _wait(session: Any, file: str) -> None:
         time.sleep(0.01)
 
 
+def _flip(session: Any, name: str) -> None:
+    """One bit in the middle of each file of this name that `torch.save` writes from now on."""
+    import torch
+
+    save = torch.save
+
+    def save_and_flip(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        save(content, file, *args, **kwargs)
+        if Path(file).name == name:
+            data = bytearray(Path(file).read_bytes())
+            data[len(data) // 2] ^= 1
+            Path(file).write_bytes(data)
+
+    torch.save = save_and_flip  # type: ignore[assignment]
+
+
 FAULTS: dict[str, Callable[..., None]] = {
-    **{"kill": _kill, "signal": _signal, "limit": _limit_files, "delete": _delete, "hang": _hang, "wait": _wait}
+    **{
+        "kill": _kill,
+        "signal": _signal,
+        "limit": _limit_files,
+        "delete": _delete,
+        "hang": _hang,
+        "wait": _wait,
+        "flip": _flip,
+    }
 }

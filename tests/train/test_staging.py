@@ -6,61 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
+import faults
 import pytest
-from harness import losses, metrics, write_recipe
+from faults import engines, run, saved
+from harness import losses, metrics
 from ranks import Ranks
-from tiny import chat_rows, tiny_model
 
 from toolkit.seal import read_seal
-from toolkit.train import checkpoint
 from toolkit.train.staging import aside
-
-RECIPE = """
-description: A training whose saves fail
-model: {path: llama}
-data: {sources: [chat.jsonl], eval_split: 0.1}
-precision: fp32
-schedule: {max_steps: 6}
-batch: {seq_len: 128, global_batch_size: 4, micro_batch_size: 2}
-evaluation: {num_prompts: 0}
-checkpoint: {save_steps: 2}
-"""
-ENGINES = {
-    "single": (1, []),
-    "ddp": (2, []),
-    "zero2": (2, ["strategy.name=zero2"]),
-    "zero3": (2, ["strategy.name=zero3"]),
-    "fsdp": (2, ["strategy.name=fsdp"]),
-    "fsdp_full": (2, ["strategy.name=fsdp", "strategy.state_dict_type=full"]),
-}
-FAST = ("single", "zero2")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(40)), encoding="utf-8")
-    write_recipe(folder, "small", RECIPE)
-    return folder
-
-
-def engines() -> list[object]:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES]
-
-
-def run(ranks: Ranks, home: Path, engine: str, name: str, faults: str = "") -> tuple[Path, int, str]:
-    processes, settings = ENGINES[engine]
-    arguments = ["recipe=small", *settings, f"output.name={name}"]
-    done = ranks.run(home, *arguments, processes=processes, entry="faults", FAULTS=faults, timeout=60)
-    return home / "runs" / name, done.returncode, done.stdout + " ".join(done.stderr.split())
-
-
-def saved(folder: Path) -> dict[int, str]:
-    """Steps of the checkpoints that are there, each with what its seal says of it."""
-    places = sorted((folder / "checkpoints").glob("checkpoint-*"))
-    assert all(checkpoint.newest(folder / "checkpoints")[0] for _ in places)
-    return {checkpoint.step_of(place): read_seal(place)["strategy"] for place in places}
+    return faults.home(tmp_path_factory.mktemp("home"))
 
 
 @pytest.mark.parametrize("engine", engines())

@@ -189,6 +189,10 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 
+REHEARSED_FROM = 20
+"""Steps until the first save, or the end, from which on a run saves once before: fewer are soon lost."""
+
+
 @dataclass(frozen=True)
 class Length:
     """How long a run is, in optimizer steps."""
@@ -197,6 +201,13 @@ class Length:
     steps_per_epoch: float | None
     warmup_steps: int
     save_steps: int | None
+    rehearse: bool = False
+
+    def rehearses(self, step: int = 0) -> bool:
+        """Whether a start at this step saves after the next one, for want of a save that comes soon."""
+        left = self.total_steps - step
+        following = self.save_steps - step % self.save_steps if self.save_steps else left
+        return self.rehearse and min(left, following) >= REHEARSED_FROM
 
     @property
     def epochs(self) -> float | None:
@@ -219,4 +230,4 @@ def run_length(recipe: Recipe, num_rows: int | None, layout: BatchLayout) -> Len
     save = recipe.checkpoint.save_steps
     if recipe.checkpoint.save_epochs and per_epoch:
         save = max(1, math.ceil(recipe.checkpoint.save_epochs * per_epoch))
-    return Length(total, per_epoch, warmup, save)
+    return Length(total, per_epoch, warmup, save, recipe.checkpoint.rehearse)

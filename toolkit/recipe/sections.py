@@ -292,6 +292,9 @@ class Checkpoint(Section):
     average_last: Annotated[int, Field(ge=2)] | None = None
     """Publish the mean of the weights at the last so many checkpoints, the last step counting as one (stochastic weight
     averaging, Izmailov et al. 2018). Of adapters the mean of each matrix is taken, not of their products."""
+    rehearse: bool = True
+    """Save after the first step, and read that checkpoint back, if the first save would come 20 steps later or more: a
+    save that cannot work ends the run in its first minute."""
     resume: Place = "auto"
     """`auto` continues this recipe's run where it stopped, `never` starts a new run folder, and the path of a
     checkpoint continues from that one."""

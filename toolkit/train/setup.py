@@ -51,6 +51,7 @@ from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.finite import Finite
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.profiler import Profiler
+from toolkit.train.rehearsal import Rehearsal
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
@@ -389,6 +390,6 @@ class Callbacks:
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
         choosing = (self.selection, EarlyStopping(session))
         watching = (self.meter, finite, *choosing, self.evaluator, self.stop, profiler, start_up)
-        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
+        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), Rehearsal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

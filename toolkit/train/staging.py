@@ -43,13 +43,16 @@ class Saves:
     Args:
         folder: Of the checkpoints.
         world_size: Processes of the run.
+
+    Attributes:
+        failure: Why the newest checkpoint could not be written, on all processes.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, world_size: int) -> None:
         self.folder, self._recipe, self._world_size = folder, recipe, world_size
         self._behind: Future[None] | None = None
-        self._failures = 0
-        self._failure: UserError | None = None
+        self.failures = 0
+        self.failure: UserError | None = None
 
     def write(self, accelerator: Any, step: int, write: Callable[[], None]) -> None:
         """Has a checkpoint written aside. All processes must call this.
@@ -62,11 +65,11 @@ class Saves:
         Raises:
             UserError: On all processes, if it is the second such save in a row.
         """
-        leads, written = accelerator.is_main_process, self._failure is None
+        leads, written = accelerator.is_main_process, self.failure is None
         # Before new files take the room of those that are still on their way.
         if not self._agree(accelerator, [self.settled()] if leads else []) and written:
-            self._failures = 0
-        self._failure = None
+            self.failures = 0
+        self.failure = None
         if not self._agree(accelerator, _attempt(self.folder.parent, self._clear) if leads else []):
             # DeepSpeed has processes wait for those that raise.
             raises = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -79,7 +82,7 @@ class Saves:
 
     def complete(self, accelerator: Any, step: int) -> None:
         """Has what was written last made to count, behind the steps that follow. All processes must call this."""
-        if self._failure:
+        if self.failure:
             return
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -104,7 +107,7 @@ class Saves:
         Raises:
             UserError: If it is needed and failed.
         """
-        if (reason := self.settled() or self._failure) and needed:
+        if (reason := self.settled() or self.failure) and needed:
             raise reason
         if reason:
             _log.warning("the last checkpoint could not be saved: %s", reason.what)
@@ -114,14 +117,14 @@ class Saves:
         told = gather_object([(reason.whole, reason.change) for reason in reasons if reason])
         if not told:
             return False
-        self._failure = UserError(*told[0])
-        self._failures += 1
-        if self._failures == MOST_FAILURES:
-            raise self._failure
+        self.failure = UserError(*told[0])
+        self.failures += 1
+        if self.failures == MOST_FAILURES:
+            raise self.failure
         if accelerator.is_main_process:
             _log.warning(
                 "%s; this checkpoint is not saved, training goes on, and the next failure ends it: %s",
-                *(self._failure.what, self._failure.change),
+                *(self.failure.what, self.failure.change),
             )
         return True
 

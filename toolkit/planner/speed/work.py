@@ -241,5 +241,5 @@ def _total(
         trained = counted.trained_tokens / counted.tokens
         load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
-    saves = math.ceil(steps / length.save_steps) if length.save_steps else 0
+    saves = (math.ceil(steps / length.save_steps) if length.save_steps else 0) + length.rehearses()
     return Range(**{end: compiling[end] + seconds[end] + saves * step.save_seconds(size) for end, step in ends.items()})
