@@ -175,6 +175,10 @@ class Work(Figures):
     """Seconds of one optimizer step."""
     compile_seconds: float = 0.0
     """Seconds that compiling the layers takes, once; 0 where they run as they are."""
+    saves: int = 0
+    """Checkpoints in all steps."""
+    save_seconds: float = 0.0
+    """Seconds for which training waits for each: until it is written, not until it is on the drive."""
     total_seconds: Range | None
     """Seconds of all steps, evaluations and checkpoints, and of compiling; None where the steps are not known."""
     tokens_per_second: float

@@ -75,6 +75,7 @@ class Measured(Partial):
     """What really came, in the units of the plan: bytes, seconds, kilowatt-hours."""
 
     step_seconds: float | None = None
+    save_seconds: float | None = None
     total_seconds: float | None = None
     tokens: float | None = None
     host: int | None = None

@@ -167,6 +167,8 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         tokens = f", {compact(work.tokens)} tokens ({work.tokens_from})" if work.tokens is not None else ""
         rows.append(("the run", f"{work.steps:,} steps{tokens}"))
         rows.append(("time", _range_text(work.total_seconds, duration)))
+        if work.saves:
+            rows.append(("checkpoints", f"{work.saves}, training waits {seconds_text(work.save_seconds)} for each"))
     if work.pflop_days is not None and work.gpu_hours is not None:
         hours = f"{number_text(work.gpu_hours)} {hours_name(plan)}"
         if work.cost is not None and work.gpu_hours:

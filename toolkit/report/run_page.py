@@ -235,6 +235,7 @@ def _planned(plan: Plan, measured: Measured) -> dict[str, Any] | None:
         ("memory reserved", memory.reserved.value, memory.reserved, "reserved", bytes_text),
         ("host RAM", plan.host.peak, host, "host", bytes_text),
         ("time of a step", work.step_seconds.value, work.step_seconds, "step_seconds", plan_view.seconds_text),
+        ("wait for a checkpoint", work.save_seconds, None, "save_seconds", plan_view.seconds_text),
         ("time in all", whole.value if whole else None, whole, "total_seconds", duration),
         ("tokens", work.tokens, None, "tokens", compact),
         ("energy", work.energy_kwh, None, "energy_kwh", plan_view.energy_text),

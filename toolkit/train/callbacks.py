@@ -337,7 +337,7 @@ class TimeLeft:
     planned_step_seconds: float | None = None
     evaluation_steps: int | None = None
     save_steps: int | None = None
-    _pauses: dict[str, float] = field(default_factory=dict)
+    pauses: dict[str, float] = field(default_factory=dict)
     _warm_up: float | None = None
     # Of the newest steps only, so that the estimate follows a machine that becomes slower.
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST_STEPS))
@@ -354,7 +354,7 @@ class TimeLeft:
 
     def pause(self, what: Literal["evaluation", "save"], seconds: float) -> None:
         """Notes how long the newest evaluation or checkpoint took."""
-        self._pauses[what] = seconds
+        self.pauses[what] = seconds
 
     @property
     def measured(self) -> float | None:
@@ -372,6 +372,6 @@ class TimeLeft:
             return None
         seconds = (self.total_steps - step) * self.step_seconds
         for what, every in (("evaluation", self.evaluation_steps), ("save", self.save_steps)):
-            if every and what in self._pauses:
-                seconds += (self.total_steps // every - step // every) * self._pauses[what]
+            if every and what in self.pauses:
+                seconds += (self.total_steps // every - step // every) * self.pauses[what]
         return seconds

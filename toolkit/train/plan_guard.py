@@ -111,11 +111,8 @@ def nvme_bytes(loaded: Loaded, world: World, source: ModelSource) -> int:
         return 0
 
 
-def measured(
-    plan: Plan | None, step_seconds: float | None, total_seconds: float, tokens: int, energy_kwh: float | None
-) -> Measured:
-    """What really came, for the run's manifest, in the units of the plan: bytes, seconds, kilowatt-hours."""
-    figures = Measured(step_seconds=step_seconds, total_seconds=total_seconds, tokens=tokens, energy_kwh=energy_kwh)
+def measured(plan: Plan | None, figures: Measured) -> Measured:
+    """What really came, for the run's manifest: figures, and memory beside them."""
     if plan and plan.devices == 1:
         # The plan's figure is that of a whole node.
         figures.host = peak_host_bytes()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import pickletools
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,14 @@ from toolkit.train.session import Session
 
 
 class Rehearsal(TrainerCallback):
-    """Saves after the first step that is taken, and reads what was saved. To come after what completes checkpoints."""
+    """Saves after the first step that is taken, and reads what was saved. To come after what completes checkpoints.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        pause: Told the seconds that reading takes, which no step does.
+    """
+
+    def __init__(self, session: Session, pause: Callable[[float], None]) -> None:
+        self._session, self._pause = session, pause
         self._step = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -39,6 +45,7 @@ class Rehearsal(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != self._step:
             return
+        started = time.monotonic()
         session, saves = self._session, self._session.trainer.saves
         place = saves.folder / f"checkpoint-{self._step}"
         unwritten = saves.settled() or saves.failure
@@ -51,6 +58,7 @@ class Rehearsal(TrainerCallback):
                 f"the first checkpoint, {place}, {reason}",
                 "look at that disk, or set output.dir to another one; checkpoint.rehearse=false leaves this trial out",
             )
+        self._pause(time.monotonic() - started)
 
 
 def _fault(place: Path, rank: int, world_size: int) -> str:

@@ -386,10 +386,11 @@ class Callbacks:
         settings, pause = session.recipe.checkpoint, self.meter.pause if self.meter else lambda seconds: None
         self.selection = Selection(session, pause) if settings.keep_best or settings.average_last else None
         profiler = Profiler(session, self.meter.pause) if self.meter and session.recipe.logging.profile else None
+        rehearsal = Rehearsal(session, pause)
         # What is not finite is noted before it ends the run.
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
         choosing = (self.selection, EarlyStopping(session))
         watching = (self.meter, finite, *choosing, self.evaluator, self.stop, profiler, start_up)
-        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), Rehearsal(session), *watching):
+        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching, rehearsal):
             if each is not None:
                 session.trainer.add_callback(each)

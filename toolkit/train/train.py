@@ -30,6 +30,7 @@ from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card
+from toolkit.report.load import Measured
 from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after
@@ -201,8 +202,14 @@ def finish(session: Session, callbacks: Callbacks) -> None:
         _log.warning("the model's files could not be hashed: %s", first_line(error))
     seconds = round(meter.seconds(), 1)
     plan = session.guard.plan if session.guard else None
-    tokens = meter.last.get("tokens", 0)
-    figures = measured(plan, meter.time_left.measured, seconds, tokens, meter.energy.kwh)
+    figures = Measured(
+        step_seconds=meter.time_left.measured,
+        save_seconds=meter.time_left.pauses.get("save"),
+        total_seconds=seconds,
+        tokens=meter.last.get("tokens", 0),
+        energy_kwh=meter.energy.kwh,
+    )
+    figures = measured(plan, figures)
     folder.update_manifest(finished=now(), train_seconds=seconds, peak_memory_bytes=peak_host_bytes(), measured=figures)
     write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
     report = write_report(folder.path)

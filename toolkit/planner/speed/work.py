@@ -100,6 +100,8 @@ def work(
         offload_seconds=ends["value"].offload,
         step_seconds=step,
         compile_seconds=compiling["value"],
+        saves=_saves(length) if length else 0,
+        save_seconds=ends["value"].save_seconds(checkpoint_bytes),
         total_seconds=total,
         tokens_per_second=tokens / step.value,
         mfu=useful * ranks / (step.value * peak * hardware.devices),
@@ -241,5 +243,9 @@ def _total(
         trained = counted.trained_tokens / counted.tokens
         load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
-    saves = (math.ceil(steps / length.save_steps) if length.save_steps else 0) + length.rehearses()
+    saves = _saves(length)
     return Range(**{end: compiling[end] + seconds[end] + saves * step.save_seconds(size) for end, step in ends.items()})
+
+
+def _saves(length: Length) -> int:
+    return (math.ceil(length.total_steps / length.save_steps) if length.save_steps else 0) + length.rehearses()
