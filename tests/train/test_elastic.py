@@ -15,8 +15,8 @@ from harness import metrics, write_recipe
 from matrix import ENGINES, Difference, Result
 from ranks import ON_CPU, Ranks
 from tiny import chat_rows, tiny_model
-from toolkit.train.seal import read_seal, seal
 
+from toolkit.seal import read_seal, seal
 from toolkit.train.saved_state import equal_parts
 
 RECIPE = """
