@@ -227,9 +227,9 @@ def steps_done(run: Path) -> int:
 
 
 def assert_continues(place: Path, run: Path) -> None:
-    """The run was interrupted with one checkpoint, and training goes on from it with the next step."""
+    """The run was interrupted with a checkpoint, and training goes on from it with the next step."""
     assert status(run) == "interrupted"
-    (checkpoint,) = (run / "checkpoints").iterdir()
+    checkpoint = max((run / "checkpoints").glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
     step = int(checkpoint.name.split("-")[1])
     resumed = [*ENDLESS, f"schedule.max_steps={step + 2}", "output.name=other", f"checkpoint.resume={checkpoint}"]
     assert main(resumed) == 0
