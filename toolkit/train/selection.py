@@ -22,10 +22,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from toolkit.report.load import Published
+from toolkit.seal import fault
 from toolkit.train import snapshots
-from toolkit.train.run_folder import unwritable
-from toolkit.train.seal import fault
 from toolkit.train.session import Session
+from toolkit.train.storage import unwritable
 
 _log = logging.getLogger("toolkit.train")
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
+from toolkit.seal import seal
 from toolkit.train.save import gathered
-from toolkit.train.seal import seal
 
 
 def take(trainer: Any, dtypes: Dtypes) -> dict[str, torch.Tensor]:
