@@ -563,7 +563,7 @@ def test_launcher_does_not_leave_cores_idle(place: Path) -> None:
 
 
 def test_trained_model_survives_ctrl_c_in_the_last_evaluation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Evaluator, step: int) -> None:
+    def interrupted(self: Evaluator, *of_model: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Evaluator, "finish", interrupted)

@@ -65,6 +65,9 @@ def connect(world: World) -> Iterator[Rendezvous]:
         rendezvous.introduce()
         yield rendezvous
     except Exception as error:
+        while rendezvous.ends:
+            # Its thread has said why and is about to end this process; what was interrupted by that says less.
+            time.sleep(_BEAT_SECONDS)
         if rendezvous.group_deadline is not None and lost_connection(error):
             rendezvous.tell(shared := rendezvous.group_error(first_line(error)))
             raise shared from error
@@ -88,6 +91,7 @@ class Rendezvous:
         self.world = world
         # By when the process group must have started; None while nobody starts it.
         self.group_deadline: float | None = None
+        self.ends = False
         self._labels: dict[int, str] = {}
         self._silent: list[int] = []
         self._closed = threading.Event()
@@ -309,6 +313,7 @@ class Rendezvous:
     def _exit(self, error: UserError) -> None:
         """Ends a process whose main thread hangs where nothing can interrupt it."""
         if not self._closed.is_set():
+            self.ends = True
             rank = self.world.rank
             print(f"error on process {rank}: {error.what}" if rank else f"error: {error}", file=sys.stderr, flush=True)
             self.tell(error)
