@@ -143,7 +143,7 @@ def test_training_stops_when_nothing_improves_any_more(ranks: Ranks, home: Path)
 
 def check_mean(ranks: Ranks, home: Path, engine: str, method: str) -> None:
     name, settings = f"{engine}-{method}", [*SETTINGS[method], "max_steps=4"]
-    averaged = run(ranks, home, f"{name}-mean", MEAN, *settings, engine=engine)
+    averaged = run(ranks, home, f"{name}-mean-of-4", MEAN, *settings, engine=engine)
     parts = [run(ranks, home, f"{name}-{end}", *settings, f"max_steps={end}", engine=engine) for end in (2, 4)]
     assert losses(averaged) == losses(parts[1]), "keeping models changes nothing of the training"
     found, (first, second) = final(averaged), map(final, parts)
