@@ -236,3 +236,12 @@ def test_garbage_for_a_gguf_file_is_one_clear_error(content: bytes, place: Path,
     (tmp_path / "hostile.gguf").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.path"):
         ModelSource.open(recipe(f"model.path={tmp_path / 'hostile.gguf'}"))
+
+
+def test_weights_that_are_pickles_are_not_read(place: Path) -> None:
+    folder = place / "pickled"
+    shutil.copytree(place / "llama", folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        set_up("model.path=pickled", "model.tokenizer=llama")

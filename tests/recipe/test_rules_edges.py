@@ -31,7 +31,12 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("tokenizer-no-folder", "", ["model.tokenizer=nope/", "model.tokenizer=../t"], ["", "model.tokenizer=a/b"]),
     ("model-other-file", "", [f"model.path={__file__}"], ["model.path=a/b", "model.path=.", "model.path=a.gguf"]),
     ("revision-local", "model.revision=main ", LOCAL, ["model.path=a/b"]),
-    ("remote-code-unpinned", "model.trust_remote_code=true ", [""], ["model.revision=abc", *LOCAL]),
+    (
+        "remote-code-unpinned",
+        "model.trust_remote_code=true ",
+        ["", "model.revision=main"],
+        ["model.revision=" + "0a" * 20, *LOCAL],
+    ),
     ("gguf-twice", "model.gguf_file=b.gguf ", ["model.path=a.gguf"], ["model.path=a/b"]),
     ("attention-fp32", FP32, VARLEN[1:], [*MASKED, VARLEN[0]]),
     ("attention-fp32", VARLEN[1], [FP32], each(" precision", "fp16 bf16 pure_bf16")),

@@ -41,7 +41,7 @@ CASES = [
     ("chat-template-file", ["model.chat_template=nope.jinja"], ["model.chat_template=chatml"]),
     ("chat-template-file", ["model.chat_template=nope"], ["model.chat_template=own.jinja"]),
     ("revision-local", ["model.revision=main"], ["model.revision=null"]),
-    ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.revision=0123abc"]),
+    ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], [f"model.revision={'0123abcd' * 5}"]),
     ("remote-code-unpinned", ["model=a/b", "model.trust_remote_code=true"], ["model.trust_remote_code=false"]),
     ("attention-fp32", ["model.attention=flash_attention_2", "precision=fp32"], ["model.attention=sdpa"]),
     ("attention-fp32", ["model.attention=flash_attention_2", "precision=fp32"], ["precision=bf16"]),

@@ -54,6 +54,8 @@ def environment(recipe: Recipe, world: World, current: Mapping[str, str]) -> dic
         # CUDA_VISIBLE_DEVICES would mean another.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        # Of a repository without safetensors, Transformers would take what a bot has made of its pickles.
+        "DISABLE_SAFETENSORS_CONVERSION": "1",
         # A peer that ends is reported by us; torch's C++ side adds pages of its own stack.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # On a CPU every new sequence length adds compiled kernels for every layer; oneDNN's default of 1,024 let the

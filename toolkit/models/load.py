@@ -70,6 +70,9 @@ class ModelSource:
         """
         hub.ask_for(recipe.model.path, recipe.model.tokenizer)
         location = _locate(recipe)
+        if recipe.model.trust_remote_code:
+            at = f" at commit {recipe.model.revision}" if recipe.model.revision else ""
+            _log.info("model.trust_remote_code: runs the Python code of %s%s", recipe.model.path, at)
         config, auto = _from_pretrained(AutoConfig, recipe, location), auto_class(recipe.objective)
         if type(config) not in auto._model_mapping and auto.__name__ not in getattr(config, "auto_map", {}):
             known = "an encoder-decoder" if recipe.objective == "seq2seq" else "a causal language model"
@@ -100,7 +103,9 @@ class ModelSource:
         """
         model, arguments = self.recipe.model, {**self.location, "config": self.config}
         if other := saved or model.tokenizer:
-            arguments = {"pretrained_model_name_or_path": str(other), "trust_remote_code": model.trust_remote_code}
+            # Of another repository no commit is named whose code could have been read.
+            trusted = model.trust_remote_code and Path(other).is_dir()
+            arguments = {"pretrained_model_name_or_path": str(other), "trust_remote_code": trusted}
         tokenizer = _from_pretrained(AutoTokenizer, self.recipe, arguments)
         if model.chat_template and not saved:
             tokenizer.chat_template = load_chat_template(model.chat_template)
@@ -133,7 +138,7 @@ class ModelSource:
         assert opened, "what was opened is there"
         if gguf:
             return [opened]
-        return [file for pattern in ("*.safetensors", "*.bin", "config.json") for file in opened.parent.glob(pattern)]
+        return [file for pattern in ("*.safetensors", "config.json") for file in opened.parent.glob(pattern)]
 
     def load(self, dtypes: Dtypes, backend: str) -> PreTrainedModel:
         """The weights, stored as the recipe says.
@@ -171,7 +176,7 @@ class ModelSource:
             arguments["dtype"] = getattr(torch, dtypes.compute)
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
             arguments["device_map"] = {"": device.current()}
-        arguments |= {**self.location, "config": self.config}
+        arguments |= {**self.location, **_only_safetensors(self.location), "config": self.config}
         model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
         keep_unpacked(model)
         if self.vocab_size != self._saved_vocab_size:
@@ -194,7 +199,7 @@ class ModelSource:
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "config": self.config}
         if "gguf_file" in self.location:
             arguments["quantization_config"] = GgufConfig(dequantize=True)
-        arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder)}
+        arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(self.location)}
         model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, {**self.location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
@@ -252,6 +257,11 @@ def _locate(recipe: Recipe) -> dict[str, Any]:
     if gguf:
         arguments["gguf_file"] = gguf
     return arguments
+
+
+def _only_safetensors(location: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for weights: those of old models are pickles, which may run code when they are read."""
+    return {} if "gguf_file" in location else {"use_safetensors": True}
 
 
 def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:

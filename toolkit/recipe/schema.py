@@ -80,7 +80,8 @@ class Model(Section):
     attention: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
     """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one."""
     trust_remote_code: bool = False
-    """Whether Python code from the model's repository may run."""
+    """Whether Python code from the model's repository may run; of one on the hub only at the full commit in
+    `revision`."""
 
 
 class Source(Section):

@@ -131,9 +131,11 @@ INPUT_RULES = {
     ),
     "remote-code-unpinned": Rule(
         "model.trust_remote_code",
-        lambda r, _: r.model.trust_remote_code and r.model.revision is None and not _is_local(r),
+        lambda r, _: (
+            r.model.trust_remote_code and not _is_local(r) and not re.fullmatch("[0-9a-f]{40}", r.model.revision or "")
+        ),
         "code of the model's repository would run in whatever version it has that day",
-        "set model.revision to the commit whose code was read, or trust_remote_code to false",
+        "set model.revision to the full commit (40 digits) whose code was read, or trust_remote_code to false",
     ),
     "attention-fp32": Rule(
         "model.attention",
