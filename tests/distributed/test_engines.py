@@ -360,6 +360,7 @@ def test_training_arguments_where_the_recipe_says_nothing() -> None:
         "disable_tqdm": True,
         "push_to_hub": False,
         "log_level": "error",
+        "ddp_timeout": 86_400,
     }
 
 

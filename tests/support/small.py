@@ -134,7 +134,7 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     folder = claim(loaded, 1)
     (folder.path / "recipe.yaml").write_text(loaded.to_yaml(), encoding="utf-8")
     rendezvous = Rendezvous(World())
-    watchdog = Watchdog(rendezvous, folder)
+    watchdog = Watchdog(rendezvous, loaded.recipe, folder)
     session = setup.set_up(loaded, rendezvous, source, folder, None, Progress(), StartUp(), watchdog)
     return session, setup.Callbacks(session)
 

@@ -17,7 +17,6 @@ ELSEWHERE = {
     "train/setup": "train/test_main",
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
-    "train/watchdog": "train/test_peers",
     # Steps of one piece of work, which is tested as a whole.
     "recipe/faults": "recipe/test_rules",
     "train/bad_batches": "train/test_batch_guard",

@@ -255,6 +255,9 @@ def training_arguments(
         "push_to_hub": False,
         "log_level": "error",
     }
+    if recipe.faults.hang_minutes:
+        # The watchdog knows what a process waits for, and ends what hangs.
+        arguments["ddp_timeout"] = 86_400
     if workers:
         # The loop asks for all micro-batches of a step at once.
         arguments["dataloader_prefetch_factor"] = max(2, math.ceil(layout.gradient_accumulation_steps / workers))

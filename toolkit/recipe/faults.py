@@ -11,7 +11,11 @@ from toolkit.recipe.sections import PositiveInt
 
 
 class Faults(Section):
-    """What batches lead to whose numbers are wrong. May be changed when a run goes on after one."""
+    """What hangs, and batches whose numbers are wrong, lead to. May be changed when a run goes on after one."""
+
+    hang_minutes: Annotated[float, Field(gt=0)] | None = 30.0
+    """The run ends, and names the process that holds it up, when none of its processes has got on for so long: none has
+    taken a micro-batch, evaluated one, or read or written 64 KB in a second. `null` waits for ever."""
 
     on_nan: Literal["stop", "skip"] = "stop"
     """A loss or gradients that are not finite end the run (`stop`), or the update of their batch is left out and the

@@ -21,6 +21,7 @@ from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
 from toolkit.train.session import Session
+from toolkit.train.watchdog import beat
 
 
 def evaluate(session: Session) -> dict[str, float]:
@@ -56,6 +57,7 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     with evaluating(model), torch.no_grad():
         for turn in range(rounds):
+            beat("evaluating")
             index = turn * world + rank
             rows = batches[min(index, len(batches) - 1)]
             inputs = send_to_device(trainer.data_collator([dataset[row] for row in rows]), accelerator.device)

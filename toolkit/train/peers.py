@@ -39,18 +39,21 @@ class PeerError(SharedError):
 
     Args:
         speaks: Whether this process says it in full, as the lowest of those that are left.
+        hangs: Whether nothing moves, so that there is no use in waiting for the training itself.
     """
 
-    def __init__(self, what: str, change: str, exit_code: int, speaks: bool) -> None:
+    def __init__(
+        self, what: str, change: str, speaks: bool, hangs: bool = False, exit_code: int = os.EX_TEMPFAIL
+    ) -> None:
         super().__init__(what, change, exit_code)
-        self.speaks = speaks
+        self.speaks, self.hangs = speaks, hangs
 
 
 class Peers:
     """What one process knows of the others. All must be there when it is made."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self._name, self.world = rendezvous.name, rendezvous.world
+        self.name, self.world = rendezvous.name, rendezvous.world
         own = [_place(), os.getpid()]
         everyone = dict(rendezvous.exchange("processes", own, lambda values: list(values.items())))
         self.pids = {rank: pid for rank, (place, pid) in everyone.items() if place == own[0] and pid != own[1]}
@@ -87,10 +90,8 @@ class Peers:
             # With the store's own process, or its launcher. A process is there a moment longer than its connections.
             time.sleep(0.5)
             dead = self._dead()
-            where = self._who(dead) if dead else f"{self._name(0)}, or its launcher,"
-            return self._error(
-                dead or [0], f"{where} ended without a word: killed, or crashed", _KILLED, os.EX_TEMPFAIL
-            )
+            where = self._who(dead) if dead else f"{self.name(0)}, or its launcher,"
+            return self._error(dead or [0], f"{where} ended without a word: killed, or crashed", _KILLED)
 
     def reason(self, seconds: float) -> PeerError | None:
         """What `look` finds within some seconds."""
@@ -103,9 +104,11 @@ class Peers:
                 return None
             time.sleep(0.1)
 
-    def end(self, gone: Iterable[int], what: str, change: str, exit_code: int = os.EX_TEMPFAIL) -> PeerError:
+    def end(
+        self, gone: Iterable[int], what: str, change: str, hangs: bool = False, exit_code: int = os.EX_TEMPFAIL
+    ) -> PeerError:
         """Tells all why the run ends, and which processes cannot hear it; returns what was told first."""
-        message = json.dumps([sorted(gone), what, change, exit_code])
+        message = json.dumps([sorted(gone), what, change, hangs, exit_code])
         return self._error(*json.loads(self.ask(lambda store: store.compare_set("end", "", message))))
 
     def failed(self, error: BaseException) -> None:
@@ -116,14 +119,37 @@ class Peers:
         """
         rank, size = self.world.rank, self.world.world_size
         what = error.what if isinstance(error, UserError) else in_a_line(error)
-        what = what if isinstance(error, SharedError) else f"{self._name(rank)}: {what}"
+        what = what if isinstance(error, SharedError) else f"{self.name(rank)}: {what}"
         change = error.change if isinstance(error, UserError) else f"its own message tells more; {GO_ON}"
         with contextlib.suppress(DistError, TimeoutError):
             if not isinstance(error, PeerError):
-                self.end([], what, change, error.exit_code if isinstance(error, UserError) else os.EX_TEMPFAIL)
+                self.end(
+                    [], what, change, exit_code=error.exit_code if isinstance(error, UserError) else os.EX_TEMPFAIL
+                )
             until = time.monotonic() + _HEAR_SECONDS
             while self.ask(lambda store: store.add("heard", 0)) < size - len(self.gone) and time.monotonic() < until:
                 time.sleep(0.05)
+
+    def silent(self, what: str, change: str) -> PeerError:
+        """What to say where the process beside which the store is does not answer, and nothing can be told to any."""
+        gone = [0] if self.world.rank else []
+        return self._error(gone, f"{what}{self.name(0)}, or its launcher, does not answer", change, hangs=True)
+
+    def publish(self, state: dict[str, Any]) -> None:
+        """Shows the others how this process gets on."""
+        self.ask(lambda store: store.set(f"at/{self.world.rank}", json.dumps(state)))
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """What all have published last."""
+        ranks = range(self.world.world_size)
+        found = self.ask(lambda store: {rank: _read(store, f"at/{rank}") for rank in ranks})
+        return {rank: state for rank, state in found.items() if state}
+
+    def kill_gone(self) -> None:
+        """Ends those on this machine that do not answer, so that they give back what they hold."""
+        for rank in self.gone & self._neighbours.keys():
+            with contextlib.suppress(psutil.Error):
+                self._neighbours[rank].kill()
 
     def leave(self) -> None:
         """Says that this process needs the others no more."""
@@ -147,16 +173,18 @@ class Peers:
         return [rank for rank, process in self._neighbours.items() if not _lives(process)]
 
     def _who(self, ranks: list[int]) -> str:
-        return ", ".join(f"{self._name(rank)} (pid {self.pids[rank]})" for rank in ranks)
+        return ", ".join(f"{self.name(rank)} (pid {self.pids[rank]})" for rank in ranks)
 
-    def _error(self, gone: list[int], what: str, change: str, exit_code: int) -> PeerError:
+    def _error(
+        self, gone: list[int], what: str, change: str, hangs: bool = False, exit_code: int = os.EX_TEMPFAIL
+    ) -> PeerError:
         self.gone |= {*gone}
         if not self._heard:
             self._heard = True
             with contextlib.suppress(DistError, TimeoutError):
                 self.ask(lambda store: store.add("heard", 1))
         speaks = self.world.rank == min({*range(self.world.world_size)} - self.gone, default=0)
-        return PeerError(what, change, exit_code, speaks)
+        return PeerError(what, change, speaks, hangs, exit_code)
 
 
 def _read(store: Store, key: str) -> Any:

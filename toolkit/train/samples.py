@@ -13,6 +13,7 @@ from toolkit.common import set_aside, write_json
 from toolkit.data.rows import Sample
 from toolkit.train.evaluate import as_prompt, session_answers
 from toolkit.train.session import Session
+from toolkit.train.watchdog import beat
 
 _log = logging.getLogger("toolkit.train")
 
@@ -60,6 +61,7 @@ class Samples(TrainerCallback):
         session = self._session
         if not self.rows or not (session.leads or self._together):
             return
+        beat("answering the prompts", together=self._together)
         answers = session_answers(session, [row.input_ids for row in self.rows])
         for row, text in zip(self.rows, answers, strict=True):
             setattr(row, when, text)

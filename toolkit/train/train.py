@@ -48,7 +48,7 @@ from toolkit.train.snapshots import put
 from toolkit.train.startup import StartUp
 from toolkit.train.storage import unwritable
 from toolkit.train.unpickling import only_data
-from toolkit.train.watchdog import Watchdog, watching
+from toolkit.train.watchdog import Watchdog, beat, watching
 
 _log = logging.getLogger("toolkit.train")
 
@@ -82,7 +82,10 @@ def train(loaded: Loaded, force: bool = False) -> None:
             return
         for checkpoint, reason in folder.passed_over.items():
             _log.warning("%s %s, and is passed over", checkpoint, reason)
-        with folder.held() if first else contextlib.nullcontext(), watching(rendezvous, folder) as watchdog:
+        with (
+            folder.held() if first else contextlib.nullcontext(),
+            watching(rendezvous, loaded.recipe, folder) as watchdog,
+        ):
             _train(loaded, rendezvous, folder, progress, start_up, watchdog, force)
 
 
@@ -181,6 +184,7 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
     folder, meter = session.folder, callbacks.meter
     check_weights(session, session.trainer.state.global_step)
+    beat("saving the model")
     chosen = callbacks.selection.choose() if callbacks.selection else None
     _save_final(session, chosen)
     # From here on nothing can be lost, and Ctrl-C means what it always does.

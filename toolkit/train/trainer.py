@@ -35,6 +35,7 @@ from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.elastic import Continues
 from toolkit.train.staging import Saves, aside
+from toolkit.train.watchdog import beat
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
 accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
@@ -170,6 +171,7 @@ class _ExactMixin(Continues):
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        beat(f"in step {self.state.global_step + 1}")  # type: ignore[attr-defined]
         # DeepSpeed has both methods of its own, and FSDP other parameters during a pass than between steps.
         engine = self.is_deepspeed_enabled or self.is_fsdp_enabled  # type: ignore[attr-defined]
         if not engine and "zero_grad" not in vars(model):
@@ -192,6 +194,7 @@ class _ExactMixin(Continues):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step and the number of their trained tokens."""
         started = time.monotonic()
+        beat(f"waiting for the data of step {self.state.global_step + 1}")  # type: ignore[attr-defined]
         try:
             with torch.profiler.record_function(WAITING):
                 batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
@@ -228,6 +231,7 @@ class _ExactMixin(Continues):
         return str(aside(self.saves.folder))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        beat(f"saving the checkpoint of step {self.state.global_step}")  # type: ignore[attr-defined]
         step, write = self.state.global_step, super()._save_checkpoint  # type: ignore[misc,attr-defined]
         self.saves.write(self.accelerator, step, lambda: write(model, trial))  # type: ignore[attr-defined]
 

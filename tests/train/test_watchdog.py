@@ -1,0 +1,162 @@
+"""A training that hangs ends, with the stacks of every process and the name of the one that holds the others up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ranks import ON_CPU, Launch, Ranks
+from small import place_with
+
+from toolkit.train.main import main
+
+place = place_with("llama")
+ENDLESS = ["recipe=small", "max_steps=4000", "batch.micro_batch_size=1"]
+
+HANGS = """
+import os, time
+import cpu_engines
+from toolkit.data import collate
+from toolkit.train import trainer
+
+def long():
+    print("now", flush=True)
+    time.sleep(600)
+
+def main(arguments):
+    what, (rank, seconds) = os.environ["HANGS"], os.environ["WHO"].split()
+    mine = os.environ.get("RANK", "0") == rank
+    if what == "collective":
+        loss = trainer._ExactMixin.compute_loss
+        def compute_loss(self, *args, **kwargs):
+            if mine and self.state.global_step == 2:
+                long()
+            return loss(self, *args, **kwargs)
+        trainer._ExactMixin.compute_loss = compute_loss
+    elif what in ("data", "slow"):
+        make, calls = collate.Collator.__call__, []
+        def collator(self, rows):
+            calls.append(1)
+            if mine and len(calls) == 20:
+                long() if what == "data" else time.sleep(float(seconds))
+            return make(self, rows)
+        collate.Collator.__call__ = collator
+    elif what == "disk":
+        save = trainer._ExactMixin._save_checkpoint
+        def save_checkpoint(self, *args):
+            trainer.beat("saving the checkpoint of step 2")
+            long() if mine else save(self, *args)
+        trainer._ExactMixin._save_checkpoint = save_checkpoint
+    return cpu_engines.main(arguments)
+"""
+LIMIT = 4
+HANG = [f"faults.hang_minutes={LIMIT / 60}", "data.num_workers=0"]
+
+
+def check(done, run: Path, hung: int, what: str, processes: int) -> None:
+    """All have ended in time and said who it was."""
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == processes, done.stderr[-3000:]
+    assert all(what in line for line in errors) and sum(line.startswith("error: ") for line in errors) == 1, errors
+    assert "stacks shows where each process was" in done.stderr and "faults.hang_minutes" in done.stderr
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["status"] == "failed" and what in manifest["error"]
+
+
+@pytest.mark.parametrize(
+    ("what", "engine", "says"),
+    [
+        ("collective", "ddp", "rank 1 is in step 3, at "),
+        pytest.param("data", "ddp", "rank 1 is waiting for the data of step ", marks=pytest.mark.matrix),
+        pytest.param("disk", "ddp", "rank 1 is saving the checkpoint of step 2, at ", marks=pytest.mark.matrix),
+        *(
+            pytest.param(what, engine, f"rank 1 is {says}", marks=pytest.mark.matrix)
+            for engine in ("zero2", "zero3", "fsdp")
+            for what, says in (("collective", "in step 3, at "), ("data", "waiting for the data of step "))
+        ),
+    ],
+)
+def test_hanging_process_ends_the_run_and_is_named(
+    what: str, engine: str, says: str, place: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    (place / "hangs.py").write_text(HANGS)
+    own = [*ENDLESS, *HANG, f"strategy={engine}", f"output.dir={tmp_path}", "save_steps=2"]
+    began = time.monotonic()
+    done = ranks.run(place, *own, processes=2, entry="hangs", HANGS=what, WHO="1 0")
+    assert done.codes == [os.EX_TEMPFAIL] * 2 and time.monotonic() - began < 60, done.stderr[-3000:]
+    run = tmp_path / "small"
+    check(done, run, 1, says, 2)
+    assert "time.sleep(600)" in (run / "stacks" / "rank-1.txt").read_text()
+    assert "backward" in (other := (run / "stacks" / "rank-0.txt").read_text()) or "distributed" in other
+
+
+def test_one_process_that_hangs_ends_too(place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    (place / "hangs.py").write_text(HANGS)
+    done = ranks.run(place, *ENDLESS, *HANG, f"output.dir={tmp_path}", entry="hangs", HANGS="data", WHO="0 0")
+    assert done.codes == [os.EX_TEMPFAIL], done.stderr[-3000:]
+    check(done, tmp_path / "small", 0, "the training has not got on for", 1)
+    assert "it is waiting for the data of step " in done.stderr
+    assert "time.sleep(600)" in (tmp_path / "small" / "stacks" / "rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("zero2", "zero3", "fsdp"))]
+)
+def test_stopped_process_is_named_and_ended(
+    stopped: int, engine: str, place: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    own = [*ENDLESS, *HANG, f"strategy={engine}", f"output.dir={tmp_path}"]
+    launch = ranks.start(place, *own, processes=2, entry=ON_CPU)
+    wait_for_steps(tmp_path / "small", launch)
+    os.kill(launch.pids[stopped], signal.SIGSTOP)
+    end = time.monotonic() + 90
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < end:
+            launch.running()
+            for pid in launch.pids:
+                os.kill(pid, 0)
+                time.sleep(0.2)
+    time.sleep(5)
+    launch.running()
+    left = [pid for pid in launch.pids if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    done = launch.wait()
+    assert not left and done.codes[1 - stopped] == os.EX_TEMPFAIL, done.stderr[-3000:]
+    says = f"rank {stopped}{'' if stopped else ', or its launcher,'} does not answer"
+    check(done, tmp_path / "small", stopped, says, 1)
+
+
+def wait_for_steps(run: Path, launch: Launch) -> None:
+    end = time.monotonic() + 120
+    while not (run / "metrics.jsonl").is_file() or '"loss"' not in (run / "metrics.jsonl").read_text():
+        assert launch.running() and time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_what_only_takes_long_goes_on(stopped: bool, place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """A process that waits below the limit, and one that was stopped for longer, as by Ctrl-Z, and goes on."""
+    (place / "hangs.py").write_text(HANGS)
+    steps = ["max_steps=400"] if stopped else ["max_steps=8"]
+    limit = ["faults.hang_minutes=0.5"] if stopped else HANG
+    own = [*ENDLESS, *limit, *steps, f"output.dir={tmp_path}"]
+    launch = ranks.start(place, *own, entry="hangs", HANGS="slow", WHO="0 2")
+    if stopped:
+        wait_for_steps(tmp_path / "small", launch)
+        os.kill(launch.pids[0], signal.SIGSTOP)
+        time.sleep(35)
+        os.kill(launch.pids[0], signal.SIGCONT)
+    done = launch.wait()
+    assert done.codes == [0], done.stderr[-3000:]
+    assert not (tmp_path / "small" / "stacks").exists()
+
+
+def test_no_limit_is_no_limit(place: Path, tmp_path: Path) -> None:
+    assert main(["recipe=small", "faults.hang_minutes=null", f"output.dir={tmp_path}"]) == 0
