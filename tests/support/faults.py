@@ -58,9 +58,12 @@ def engines() -> list[object]:
     return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES]
 
 
-def run(ranks: Ranks, home: Path, engine: str, name: str, faults: str = "", *own: str) -> tuple[Path, int, str]:
+def run(
+    ranks: Ranks, home: Path, engine: str, name: str, faults: str = "", *own: str, processes: int = 0
+) -> tuple[Path, int, str]:
     """A run to which `faults` happen: its folder, its exit code, and what it said."""
-    processes, settings = ENGINES[engine]
+    usual, settings = ENGINES[engine]
+    processes = processes or usual
     arguments = ["recipe=small", *settings, *own, f"output.name={name}"]
     done = ranks.run(home, *arguments, processes=processes, entry="faults", FAULTS=faults, timeout=60)
     return home / "runs" / name, done.returncode, done.stdout + " ".join(done.stderr.split())
@@ -80,9 +83,10 @@ def main(arguments: Sequence[str]) -> int:
 
     from toolkit.train import setup
 
-    rank = int(os.environ.get("RANK", "0"))
+    rank, last = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) - 1
     lines = [line.split() for line in os.environ.get("FAULTS", "").splitlines()]
-    faults = {(int(step), name): values for step, of, name, *values in lines if of in ("all", str(rank))}
+    here = {"all", str(rank)} | ({"last"} if rank == last else set())
+    faults = {(int(step), name): values for step, of, name, *values in lines if of in here}
 
     class Happens(TrainerCallback):
         def __init__(self, session: Any) -> None:
@@ -147,6 +151,59 @@ def _flip(session: Any, name: str) -> None:
     torch.save = save_and_flip  # type: ignore[assignment]
 
 
+def _kill_in_save(session: Any) -> None:
+    """When a part of the next checkpoint is written."""
+    import torch
+
+    save = torch.save
+
+    def save_and_die(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        _kill(session)
+
+    torch.save = save_and_die
+
+
+def _lock_out(session: Any) -> None:
+    """This process may write nothing in the run folder any more."""
+    for folder in (session.folder.checkpoints, session.folder.path):
+        folder.chmod(0o555)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+
+
+def _age(session: Any) -> None:
+    """The clock was a day ahead when the first checkpoint was saved."""
+    ahead = time.time() + 86400
+    os.utime(min(session.folder.checkpoints.glob("checkpoint-*")), (ahead, ahead))
+
+
+def _scale(session: Any, factor: str) -> None:
+    """The last hidden states of the next step are wrong by a factor."""
+    import torch
+
+    model = session.module
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def scaled(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if session.trainer.state.global_step == step:
+            return output * float(factor)
+        hook.remove()
+        return output
+
+    step = session.trainer.state.global_step
+    hook = base.model.norm.register_forward_hook(scaled)
+
+
+def _limit_memory(session: Any) -> None:
+    """No process may take more than it has."""
+    import psutil
+
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**20, hard))
+    session.kept = bytearray(2**24)
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     **{
         "kill": _kill,
@@ -155,6 +212,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         "delete": _delete,
         "hang": _hang,
         "wait": _wait,
-        "flip": _flip,
+        **{"flip": _flip, "kill_in_save": _kill_in_save, "lock_out": _lock_out, "age": _age, "scale": _scale},
+        "limit_memory": _limit_memory,
     }
 }

@@ -1,0 +1,157 @@
+"""What is lost by each fault on each engine: nothing but the steps since the last checkpoint, and no weight differs.
+
+Each run meets a real fault, and is started again with the same command; what it publishes in the end is compared with
+the model of a run to which nothing happened. The result stands in `docs/recovery.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import faults
+import pytest
+from figures import record
+from harness import metrics
+from matrix import Difference, Result
+from ranks import Ranks
+
+from toolkit.seal import read_seal
+
+ENGINES = ("single", "ddp", "zero2", "zero3", "fsdp")
+SAVE_STEPS = 2
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
+
+
+def largest(place: Path) -> Path:
+    """The largest file that a checkpoint's seal names."""
+    files = read_seal(place)["files"]
+    return place / max(files, key=lambda name: files[name][0])
+
+
+def flip(run: Path) -> None:
+    file = largest(newest(run))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(run: Path) -> None:
+    file = largest(newest(run))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def unlock(run: Path) -> None:
+    for folder in (run, run / "checkpoints"):
+        folder.chmod(0o755)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what may come of it.
+
+    Attributes:
+        happens: See `faults.main`.
+        ends_well: Whether the exit code is 0, as of a clean stop.
+        lost: Most steps that are trained again.
+        settings: Of the recipe, in both starts.
+        then: Done to the run folder before it is started again.
+        others: Whether that has another number of processes.
+    """
+
+    happens: str
+    ends_well: bool = False
+    lost: int = SAVE_STEPS
+    settings: tuple[str, ...] = ()
+    then: Callable[[Path], object] = lambda run: None
+    others: bool = False
+
+
+SPIKES = ("faults.on_spike=stop", "faults.spike_window=2", "faults.spike_sigmas=20")
+FAULTS = {
+    "killed in a step": Fault("4 all kill"),
+    "killed in a save": Fault("4 all kill_in_save", lost=SAVE_STEPS),
+    "SIGTERM to one": Fault("4 last signal SIGTERM", ends_well=True, lost=0),
+    "SIGTERM to all": Fault("4 all signal SIGTERM", ends_well=True, lost=0),
+    "SIGINT to all": Fault("4 all signal SIGINT", ends_well=True, lost=0),
+    "one process dies": Fault("4 last kill"),
+    "no room for saves": Fault("4 all limit 20000", lost=2 * SAVE_STEPS),
+    "read-only": Fault("3 all lock_out", lost=2 * SAVE_STEPS, then=unlock),
+    "folder deleted": Fault("4 0 delete", lost=6),
+    "file cut off": Fault("6 all kill", lost=2 * SAVE_STEPS, then=cut),
+    "bit flipped": Fault("6 all kill", lost=2 * SAVE_STEPS, then=flip),
+    "file missing": Fault("6 all kill", lost=2 * SAVE_STEPS, then=lambda run: largest(newest(run)).unlink()),
+    "NaN": Fault("4 all scale nan"),
+    "NaN in one process": Fault("4 last scale nan"),
+    "spike": Fault("5 all scale 100", settings=SPIKES),
+    "out of memory": Fault("4 all limit_memory"),
+    "clock set back": Fault("5 0 age\n6 all kill"),
+    "other processes": Fault("4 all kill", others=True),
+}
+FAST = [("one process dies", ("zero2",)), ("bit flipped", ("fsdp",))]
+"""Faults and engines that `make test` tries; the marked test tries all."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faults.home(tmp_path_factory.mktemp("home"))
+
+
+def straight(ranks: Ranks, home: Path, engine: str) -> Path:
+    """A run to which nothing happens."""
+    folder = home / "runs" / engine
+    if not folder.is_dir():
+        _, code, said = faults.run(ranks, home, engine, engine)
+        assert code == 0, said[-3000:]
+    return folder
+
+
+def steps_taken(run: Path, said: str) -> int:
+    """How far a run came; where its metrics could not be written, it was said all the same."""
+    rows = metrics(run) if (run / "metrics.jsonl").is_file() else []
+    return max([*(row["step"] for row in rows if "loss" in row), *map(int, re.findall(r"step (\d+)/6", said))])
+
+
+def of_other_processes(engine: str) -> tuple[str, int]:
+    """How it goes on with one process in the place of two, or two in the place of one."""
+    return {"single": ("ddp", 2), "ddp": ("single", 1)}.get(engine, (engine, 1))
+
+
+TABLE = "steps lost, and difference of the final weights, by fault"
+
+
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [*FAST, *(pytest.param(name, ENGINES, marks=pytest.mark.matrix, id=name) for name in FAULTS)],
+)
+def test_nothing_is_lost(
+    ranks: Ranks,
+    home: Path,
+    name: str,
+    engines: tuple[str, ...],
+    record_property: Callable[[str, object], None],
+) -> None:
+    fault, cells = FAULTS[name], dict.fromkeys(ENGINES, "")
+    for engine in engines:
+        named = f"{engine} of {len(engines)} {name}".replace(" ", "-")
+        run, code, said = faults.run(ranks, home, engine, named, fault.happens, *fault.settings)
+        assert (code == 0) == fault.ends_well, f"{engine}: {said[-3000:]}"
+        assert not (run / "final").exists(), engine
+        taken = steps_taken(run, said)
+        fault.then(run)
+        then, processes = of_other_processes(engine) if fault.others else (engine, 0)
+        _, code, said = faults.run(ranks, home, then, named, "", *fault.settings, processes=processes)
+        assert code == 0, f"{engine}: {said[-3000:]}"
+        resumed = json.loads((run / "manifest.json").read_text(encoding="utf-8"))["resumed_from"]
+        lost = taken - int(resumed.rpartition("-")[2] if resumed else 0)
+        assert 0 <= lost <= fault.lost, f"{engine} lost {lost} steps"
+        difference = Difference.between(Result.read(run), Result.read(straight(ranks, home, engine)))
+        assert max(vars(difference).values()) <= 1e-6, f"{engine}: {difference}"
+        cells[engine] = f"{lost}, {difference.weights:.0e}"
+    record(record_property, TABLE, fault=name, **cells)
