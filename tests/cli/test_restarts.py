@@ -41,7 +41,11 @@ if end == "stopped":
     open("ready", "w").close()
     time.sleep(30)
 if isinstance(end, str):
-    os.kill(os.getpid(), getattr(__import__("signal"), end))
+    signal = __import__("signal")
+    if end != "SIGKILL":
+        # A shell has what it starts in the background ignore Ctrl-C.
+        signal.signal(getattr(signal, end), signal.SIG_DFL)
+    os.kill(os.getpid(), getattr(signal, end))
 sys.exit(end)
 """
 

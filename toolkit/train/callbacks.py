@@ -31,7 +31,7 @@ from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
-from toolkit.train.storage import unwritable
+from toolkit.train.storage import is_gone, unwritable
 
 _log = logging.getLogger("toolkit.train")
 
@@ -165,13 +165,14 @@ class Meter(TrainerCallback):
         if self.energy.kwh is not None:
             head["energy_kwh"] = self.energy.kwh
         self._unwritten += json.dumps({**head, **row}).encode() + b"\n"
-        size = self._file.stat().st_size if self._file.exists() else 0
+        size = 0
         try:
             with self._file.open("ab", buffering=0) as stream:
+                size = stream.tell()
                 if stream.write(self._unwritten) < len(self._unwritten):
                     raise OSError(errno.ENOSPC, "")
         except OSError as error:
-            if not self._file.parent.is_dir() or not unwritable(self._file.parent, error):
+            if is_gone(self._file.parent) or not unwritable(self._file.parent, error):
                 raise
             # The disk may have room again by the next row, which must not begin within this one.
             with contextlib.suppress(OSError):
@@ -247,6 +248,10 @@ class Seal(TrainerCallback):
         trainer = self._session.trainer
         check_weights(self._session, state.global_step)
         trainer.saves.complete(trainer.accelerator, state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # When training ends, the Trainer looks through folders that may be moved meanwhile.
+        self._session.trainer.saves.wait()
 
 
 class CleanStop(TrainerCallback):

@@ -90,6 +90,11 @@ class Saves:
             limit = self._recipe.checkpoint.save_total_limit
             self._behind = in_background(lambda: _complete(self.folder, step, values, limit))
 
+    def wait(self) -> None:
+        """Waits until nothing is on its way."""
+        if self._behind:
+            self._behind.exception()
+
     def settled(self) -> UserError | None:
         """Waits for the newest save; returns why it could not be made to count, if the disk is to blame."""
         behind, self._behind = self._behind, None

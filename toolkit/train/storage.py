@@ -33,16 +33,25 @@ def unwritable(folder: Path, error: BaseException) -> UserError | None:
     ):
         return None
     again = "the same command goes on from the newest whole checkpoint"
-    if not folder.is_dir():
+    if is_gone(folder):
         return UserError(f"{folder} was deleted while it was trained in", "start again; keep the folder until it ends")
     number = next((number for number in numbers if number in _STORAGE), None) or _tried(folder)
     if number is None:
         return None
-    free = shutil.disk_usage(folder).free / 1e9
-    change = f"free space there ({free:.2f} GB are left), lower checkpoint.save_total_limit, or set output.dir"
-    if number not in (errno.ENOSPC, errno.EDQUOT):
-        change = "make it writable, or set output.dir"
+    change = "make it writable, or set output.dir"
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free / 1e9
+        change = f"free space there ({free:.2f} GB are left), lower checkpoint.save_total_limit, or set output.dir"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether a folder was deleted; of one that may not be looked at, `Path.is_dir` raises."""
+    try:
+        folder.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def _tried(folder: Path) -> int | None:

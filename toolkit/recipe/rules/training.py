@@ -159,13 +159,13 @@ TRAINING_RULES = {
         "set optimizer.max_grad_norm=0",
     ),
     "faults-in-backward": Rule(
-        "faults",
+        "faults.on_nan",
         lambda r, _: r.faults.skips and r.optimizer.traits.in_backward,
         "optimizer {r.optimizer.name} updates during the backward pass, so no update can be left out",
         "set faults.on_nan=stop and faults.on_spike=ignore, or another optimizer.name",
     ),
     "faults-fp16": Rule(
-        "faults",
+        "faults.on_nan",
         lambda r, _: r.faults.skips and r.precision == "fp16",
         "fp16 leaves out the updates of gradients that are not finite by itself, and lowers the loss's scale for it",
         "set faults.on_nan=stop and faults.on_spike=ignore, or precision=bf16",
