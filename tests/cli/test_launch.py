@@ -269,7 +269,7 @@ FAILING = """#!/usr/bin/env bash
 echo "$TOOLKIT_RESTARTS" >> "started-$SLURM_NODEID"
 read -r saves status < plan
 folder="runs/it's mine/checkpoints/checkpoint-"
-[ "$saves" -gt 0 ] && mkdir -p "$folder$(wc -l < started-0)"
+[ "$saves" -gt 0 ] && mkdir -p "$folder$(wc -l < "started-$SLURM_NODEID")"
 exit "$status"
 """
 
