@@ -179,5 +179,5 @@ def test_all_that_steers_or_hides_is_escaped_and_what_people_write_is_not() -> N
 
 def test_a_message_is_no_longer_than_a_person_reads() -> None:
     error = UserError("\n".join(f"column {number}" for number in range(1_000_000)), "x" * 1_000_000)
-    assert len(str(error).splitlines()) == 41 and "999,961 more lines" in str(error) and len(str(error)) < 4000
+    assert len(str(error).splitlines()) == 40 and "999,962 more lines" in str(error) and len(str(error)) < 4000
     assert brief("one\ntwo") == "one\ntwo" and brief("a\nb\nc", 2) == "a\n… and 2 more lines"

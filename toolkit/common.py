@@ -43,11 +43,11 @@ class UserError(ValueError):
     """
 
     exit_code = 1
-    most_lines = 40
 
     def __init__(self, what: str, change: str = "") -> None:
         self.whole = what
-        self.what, self.change = (brief(printable(text), self.most_lines) for text in (what, change))
+        self.change = brief(printable(change), 10)
+        self.what = brief(printable(what), LINES - len(self.change.splitlines()))
         super().__init__(f"{self.what}\n  {self.change}" if change else self.what)
 
 
@@ -67,14 +67,32 @@ _HIDDEN = re.compile(
 )
 
 
-def brief(text: str, lines: int = 40, columns: int = 2000) -> str:
+LINES = 40
+"""That a text of foreign content takes of the terminal at most, and how many characters one of them has."""
+COLUMNS = 1000
+
+
+def brief(text: str, lines: int = LINES, columns: int = COLUMNS) -> str:
     """A text of which no more is kept than a person reads: so many lines, and the beginning of very long ones."""
     if len(text) <= columns and text.count("\n") < lines:
         return text
-    first, *rest = (line if len(line) <= columns else f"{line[:columns]}…" for line in text.split("\n"))
-    left = len(rest) + 1 - lines
-    kept = [first, *rest] if left <= 0 else [first, *rest[: lines - 2], f"… and {left + 1:,} more lines"]
-    return "\n".join(kept)
+    every = [line if len(line) <= columns else f"{line[:columns]}…" for line in text.split("\n")]
+    left = len(every) - lines + 1
+    return "\n".join(every if left <= 1 else [*every[:-left], f"… and {left:,} more lines"])
+
+
+def fitted(blocks: Sequence[Sequence[str]], whole: str) -> str:
+    """Blocks of lines that fit the terminal together: the longest give way first, each saying how much it leaves out.
+
+    Args:
+        whole: The file in which all of it stands, for a last line where something was left out; empty for none.
+    """
+    longest = most = max(map(len, blocks))
+    while sum(min(len(block), most) for block in blocks) > LINES - 1 and most > 1:
+        most -= 1
+    text = "\n".join(brief("\n".join(block), most) for block in blocks if block)
+    fits = most == longest and text.count("\n") < LINES
+    return text if fits else brief(text, LINES - 1) + f"\nall of it: {whole}" * bool(whole)
 
 
 _CONCEALED: dict[str, str] = {}
@@ -253,7 +271,7 @@ def table(
     grid.columns[0].min_width = first
     for row in rows:
         # Before a value is wrapped, which would hide it from `concealed`.
-        grid.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+        grid.add_row(*(Text(brief(printable(cell))) if isinstance(cell, str) else cell for cell in row))
     console = Console(width=10_000 if columns is None else columns - indent)
     lines = []
     for parts in console.render_lines(grid, pad=False):

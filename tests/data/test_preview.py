@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from data_fixtures import STOP, chat_row, chatml_tokenizer, recipe, write_jsonl
 
+from toolkit.common import printable
+from toolkit.data.audit import Problem
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render, show
 
@@ -57,3 +59,17 @@ def test_packed_documents_are_parted(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in text.splitlines() if line.startswith("┄┄")] == [
         f"┄┄ document {number}" for number in (2, 3, 4)
     ]
+
+
+def test_an_audit_is_no_longer_than_a_screen_whatever_the_data(tmp_path: Path) -> None:
+    long, many = "\x1b[2J" + "x" * 5000, [f"column {number} \u202e" for number in range(5000)]
+    audit = prepared(tmp_path, [chat_row("hi", "yo")] * 3).audit
+    source = audit.sources[0].model_copy(update={"path": long, "unused_columns": [long, *many], "unused_fields": many})
+    problems = [Problem("warning", long, long)] * 100 + [Problem("fatal", "the fatal one", "do this")]
+    hostile = audit.model_copy(update={"sources": [source] * 500, "problems": problems})
+    text = render(hostile, "/run/audit.json")
+    lines = text.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100 and printable(text) == text
+    assert "fatal: the fatal one" in text and "more lines" in text and lines[-1] == "all of it: /run/audit.json"
+    assert "is trained in every row" in text  # What is short is left whole.
+    assert "all of it" not in render(audit, "/run/audit.json") and "more lines" not in render(audit)

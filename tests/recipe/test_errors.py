@@ -462,3 +462,12 @@ def test_wrong_recipe_ends_fast_without_torch_or_a_stack_trace() -> None:
     assert done.stdout.split("\n")[0] == "2 [] True"
     assert "Traceback" not in done.stderr
     assert "3 problems" in done.stderr
+
+
+@pytest.mark.parametrize("count", [1, 7, 20, 21, 300])
+def test_problems_fit_a_screen_and_twenty_are_named(count: int) -> None:
+    long = "word " * 40
+    problems = [Problem(f"key{n}", "is wrong", "file:1", long, long, long) for n in range(count)]
+    lines = str(RecipeError("mine", problems)).splitlines()
+    assert len(lines) <= 40 and sum("is wrong" in line for line in lines) == min(count, 20)
+    assert any("change" in line for line in lines) and (lines[-1] == f"… and {count - 20} more") == (count > 20)

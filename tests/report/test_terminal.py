@@ -175,3 +175,12 @@ def test_samples_are_wrapped_and_cannot_steer_the_terminal() -> None:
     assert "Sample 2 of 2" in text
     assert text.count("reference") == 1
     assert max(len(line) for line in prompts_before_after(samples, width=500).splitlines()) <= 100
+
+
+def test_samples_take_no_more_than_a_screen() -> None:
+    texts = ("word " * 5000, "line\n" * 5000, "x" * 50_000, "ok")
+    for number in (1, 4, 300):
+        samples = [Sample(prompt=texts[0], input_ids=[], reference=texts[1], before=texts[2], after=texts[3])] * number
+        lines = prompts_before_after(samples, width=80, whole="samples.json").splitlines()
+        assert len(lines) <= 40 and lines[-1] == "all of it: samples.json" and "more lines" in " ".join(lines)
+    assert sum(line.strip() == "Sample 4 of 4" for line in prompts_before_after([samples[0]] * 4, 80).splitlines()) == 1

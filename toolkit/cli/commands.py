@@ -301,7 +301,8 @@ def data(options: argparse.Namespace) -> None:
     except DataError as error:
         print(render(error.audit))
         raise
-    print(render(check_batch(prepared.audit, loaded.recipe.batch.sequences_per_step)))
+    whole = str(prepared.path / "audit.json")
+    print(render(check_batch(prepared.audit, loaded.recipe.batch.sequences_per_step), whole))
     if options.show:
         print("\n" + show(prepared, tokenizer, options.show, color=sys.stdout.isatty()))
 

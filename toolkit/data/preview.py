@@ -8,7 +8,7 @@ import textwrap
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.common import printable, table
+from toolkit.common import brief, fitted, printable, table
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rows import IGNORE
@@ -56,8 +56,12 @@ def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list
     return "".join(result)
 
 
-def render(audit: Audit) -> str:
-    """The audit as plain text, as wide as the terminal and at most 100 columns."""
+def render(audit: Audit, whole: str = "") -> str:
+    """The audit as plain text, as wide as the terminal and at most 100 columns.
+
+    Args:
+        whole: The file in which all of it stands, which is named where it is longer than what a person reads.
+    """
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     name_width = max(width - 55, 12)
     rows = [("data", "format", "read", "used", "repeats", "share")]
@@ -67,28 +71,26 @@ def render(audit: Audit) -> str:
         share = f"{source.share:.1%}" if source.role == "train" else "held out"
         rows.append((name, source.format, f"{source.rows:,}", f"{source.used_rows:,}", f"{source.repeats:.2f}", share))
     head, *described = table(rows, "llrrrr", gap=1).plain.split("\n")
-    lines = [head]
+    sources = [head]
     for source, line in zip(audit.sources, described, strict=True):
-        lines.append(line)
-        for text in source.unused():
-            lines += _wrap(f"  {text}", width)
-    lines.append("")
-    for sentence in in_sentences(audit):
-        lines += _wrap(sentence, width)
+        sources += [line, *(part for text in source.unused() for part in _wrap(f"  {text}", width))]
+    sentences = [line for sentence in in_sentences(audit) for line in _wrap(sentence, width)]
     histogram = audit.train.lengths.histogram
     most = max((bucket.rows for bucket in histogram), default=1) or 1
     bars = [("tokens per row", "rows", "")]
     for bucket in histogram:
         bar = "█" * round((width - 34) * bucket.rows / most) or ("▏" if bucket.rows else "")
         bars.append((f"{bucket.low:,} to {bucket.high:,}", f"{bucket.rows:,}", bar))
-    lines += ["", table(bars, "lrl").plain]
-    percentiles = audit.train.lengths.percentiles
-    lines.append("  ".join(f"{name} {value:,}" for name, value in percentiles.items()))
-    for problem in audit.problems:
-        lines += _wrap(f"{problem.level}: {problem.what}", width)
-        lines += _wrap(f"  → {problem.change}", width, indent="    ")
-    return "\n".join(lines)
+    percentiles = "  ".join(f"{name} {value:,}" for name, value in audit.train.lengths.percentiles.items())
+    problems = []
+    for problem in sorted(audit.problems, key=lambda each: each.level != "fatal"):
+        problems += _wrap(f"{problem.level}: {problem.what}", width)
+        problems += _wrap(f"  → {problem.change}", width, indent="    ")
+    lengths = table(bars, "lrl").plain.split("\n")
+    return fitted([sources, ["", *sentences], ["", *lengths], [percentiles], problems], whole)
 
 
 def _wrap(text: str, width: int, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(printable(text), width, subsequent_indent=indent, break_on_hyphens=False)
+    # Names from the data are as long as they like.
+    text = brief(printable(text))
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from toolkit.common import UserError, printable
+from toolkit.common import LINES, UserError, brief, printable
 from toolkit.recipe.base import SHELL_VARIABLE, Section
 from toolkit.recipe.dotted import inline, typed
 from toolkit.recipe.other_tools import habit, translation
@@ -39,8 +39,8 @@ _PLAIN: dict[str, list[type]] = {
     "float_type": [int, float],
 }
 """pydantic's findings about plain values, each with the types that it misses."""
-_ALL_SHOWN, _FIRST_SHOWN, ENOUGH = 20, 6, 250
-"""Up to how many problems are all shown, how many of more, and from how many on no further ones are looked for."""
+_NAMED, ENOUGH = 20, 250
+"""How many problems are named, and from how many on no further ones are looked for."""
 _NUMBERS = _PLAIN.keys() - {"string_type"}
 _TEXT_KINDS = {"empty_text", "control_character", "shell_variable"}
 
@@ -68,7 +68,7 @@ class Problem:
             lines = [_wrapped(head, "", "  "), *([f"    where    {self.where}"] if self.where else [])]
         parts = (("given", self.given), ("allowed", self.allowed), ("change", self.hint))
         text = "\n".join(lines + [_wrapped(text, f"    {label:<8} ", " " * 13) for label, text in parts if text])
-        return printable(text)
+        return brief(printable(text), LINES // 2)
 
 
 def warn(problems: Iterable[Problem]) -> None:
@@ -95,14 +95,9 @@ class RecipeError(UserError):
     """
 
     exit_code = 2
-    most_lines = 200
 
     def __init__(
-        self,
-        name: str,
-        problems: Iterable[Problem],
-        partial: Recipe | None = None,
-        origins: Origins | None = None,
+        self, name: str, problems: Iterable[Problem], partial: Recipe | None = None, origins: Origins | None = None
     ) -> None:
         self.name = name
         self.problems = list(problems)
@@ -110,10 +105,16 @@ class RecipeError(UserError):
         self.origins = origins or {}
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
         count += " or more" if len(self.problems) >= ENOUGH else ""
-        shown = self.problems if len(self.problems) <= _ALL_SHOWN else self.problems[:_FIRST_SHOWN]
-        more = [f"… and {len(self.problems) - len(shown)} more"] if len(shown) < len(self.problems) else []
-        lines = "\n".join([*map(str, shown), *more])
-        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n{lines}")
+        super().__init__((f"recipe {name}: " if name else "") + f"{count}\n\n" + "\n".join(_shown(self.problems)))
+
+
+def _shown(problems: Sequence[Problem]) -> list[str]:
+    """Lines of the problems that fit the terminal: the first ones in full, the others by their first lines alone."""
+    texts, lines = [str(problem).split("\n") for problem in problems[:_NAMED]], list[str]()
+    for left, text in zip(range(len(texts), 0, -1), texts, strict=True):
+        # Two stand before these lines, and one may follow.
+        lines += text if len(lines) + len(text) + left <= LINES - 2 else text[:1]
+    return lines + [f"… and {len(problems) - _NAMED} more"] * (len(problems) > _NAMED)
 
 
 Config = Mapping[str, Any]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from toolkit.common import bytes_text, table
+from toolkit.common import brief, bytes_text, table
 from toolkit.planner.plan import Memory, Plan, Refused
 from toolkit.report import plan_view as view
 
@@ -55,7 +55,7 @@ def plan_text(plan: Plan, columns: int = 80) -> Text:
         _rows("Traffic of a rank in a step", view.link_rows(plan), columns),
         _rows(view.serving_title(plan), view.serving_rows(plan), columns),
         _advice(plan, columns),
-        table([("-", Text(note, "dim")) for note in plan.notes], columns=columns, gap=1),
+        table([("-", Text(brief(note), "dim")) for note in plan.notes], columns=columns, gap=1),
     ]
     return Text("\n\n").join(block for block in blocks if block)
 
@@ -122,7 +122,7 @@ def comparison_text(rows: Sequence[Plan | Refused], columns: int = 80) -> Text:
             blocks.append(Text(textwrap.fill(label, columns, subsequent_indent="  ", break_on_hyphens=False)))
         blocks.append(figures_line)
         if isinstance(row, Refused):
-            blocks.append(table([(Text(row.reason, "dim"),)], "l", columns=columns, indent=2))
+            blocks.append(table([(Text(brief(row.reason, 4), "dim"),)], "l", columns=columns, indent=2))
         else:
             blocks.append(Text("  ").append_text(_stack(row, scale, columns - 4)))
     used = {part for plan in plans for part in view.parts_at_peak(plan.memory[0])}

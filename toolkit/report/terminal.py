@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from toolkit.common import compact, duration, perplexity_of, perplexity_text, printable, table
+from toolkit.common import compact, duration, fitted, perplexity_of, perplexity_text, printable, table
 from toolkit.data.rows import Sample
 
 PLAIN_LINE_SECONDS = 10.0
@@ -162,16 +162,16 @@ class Progress:
         return line
 
 
-def prompts_before_after(samples: Sequence[Sample], width: int | None = None) -> str:
-    """Samples with their answers as text, wrapped to the terminal, at most 100 columns."""
+def prompts_before_after(samples: Sequence[Sample], width: int | None = None, whole: str = "") -> str:
+    """Samples with their answers as text, wrapped to the terminal, at most 100 columns; `whole` is as in `fitted`."""
     width = min(width or shutil.get_terminal_size().columns, WIDEST_TEXT)
-    blocks = []
+    blocks = list[list[str]]()
     for number, sample in enumerate(samples, start=1):
         texts = {key: getattr(sample, key) for key in ("prompt", "before", "after", "reference")}
         rows = [(key, printable(text.strip().expandtabs(4))) for key, text in texts.items() if text is not None]
-        lines = table(rows, columns=width, indent=2, first=9).plain
-        blocks.append(f"Sample {number} of {len(samples)}\n{lines}")
-    return "\n\n".join(blocks)
+        lines = [table([row], columns=width, indent=2, first=9).plain.split("\n") for row in rows]
+        blocks += [[f"Sample {number} of {len(samples)}"], *lines, [""]]
+    return fitted(blocks[:-1], whole)
 
 
 def console_of(stream: TextIO) -> Console:

@@ -271,7 +271,7 @@ def _prepare(
     def show(audit: Audit) -> None:
         if folder:
             folder.once_accepted(lambda: write_json(folder.path / "audit.json", audit.model_dump()))
-            progress.message(render(audit))
+            progress.message(render(audit, str(folder.path / "audit.json")))
 
     try:
         prepared = prepare(source.recipe, tokenizer, stops, vocab_size=source.vocab_size)

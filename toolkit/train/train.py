@@ -243,7 +243,7 @@ def _save_final(session: Session, chosen: Chosen | None) -> None:
 def _print_results(session: Session, callbacks: Callbacks, seconds: float, report: Path) -> None:
     folder, evaluator = session.folder, callbacks.evaluator
     if callbacks.samples.rows:
-        print("\n" + prompts_before_after(callbacks.samples.rows))
+        print("\n" + prompts_before_after(callbacks.samples.rows, whole=str(folder.path / "samples.json")))
     rows: list[tuple[str, str]] = []
     if evaluator and evaluator.last:
         last = evaluator.last["eval_loss"]
