@@ -226,15 +226,15 @@ class Rendezvous:
         """`ranks 0-3 (node-a 10.0.0.1), rank 4 (node-b 10.0.0.2)`; hosts only where there are several."""
         hosts: dict[str, list[int]] = {}
         for rank in sorted(ranks):
-            hosts.setdefault(self._host(rank), []).append(rank)
+            hosts.setdefault(self.host(rank), []).append(rank)
         parts = []
         for host, members in hosts.items():
             ordinals = f"rank {members[0]}" if len(members) == 1 else f"ranks {_spans(members)}"
             parts.append(f"{ordinals} ({host})" if self.world.num_nodes > 1 else ordinals)
         return ", ".join(parts)
 
-    def _host(self, rank: int) -> str:
-        """Launchers number the processes node by node, so one of a node tells where its neighbours are."""
+    def host(self, rank: int) -> str:
+        """Name and address of a machine. Launchers number processes node by node: one tells where the others are."""
         width = self.world.local_world_size
         node = [label for other, label in self._labels.items() if other // width == rank // width]
         return self._labels.get(rank) or next(iter(node), "host unknown")

@@ -131,6 +131,12 @@ def _notices(record: Record) -> list[str]:
     notices = list(record.problems)
     if not record.manifest.model_fields_set:
         notices.append("This folder has no readable manifest.json: what ran here is not known.")
+    for row in record.training:
+        slow = row.get("stragglers")
+        texts = (
+            [run_view.straggler_text(each) for each in slow if isinstance(each, dict)] if isinstance(slow, list) else []
+        )
+        notices += [f"At step {row['step']:,}: {text}." for text in texts if text]
     for key, what in (("loss", "training loss"), ("grad_norm", "gradient norm")):
         values = [(row["step"], number(row.get(key))) for row in record.training]
         broken = [step for step, value in values if value is not None and not math.isfinite(value)]

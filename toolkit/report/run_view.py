@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from toolkit.common import bytes_text, compact
 from toolkit.data.audit import Audit, Bucket, Lengths
-from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed
+from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
 from toolkit.report.plan_view import flops_text, seconds_text
 
 Row = tuple[str, ...]
@@ -74,6 +75,17 @@ def speed_sentences(record: Record) -> list[str]:
     if speed and speed.flops is not None:
         texts.append(_COUNTED)
     return texts
+
+
+def straggler_text(found: Mapping[str, Any]) -> str:
+    """A process that was slower than the others, of a row of `metrics.jsonl`; empty if the row is damaged."""
+    keys = ("rank", "seconds", "others_seconds", "data_seconds", "others_data_seconds")
+    rank, own, others, data, others_data = (number(found.get(key)) for key in keys)
+    if rank is None or own is None or others is None or data is None or others_data is None:
+        return ""
+    text = f"rank {rank:.0f} ({found.get('host')}) holds the others up: a step takes it {seconds_text(own)} of its own "
+    of_data = f", {seconds_text(data - others_data)} of that for its data" * (2 * (data - others_data) > own - others)
+    return f"{text}work, the others {seconds_text(others)} (median){of_data}"
 
 
 def step_times(speed: Speed) -> str:

@@ -32,6 +32,7 @@ from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
 from toolkit.train.storage import is_gone, unwritable
+from toolkit.train.stragglers import found, waiting
 
 _log = logging.getLogger("toolkit.train")
 
@@ -115,6 +116,8 @@ class Meter(TrainerCallback):
             row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        if slow := found():
+            row["stragglers"] = slow
         self.write(state.global_step, row)
         self.last = row
         left = self.time_left.after(self._step)
@@ -275,7 +278,8 @@ class CleanStop(TrainerCallback):
         asked = self._asked_at is not None
         if self._accelerator.num_processes > 1:
             flag = torch.tensor([float(asked)], device=self._accelerator.device)
-            asked = bool(self._accelerator.reduce(flag, reduction="sum").item())
+            with waiting:
+                asked = bool(self._accelerator.reduce(flag, reduction="sum").item())
         last = state.global_step >= state.max_steps
         if asked and not last:
             self.stopped = True

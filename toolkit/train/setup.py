@@ -58,6 +58,7 @@ from toolkit.train.selection import EarlyStopping, Selection
 from toolkit.train.session import Session
 from toolkit.train.staging import Saves
 from toolkit.train.startup import StartUp
+from toolkit.train.stragglers import Pace
 from toolkit.train.trainer import CausalTrainer, EncoderDecoderTrainer
 from toolkit.train.unpickling import EndOfReading
 from toolkit.train.verify import Verify
@@ -391,6 +392,6 @@ class Callbacks:
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
         choosing = (self.selection, EarlyStopping(session))
         watching = (self.meter, finite, *choosing, self.evaluator, self.stop, profiler, start_up)
-        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching, rehearsal):
+        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching, rehearsal, Pace(session)):
             if each is not None:
                 session.trainer.add_callback(each)

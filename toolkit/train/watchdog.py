@@ -27,6 +27,7 @@ from toolkit.recipe import Recipe
 from toolkit.train.peers import GO_ON, PeerError, Peers
 from toolkit.train.process import tell
 from toolkit.train.run_folder import RunFolder
+from toolkit.train.stragglers import Comparison, pace
 
 TICK_SECONDS = 1.0
 _GRACE_SECONDS = 5.0
@@ -65,6 +66,7 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, recipe: Recipe, folder: RunFolder) -> None:
         self._folder, self._world = folder, rendezvous.world
         self._peers = None if rendezvous.alone else Peers(rendezvous)
+        self._comparison = Comparison(rendezvous.host) if self._peers and self._world.rank == 0 else None
         minutes = recipe.faults.hang_minutes
         self._limit = minutes * 60 if minutes else None
         self._ended = threading.Event()
@@ -140,6 +142,8 @@ class Watchdog:
             if reason := self._peers.look():
                 return reason
             self._peers.publish(self._state())
+            if self._comparison:
+                self._comparison.look(self._peers.states)
         if not stalled:
             self._stalled = None
         return self._hang() if stalled else None
@@ -162,7 +166,7 @@ class Watchdog:
         where, waits = _where(frame) if frame else ("", False)
         return {
             **{"looks": self._looks, "still": self._still, "together": self._together},
-            **{"doing": self._doing, "where": where, "waits": waits},
+            **{"doing": self._doing, "where": where, "waits": waits, "pace": pace()},
         }
 
     def _hang(self) -> PeerError | None:
