@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
         values: What to record beside the files: `step`, `method` and who wrote it.
     """
     share(checkpoint)
-    record = {**values, "files": _contents(checkpoint, _files(checkpoint))}
+    record = {**values, "files": contents(checkpoint)}
     # Last of all, and as one operation: it makes the checkpoint count.
     write_json(checkpoint / _RECORD, {**record, "sha256": _digest(record)})
 
@@ -61,18 +61,28 @@ def fault(checkpoint: Path) -> str:
     if not record:
         is_there = (checkpoint / _RECORD).exists()
         return f"is damaged: {_RECORD} is not as it was written" if is_there else "was cut off while saving"
-    there, sealed = set(_files(checkpoint)), record["files"]
+    if reason := damage(checkpoint, record["files"]):
+        return reason
+    added = sorted({*_files(checkpoint)} - record["files"].keys())
+    return f"holds what was not saved with it: {_some(added)}" if added else ""
+
+
+def damage(folder: Path, sealed: Mapping[str, Sequence[Any]]) -> str:
+    """What is wrong with the files of a folder, for a sentence that begins with its name; empty if nothing is.
+
+    Args:
+        sealed: Bytes and SHA-256 of each by its name, as `contents` has them.
+    """
+    there = {*_files(folder)}
     if missing := [name for name in sealed if name not in there]:
         return f"is damaged: it lacks {_some(missing)}"
-    if added := sorted(there - sealed.keys()):
-        return f"holds what was not saved with it: {_some(added)}"
     try:
         # Sizes first: they tell most damages without reading gigabytes.
-        changed = [name for name, (size, _) in sealed.items() if (checkpoint / name).stat().st_size != size]
-        contents = {} if changed else _contents(checkpoint, sealed)
+        changed = [name for name, (size, _) in sealed.items() if (folder / name).stat().st_size != size]
+        now = {} if changed else contents(folder, sealed)
     except OSError as error:
         return f"cannot be read: {error.strerror}: {error.filename}"
-    if changed := changed or [name for name, content in contents.items() if content != sealed[name]]:
+    if changed := changed or [name for name, content in now.items() if content != [*sealed[name]]]:
         return f"is damaged: {_some(changed)} differs from what was saved"
     return ""
 
@@ -82,16 +92,16 @@ def _files(checkpoint: Path) -> list[str]:
     return [name for name in files if name != _RECORD]
 
 
-def _contents(checkpoint: Path, names: Iterable[str]) -> dict[str, list[Any]]:
-    """Bytes and SHA-256 of files."""
+def contents(folder: Path, names: Iterable[str] | None = None) -> dict[str, list[Any]]:
+    """Bytes and SHA-256 of files, by their names; of all that are there unless names are given."""
 
     def content(name: str) -> tuple[str, list[Any]]:
-        with (checkpoint / name).open("rb") as stream:
+        with (folder / name).open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             return name, [stream.tell(), digest]
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        return dict(pool.map(content, names))
+        return dict(pool.map(content, _files(folder) if names is None else names))
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Trainings that are killed at a moment: `KILLED=before:toolkit.train.train.publish:1` at the first call of `publish`.
 
-The process that comes to it kills itself, as the kernel would: nothing is caught, flushed or closed.
+The process that comes to it kills itself, as the kernel would: nothing is caught, flushed or closed. With `:SIGTERM` at
+the end it is asked to stop instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import cpu_engines
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, as `cpu_engines` does."""
-    when, path, number = os.environ["KILLED"].split(":")
+    when, path, number, *names = os.environ["KILLED"].split(":")
+    sent = signal.Signals[names[0]] if names else signal.SIGKILL
     *parts, name = path.split(".")
     owner: Any = importlib.import_module(".".join(part for part in parts if part.islower()))
     for part in parts:
@@ -27,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nonlocal calls
         calls += 1
         if calls == int(number) and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), sent)
         result = call(*args, **kwargs)
-        if calls == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if calls == int(number) and when == "after":
+            os.kill(os.getpid(), sent)
         return result
 
     setattr(owner, name, killed)

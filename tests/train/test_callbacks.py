@@ -59,7 +59,7 @@ def test_seconds_and_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     lines = ['{"step": 5, "seconds": 100.0, "loss": 2.0}', '{"step": 6, "seconds": 120.0}', '{"step": 7, "sec']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     meter = Meter(session(tmp_path, Length(20, 2.0, 0, None), [10] * 8))
-    state = type("State", (), {"global_step": 5, "max_steps": 20})()
+    state = type("State", (), {"global_step": 5, "max_steps": 20, "log_history": []})()
     meter.on_train_begin(None, state, None)
     state.global_step = 6
     meter.on_log(None, state, None, logs={"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.1})
@@ -78,7 +78,7 @@ def test_saving_and_evaluating_are_no_part_of_a_step(tmp_path: Path, monkeypatch
     )
     plan = SimpleNamespace(work=work)
     meter = Meter(session(tmp_path, Length(20, None, 0, 5), [], guard=SimpleNamespace(plan=plan)))
-    state = type("State", (), {"global_step": 0, "max_steps": 20})()
+    state = type("State", (), {"global_step": 0, "max_steps": 20, "log_history": []})()
     meter.on_train_begin(None, state, None)
     for step in range(1, 13):
         now[0] += 2.0

@@ -566,8 +566,13 @@ def test_trained_model_survives_ctrl_c_in_the_last_evaluation(place: Path, monke
     def interrupted(self: Evaluator, *of_model: object) -> None:
         raise KeyboardInterrupt
 
+    finish = Evaluator.finish
     monkeypatch.setattr(Evaluator, "finish", interrupted)
     assert main(["recipe=small", "max_steps=2"]) == 130
     run = place / "runs" / "small"
     assert (run / "final" / "adapter_model.safetensors").is_file()
+    assert json.loads((run / "manifest.json").read_text())["status"] == "interrupted"
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "finish", finish)
+        assert main(["recipe=small", "max_steps=2"]) == 0
     assert json.loads((run / "manifest.json").read_text())["status"] == "finished"

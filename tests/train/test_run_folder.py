@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from toolkit.distributed.layout import World, batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Loaded, load
 from toolkit.recipe.load import load_resolved
-from toolkit.seal import seal
+from toolkit.seal import contents, seal
 from toolkit.train import checkpoint, setup
 from toolkit.train.run_folder import (
     RunFolder,
@@ -350,8 +351,10 @@ def test_a_claim_says_where_to_go_on_and_what_it_passes_over(place: Path) -> Non
     elsewhere = claim(small(f"checkpoint.resume={whole}", "output.name=new"), 2)
     assert elsewhere == RunFolder(Path("runs/new"), False, whole)
     assert elsewhere.final == Path("runs/new/final")
+    final = write_model(Path("runs/small"))
+    completed = claim(small(), 2)
+    assert completed == RunFolder(Path("runs/small"), False, final, {}, False) and completed.is_trained
     RunFolder(Path("runs/small")).update_manifest(status="finished")
-    write_model(Path("runs/small/final"))
     assert claim(small(), 2) == RunFolder(Path("runs/small"), finished=True)
     for number in (2, 3):
         new = claim(small("checkpoint.resume=never"), 2)
@@ -384,44 +387,51 @@ def test_run_folders_of_before_micro_batches_were_auto_are_read(place: Path) -> 
     assert count == 1 and load_resolved(file).batch.micro_batch_size == "auto"
 
 
-def write_model(final: Path) -> Path:
+def write_model(run: Path) -> Path:
+    """A model that the run has published."""
+    final = run / "final"
     final.mkdir(parents=True)
     (final / "config.json").write_text("{}")
     save_file({"weight": torch.ones(4)}, final / "model.safetensors")
+    RunFolder(run).update_manifest(final={"step": 3, "files": contents(final)})
     return final
-
-
-def _shorten(final: Path) -> None:
-    os.truncate(final / "model.safetensors", 80)
-
-
-def _divide(final: Path) -> None:
-    (final / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "model-2.safetensors"}}')
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (shutil.rmtree, "holds no model"),
-        (lambda final: (final / "config.json").unlink(), "holds no model"),
-        (_shorten, "is damaged: model.safetensors is not there as a whole"),
-        (lambda final: (final / "model.safetensors").write_bytes(b"x" * 200), "is damaged"),
-        (_divide, "is damaged: model-2.safetensors is not there as a whole"),
+        (shutil.rmtree, "is damaged: it lacks config.json, model.safetensors"),
+        (lambda final: (final / "config.json").unlink(), "is damaged: it lacks config.json"),
+        (lambda final: os.truncate(final / "model.safetensors", 80), "is damaged: model.safetensors differs"),
+        (lambda final: (final / "config.json").write_bytes(b"()"), "is damaged: config.json differs"),
+        (lambda final: RunFolder(final.parent).update_manifest(final=None), "has no record of its files"),
     ],
-    ids=["folder", "config", "cut", "garbage", "shard"],
+    ids=["folder", "config", "cut", "same-size", "record"],
 )
 def test_a_finished_run_without_its_model_goes_on_from_its_last_checkpoint(
     damage: Callable[[Path], Any], reason: str
 ) -> None:
     saved = stopped()
     RunFolder(Path("runs/small")).update_manifest(status="finished")
-    damage(write_model(Path("runs/small/final")))
+    damage(write_model(Path("runs/small")))
     again = claim(small(), 2)
     assert not again.finished and again.resume_from == saved
     assert again.passed_over[again.final].startswith(reason)
     shutil.rmtree(saved)
     with pytest.raises(UserError, match=f"final {reason}.*, and no checkpoint is left to go on from"):
         claim(small(), 2)
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.adapter"])
+def test_a_damaged_model_of_another_run_is_refused_before_anything_is_written(place: Path, key: str) -> None:
+    final = write_model(place / "runs" / "first")
+    loaded = small("output.name=second")
+    claim(dataclasses.replace(loaded, recipe=loaded.recipe.with_values({key: str(final)})), 1)
+    shutil.rmtree(place / "runs" / "second")
+    (final / "config.json").write_bytes(b"()")
+    with pytest.raises(UserError, match=r"first/final is damaged: config\.json differs from what was saved"):
+        claim(dataclasses.replace(loaded, recipe=loaded.recipe.with_values({key: str(final)})), 1)
+    assert not (place / "runs" / "second").exists()
 
 
 @pytest.mark.usefixtures("place")

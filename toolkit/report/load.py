@@ -94,6 +94,15 @@ class Published(BaseModel):
     """For a sentence that begins with "the published model is"."""
 
 
+class Final(BaseModel):
+    """The model in `final`, once it is there as a whole."""
+
+    step: int
+    """After which training ended."""
+    files: dict[str, tuple[int, str]]
+    """Bytes and SHA-256 of each file, but the model card, which is written anew."""
+
+
 class Manifest(Partial):
     """`manifest.json`: how a run was started, what it ran on, how far it came."""
 
@@ -142,6 +151,7 @@ class Manifest(Partial):
     peak_memory_bytes: int | None = None
     measured: Measured | None = None
     published: Published | None = None
+    final: Final | None = None
 
 
 WARM_UP_STEPS = 2

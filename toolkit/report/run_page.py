@@ -38,8 +38,11 @@ from toolkit.report.page import Tile
 FEWEST_TO_SMOOTH = 40
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, **values: Any) -> Path:
     """Writes `report.html` into a run folder, from whatever is there; an existing page is replaced at once.
+
+    Args:
+        values: What the manifest will say when the page is there.
 
     Raises:
         UserError: If there is no such folder.
@@ -47,7 +50,8 @@ def write_report(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", "give the path of a run folder, such as runs/NAME")
     record, path = read_run(run), run / "report.html"
-    manifest, content = record.manifest, read(run / "recipe.yaml").values if record.recipe else {}
+    manifest = record.manifest = record.manifest.model_copy(update=values)
+    content = read(run / "recipe.yaml").values if record.recipe else {}
     html = page.render(
         "run.html.j2",
         title=f"{record.name} · training report",

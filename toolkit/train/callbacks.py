@@ -79,7 +79,8 @@ class Meter(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step = state.global_step
-        earlier = _keep_until(self._file, state.global_step)
+        known = sum(row["step"] == state.global_step and "eval_loss" in row for row in state.log_history)
+        earlier, self.last = _keep_until(self._file, state.global_step, known)
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
         self._total_tokens, _ = self._tokens(0, self._step)
@@ -275,18 +276,21 @@ class CleanStop(TrainerCallback):
             self._previous[number] = signal.signal(number, self._handle)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if asked := self.asked():
+            self.stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+        # Whatever the logging interval, the metrics end with the last step.
+        control.should_log = control.should_log or asked or state.global_step >= state.max_steps
+
+    def asked(self) -> bool:
+        """Whether any process has been asked to stop. All must call this."""
         asked = self._asked_at is not None
         if self._accelerator.num_processes > 1:
             flag = torch.tensor([float(asked)], device=self._accelerator.device)
             with waiting:
                 asked = bool(self._accelerator.reduce(flag, reduction="sum").item())
-        last = state.global_step >= state.max_steps
-        if asked and not last:
-            self.stopped = True
-            control.should_save = True
-            control.should_training_stop = True
-        # Whatever the logging interval, the metrics end with the last step.
-        control.should_log = control.should_log or asked or last
+        return asked
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""
@@ -303,14 +307,17 @@ class CleanStop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def _keep_until(file: Path, step: int) -> dict[str, Any]:
+def _keep_until(file: Path, step: int, evaluations: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Drops the lines of steps that will be taken again, and a line that a kill cut off.
 
+    Args:
+        evaluations: How many of this step there were; what came after them will be done again too.
+
     Returns:
-        The last line that is left, whose seconds and energy are those of the training up to there.
+        The last line that is left, whose seconds and energy are those of the training up to there; the last of a step.
     """
     if not file.is_file():
-        return {}
+        return {}, {}
     *lines, _ = file.read_bytes().split(b"\n")
     rows = [row for row in map(_metrics_row, lines) if row]
     if len(rows) < len(lines):
@@ -318,8 +325,10 @@ def _keep_until(file: Path, step: int) -> dict[str, Any]:
             "%s cannot be read in %d lines and is kept as %s", file, len(lines) - len(rows), set_aside(file).name
         )
     kept = [row for row in rows if row["step"] <= step]
+    again = [row for row in kept if row["step"] == step and "eval_loss" in row][evaluations:]
+    kept = [row for row in kept if row not in again]
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in kept))
-    return kept[-1] if kept else {}
+    return next(reversed(kept), {}), next((row for row in reversed(kept) if "loss" in row), {})
 
 
 def _metrics_row(line: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from toolkit.models import attention
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
 from toolkit.train.evaluate import answer, as_prompt
-from toolkit.train.run_folder import RunFolder
+from toolkit.train.run_folder import RunFolder, check_final
 
 
 def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
@@ -74,9 +74,10 @@ def final_model(run: Path) -> Path:
     """The folder of a run's trained model or adapter.
 
     Raises:
-        UserError: If the run has none.
+        UserError: If the run has none, or its files are not as they were written.
     """
     final = RunFolder(run).final
     if not final.is_dir():
         raise UserError(f"{run} has no final model: the run is not finished", "run its recipe again, it continues")
+    check_final(str(final))
     return final

@@ -35,8 +35,8 @@ from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.report.load import Manifest, read_manifest
+from toolkit.seal import damage
 from toolkit.train import checkpoint
-from toolkit.train.save import lacks
 from toolkit.train.staging import complete_left, is_left
 
 _PACKAGES = (
@@ -71,7 +71,8 @@ class RunFolder:
     Args:
         path: The folder.
         finished: Whether this very run has already been completed there.
-        resume_from: The checkpoint from which training continues.
+        resume_from: The checkpoint from which training continues; the final model, where only what follows its saving
+            is missing.
         passed_over: Later checkpoints, and a manifest, from which it does not continue, and why.
         accepted: Whether nothing of an earlier start is there, or this one has been accepted (by `describe`).
     """
@@ -89,6 +90,11 @@ class RunFolder:
     def final(self) -> Path:
         """The trained model or adapter."""
         return self.path / "final"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the final model is there, and only what follows its saving is missing."""
+        return self.resume_from == self.final
 
     @property
     def checkpoints(self) -> Path:
@@ -144,6 +150,7 @@ class RunFolder:
             restarts=int(os.environ.get("TOOLKIT_RESTARTS", 0)),
             finished=None,
             status="running",
+            error=None,
             versions={"python": platform.python_version(), **versions()},
             git=_git(),
             hardware=_hardware(),
@@ -207,6 +214,8 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
     """
     resume = loaded.recipe.checkpoint.resume
     named = Path(resume) if resume not in ("auto", "never") else None
+    for model in (loaded.recipe.model.path, loaded.recipe.model.adapter or ""):
+        check_final(model)
     if named:
         checkpoint.check_named(named, loaded.recipe)
     path = loaded.run_folder
@@ -231,9 +240,10 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
                 f"{path} holds another run; this recipe differs in {', '.join(differences) or 'nothing but the code'}",
                 "set output.name to a new name, or checkpoint.resume=never for a numbered folder beside it",
             )
-        if manifest.status == "finished":
-            if not (reason := lacks(folder.final)):
-                return RunFolder(path, finished=True)
+        finished = manifest.status == "finished"
+        if finished or manifest.final:
+            if not (reason := damage_of(folder.final)):
+                return RunFolder(path, finished, None if finished else folder.final, accepted=finished)
             damaged[folder.final] = reason
     if is_left(folder.checkpoints):
         with folder.held():
@@ -241,7 +251,7 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
     newest, passed_over = checkpoint.newest(folder.checkpoints)
     if folder.final in damaged and not newest:
         raise UserError(
-            f"the run is finished, but {folder.final} {damaged[folder.final]}, and no checkpoint is left to go on from",
+            f"training is over, but {folder.final} {damaged[folder.final]}, and no checkpoint is left to go on from",
             "restore it, or train again beside it with checkpoint.resume=never",
         )
     if start := named or newest:
@@ -266,6 +276,27 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
     world, kind = rendezvous.world, TypeAdapter(RunFolder)
     claimed = None if world.rank else kind.dump_python(claim(loaded, world.world_size), mode="json")
     return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
+
+
+def damage_of(final: Path) -> str:
+    """What is wrong with a run's final model, for a sentence that begins with its name; empty if it is as its run wrote
+    it."""
+    noted = read_manifest(final.parent)[0].final
+    return damage(final, noted.files) if noted else "has no record of its files"
+
+
+def check_final(model: str) -> None:
+    """Refuses a model or an adapter that a run has published and that is not as it was written; others pass.
+
+    Args:
+        model: A folder, or any other name of a model.
+
+    Raises:
+        UserError: Naming the files.
+    """
+    final = Path(model)
+    if final.name == "final" and read_manifest(final.parent)[0].final and (reason := damage_of(final)):
+        raise UserError(f"{final} {reason}", "the recipe of its run writes it anew, from the last checkpoint")
 
 
 def stages(adapter: str | None) -> list[str]:

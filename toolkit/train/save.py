@@ -7,7 +7,6 @@ biases that balance experts; adapters as their masters. The engines' own checkpo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,7 @@ def publish(
         dtype = getattr(torch, dtypes.export)
         kept = kept_in_fp32(model, dtype)
         if state is None:
-            # The masters have done their work. In place, so that what is evaluated is what was saved.
-            cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtypes.export)
+            as_saved(trainer, dtypes)
             state = model.state_dict()
         state = {
             name: value.to(dtype) if value.is_floating_point() and not kept(name) else value
@@ -71,6 +69,17 @@ def publish(
         held = dict(model.state_dict()) if state is None else state
         _compare(folder, held if adapter else revert_weight_conversion(model, held))
     trainer.accelerator.wait_for_everyone()
+
+
+def as_saved(trainer: Any, dtypes: Dtypes) -> None:
+    """Has a full model that each process holds whole compute with what is saved of it: what is evaluated is what was
+    saved. Its masters have done their work."""
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    divided = trainer.is_deepspeed_enabled and trainer.model_wrapped.zero_optimization_stage() == 3
+    if hasattr(model, "peft_config") or trainer.is_fsdp_enabled or divided:
+        return
+    kept = kept_in_fp32(model, getattr(torch, dtypes.export))
+    cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtypes.export)
 
 
 def _compare(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -130,28 +139,3 @@ def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
-
-
-def lacks(folder: Path) -> str:
-    """What a published folder lacks of a model or adapter, for a sentence that begins with its name; empty if it is
-    whole, as far as names and sizes tell."""
-    weights = {file.name: file for file in folder.glob("*.safetensors")}
-    index = folder / "model.safetensors.index.json"
-    try:
-        needed = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} if index.is_file() else set()
-        cut = [name for name, file in weights.items() if not _is_whole(file)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return "is damaged"
-    if not weights or not any((folder / f"{kind}config.json").is_file() for kind in ("", "adapter_")):
-        return "holds no model"
-    missing = sorted([*(needed - weights.keys()), *cut])
-    return f"is damaged: {missing[0]} is not there as a whole" if missing else ""
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a file of safetensors is as long as its header says."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length)) if length < file.stat().st_size else {}
-    ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-    return file.stat().st_size == 8 + length + max(ends, default=-1)

@@ -48,6 +48,7 @@ from toolkit.train import optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
+from toolkit.train.completion import Completion, source_of
 from toolkit.train.finite import Finite
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.profiler import Profiler
@@ -136,14 +137,15 @@ def set_up(
 
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
-    base = source.load(types, backend)
+    begins = source_of(source, folder)
+    base = begins.load(types, backend)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
-    model = add_method(base, recipe, types, new_tokens=new_tokens)
-    start = part_of_base(model, recipe)
+    model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
+    start = part_of_base(model, begins.recipe)
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
         from toolkit.models.fp8_products import multiply_in_fp8
@@ -377,6 +379,7 @@ class Callbacks:
     """
 
     def __init__(self, session: Session) -> None:
+        self.completion = Completion(session) if session.folder.is_trained else None
         self.samples = Samples(session)
         self.meter = Meter(session) if session.leads else None
         self.evaluator = Evaluator(session, self.meter) if session.prepared.eval is not None else None
@@ -390,8 +393,8 @@ class Callbacks:
         rehearsal = Rehearsal(session, pause)
         # What is not finite is noted before it ends the run.
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
-        choosing = (self.selection, EarlyStopping(session))
-        watching = (self.meter, finite, *choosing, self.evaluator, self.stop, profiler, start_up)
-        for each in (EndOfReading(), Verify(session), self.samples, Seal(session), *watching, rehearsal, Pace(session)):
+        choosing = (self.selection, EarlyStopping(session), self.evaluator)
+        watching = (self.meter, finite, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
+        for each in (self.completion, EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

@@ -12,9 +12,11 @@ import gc
 import io
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,13 +36,15 @@ from toolkit.report.load import Measured
 from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
 from toolkit.report.terminal import Progress, prompts_before_after
+from toolkit.seal import contents
 from toolkit.train import preflight
+from toolkit.train.callbacks import Meter
 from toolkit.train.checkpoint import conversion, not_changed
 from toolkit.train.finite import check_weights
 from toolkit.train.plan_guard import measured, nvme_bytes, plan_run, ran_out
 from toolkit.train.process import peak_host_bytes, prepare_process
 from toolkit.train.run_folder import RunFolder, claim_together, now
-from toolkit.train.save import publish
+from toolkit.train.save import as_saved, publish
 from toolkit.train.selection import Chosen
 from toolkit.train.session import Session
 from toolkit.train.setup import Callbacks, set_up
@@ -116,9 +120,11 @@ def _train(
         with swap_folder(recipe, world, functools.partial(nvme_bytes, loaded, world, source)) as swap:
             session = set_up(loaded, rendezvous, source, folder, swap, progress, start_up, watchdog, force)
             callbacks = Callbacks(session)
-            resume_from = folder.resume_from
+            resume_from = None if folder.is_trained else folder.resume_from
             for warning in not_changed(resume_from, recipe) if resume_from and world.rank == 0 else ():
                 _log.warning("%s", warning)
+            if folder.is_trained:
+                progress.message(f"{folder.final} is trained and saved; what follows is completed.")
             if resume_from and (said := conversion(resume_from, recipe, world.world_size)):
                 session.trainer.converts = True
                 progress.message(said)
@@ -160,13 +166,14 @@ def _not_collected() -> Iterator[None]:
 def _failed(folder: RunFolder, error: BaseException) -> None:
     """Notes what ended the run. The disk may be full, and the first error must not be hidden by a second one."""
     if not folder.accepted or folder.manifest().status == "finished":
-        return  # It is an earlier start's; or the model is saved, and only what comes after it was cut short.
+        return  # It is an earlier start's.
     reason = unwritable(folder.path, error)
     with contextlib.suppress(OSError):
-        folder.end("failed", error=f"{type(error).__name__}: {reason or error}")
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        folder.end(status, error=f"{type(error).__name__}: {reason or error}")
 
 
-def interrupted(session: Session, callbacks: Callbacks) -> None:
+def interrupted(session: Session, callbacks: Callbacks, saved: str = "a checkpoint") -> None:
     """Notes where the run stopped and how it goes on."""
     callbacks.stop.restore()
     if not session.leads:
@@ -175,29 +182,34 @@ def interrupted(session: Session, callbacks: Callbacks) -> None:
     session.folder.end("interrupted")
     write_report(session.folder.path)
     session.progress.message(
-        f"Stopped at step {step} of {session.length.total_steps}; a checkpoint is saved in {session.folder.path}.\n"
+        f"Stopped at step {step} of {session.length.total_steps}; {saved} is saved in {session.folder.path}.\n"
         "The same command continues from there."
     )
 
 
 def finish(session: Session, callbacks: Callbacks) -> None:
-    """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report."""
-    folder, meter = session.folder, callbacks.meter
-    check_weights(session, session.trainer.state.global_step)
-    beat("saving the model")
-    chosen = callbacks.selection.choose() if callbacks.selection else None
-    _save_final(session, chosen)
+    """Saves the model, then evaluates what was saved, answers the prompts again, and writes card and report.
+
+    A start after one that has ended in between does what is missing.
+    """
+    folder, meter, step = session.folder, callbacks.meter, session.trainer.state.global_step
+    if callbacks.completion:
+        chosen = callbacks.completion.end(session.trainer.state)
+    else:
+        check_weights(session, step)
+        beat("saving the model")
+        chosen = callbacks.selection.choose() if callbacks.selection else None
+        _save_final(session, callbacks, chosen)
     # From here on nothing can be lost, and Ctrl-C means what it always does.
+    if callbacks.stop.asked():
+        interrupted(session, callbacks, "the model")
+        return
     callbacks.stop.restore()
     if meter:
-        published = chosen.published if chosen else None
-        folder.end("finished", train_seconds=round(meter.seconds(), 1), published=published)
-        if callbacks.selection:
-            callbacks.selection.clear()
         # Also where what follows is cut short.
         write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
     if callbacks.evaluator:
-        callbacks.evaluator.finish(session.trainer.state.global_step, chosen)
+        callbacks.evaluator.finish(step, chosen)
     callbacks.samples.answer("after")
     if not meter:
         return
@@ -205,23 +217,34 @@ def finish(session: Session, callbacks: Callbacks) -> None:
     if session.hashed and (error := session.hashed.exception()):
         _log.warning("the model's files could not be hashed: %s", first_line(error))
     seconds = round(meter.seconds(), 1)
-    plan = session.guard.plan if session.guard else None
-    figures = Measured(
-        step_seconds=meter.time_left.measured,
-        save_seconds=meter.time_left.pauses.get("save"),
-        total_seconds=seconds,
-        tokens=meter.last.get("tokens", 0),
-        energy_kwh=meter.energy.kwh,
-    )
-    figures = measured(plan, figures)
-    folder.update_manifest(finished=now(), train_seconds=seconds, peak_memory_bytes=peak_host_bytes(), measured=figures)
+    folder.update_manifest(**_figures(session, meter, seconds))
     write_card(folder.final, folder.path, session.recipe, session.recipe.model.path)
-    report = write_report(folder.path)
+    report = write_report(folder.path, status="finished", finished=now())
+    folder.end("finished")
     _print_results(session, callbacks, seconds, report)
 
 
-def _save_final(session: Session, chosen: Chosen | None) -> None:
-    trainer, recipe = session.trainer, session.recipe
+def _figures(session: Session, meter: Meter, seconds: float) -> dict[str, Any]:
+    """For the manifest: what the training took; of an earlier start where this one has not measured a step."""
+    before = session.folder.manifest()
+    if meter.time_left.measured is None and before.measured:
+        figures = before.measured.model_copy(update={"total_seconds": seconds})
+    else:
+        figures = Measured(
+            step_seconds=meter.time_left.measured,
+            save_seconds=meter.time_left.pauses.get("save"),
+            total_seconds=seconds,
+            tokens=meter.last.get("tokens", 0),
+            energy_kwh=meter.energy.kwh,
+        )
+        figures = measured(session.guard.plan if session.guard else None, figures)
+    peak = max(before.peak_memory_bytes or 0, peak_host_bytes())
+    return {"train_seconds": seconds, "peak_memory_bytes": peak, "measured": figures}
+
+
+def _save_final(session: Session, callbacks: Callbacks, chosen: Chosen | None) -> None:
+    """Saves the model beside its place, moves it there as a whole, and notes what it consists of."""
+    trainer, recipe, folder = session.trainer, session.recipe, session.folder
     optimizer = trainer.optimizer
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
@@ -230,14 +253,30 @@ def _save_final(session: Session, chosen: Chosen | None) -> None:
     weights = chosen.weights if chosen else None
     if weights is not None:
         put(trainer, weights)  # From here on it is this model that is evaluated and answers.
-    publish(trainer, session.folder.final, session.dtypes, session.start, weights)
-    if session.leads and recipe.method.name == "lora":
+        as_saved(trainer, session.dtypes)
+    place = folder.final.with_suffix(".partial")
+    if session.leads:
+        shutil.rmtree(place, ignore_errors=True)
+    publish(trainer, place, session.dtypes, session.start, weights)
+    if not callbacks.meter:
+        return
+    if recipe.method.name == "lora":
         # Names the base as the recipe does, not by where this machine keeps it. Only in the file: while saving, PEFT
         # would look the name up on the hub.
-        file, path = session.folder.final / "adapter_config.json", recipe.model.path
+        file, path = place / "adapter_config.json", recipe.model.path
         config = json.loads(file.read_text(encoding="utf-8"))
         config = of_twice_the_rank(config) if session.start else config
         write_json(file, {**config, "base_model_name_or_path": BUILTIN_MODELS.get(path, path)})
+    files = {name: content for name, content in contents(place).items() if name != "README.md"}
+    shutil.rmtree(folder.final, ignore_errors=True)
+    place.rename(folder.final)
+    folder.update_manifest(
+        **_figures(session, callbacks.meter, round(callbacks.meter.seconds(), 1)),
+        published=chosen.published if chosen else None,
+        final={"step": trainer.state.global_step, "files": files},
+    )
+    if callbacks.selection:
+        callbacks.selection.clear()
 
 
 def _print_results(session: Session, callbacks: Callbacks, seconds: float, report: Path) -> None:
