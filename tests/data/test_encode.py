@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import tracemalloc
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,7 @@ from data_fixtures import chatml_tokenizer, plain_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from toolkit.common import UserError
-from toolkit.data import chat_spans, chat_template
+from toolkit.data import chat_spans, chat_template, template_limits
 from toolkit.data.chat_spans import ENOUGH, Conversation, render
 from toolkit.data.chat_template import fixed_prompt, load_chat_template
 from toolkit.data.encode import Encoded, Encoder
@@ -864,6 +865,40 @@ def test_a_hostile_template_is_one_short_error_soon(kind: str, monkeypatch: pyte
             with pytest.raises(UserError, match="chat template") as caught:
                 ask(row)
             assert words in str(caught.value) and len(str(caught.value)) < 500
+
+
+GROWING = {
+    **{
+        step: f"{{% macro m(x) %}}{{{{ x }}}}{{{{ x }}}}{{% endmacro %}}{{% set n = namespace(x='ab', l=[1, 2]) %}}"
+        f"{{% for i in range(90000) %}}{{% set n.{step[0]} = {step[4:]} %}}{{% endfor %}}"
+        for step in (
+            *("x = n.x ~ n.x", "x = n.x + n.x", "l = n.l + n.l", "l = n.l + ['ab' * 400000 ~ i]", "x = m(n.x)"),
+            *("x = [n.x, n.x]|join", "x = [n, n]|map(attribute='x')|join(n.x)", "x = n.x.join([n.x, n.x])"),
+            *("x = '%s%s' % (n.x, n.x)", "x = '%s%s'|format(n.x, n.x)", "x = '{0}{0}'.format(n.x)"),
+            *("x = n.x|replace('a', 'aaa')", "x = n.x.replace('b', 'bbb')", "x = n.x|list|string", "x = n.x|tojson"),
+            *("l = n.l + [('ab' * 400000)[1:]]", "l = n.l + [('ab' * 400000)|upper]"),
+        )
+    },
+    "block": "{% set n = namespace(x='ab') %}{% for i in range(90) %}"
+    "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+    "nested": "{% set n = namespace(l=1) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}{% endfor %}"
+    "{{ n.l|tojson }}",
+    "written": "{% set x = 'ab' * 400000 %}{% for i in range(900) %}{{ x }}{% endfor %}",
+    "joined": "{{ (['ab' * 400000] * 100000)|join }}",
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_template_takes_no_more_memory_than_its_limit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "_LARGEST", 2**20)
+    monkeypatch.setattr(template_limits, "_ALL_LONG", 2**24)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"makes (a text|texts)|puts a text"):
+            encoder_for(GROWING[kind]).prompt_text(Chat([{"role": "user", "content": "Hi"}]))
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_powers_and_repetitions_that_templates_need_are_as_ever() -> None:

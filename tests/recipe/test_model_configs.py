@@ -104,6 +104,7 @@ def test_broken_local_config_names_the_file(tmp_path: Path) -> None:
         ('{"model_type": "llama", "text_config": [1]}', "text_config"),
         ('{"model_type": "llama", "hidden_size": "96"}', 'hidden_size is "96"'),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
+        ('{"model_type": "llama", "vocab_size": 2000001}', "at most 2,000,000"),
         ('{"model_type": "llama", "max_position_embeddings": "512"}', "max_position_embeddings"),
         ('{"model_type": "gemma3", "text_config": {"num_hidden_layers": [1]}}', "num_hidden_layers"),
     ],

@@ -1,44 +1,106 @@
-"""Jinja's sandbox with bounds for single calls: one into C may take all memory or time, and no time limit ends it."""
+"""Jinja's sandbox with bounds: for single calls, as one into C may take all memory or time, and no time limit ends it;
+and for the texts that a template makes, as one that is doubled again and again takes all memory within that limit."""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
-from collections.abc import Callable, Sized
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
-from jinja2 import Environment
-from jinja2.filters import do_format
-from jinja2.nodes import EvalContext
+from jinja2 import Environment, Template
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.filters import do_format, do_join, make_attrgetter
+from jinja2.nodes import Concat, EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import pass_eval_context
 from transformers.utils import chat_template_utils
 
 _LARGEST = 2**24
-"""Characters of a text that a template repeats or fills up, and the largest number that it does so with."""
+"""Characters of a text that a template makes, and the largest number that it repeats or fills up one with."""
+_LONG, _ALL_LONG = 2**16, 2**29
+"""Characters from which on a text counts, and of all of these that are made in one rendering."""
 _PRODUCT = 16 * _LARGEST
 """Characters where a text is put in at many places of another."""
 _BITS = 2**20
 """Of a number that is multiplied."""
-_FILTERS = ("batch", "center", "indent", "join", "replace", "round", "slice", "truncate", "wordwrap")
+_FILTERS = ("batch", "center", "indent", "replace", "round", "slice", "truncate", "wordwrap")
+
+
+class _Made(threading.local):
+    characters = 0
+
+
+_made = _Made()
+"""Long texts of the rendering that runs in this thread."""
+
+
+class _BoundedTemplate(Template):
+    def render(self, *arguments: Any, **named: Any) -> str:
+        _made.characters = 0
+        return super().render(*arguments, **named)
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Filters by name. Transformers puts its own `tojson` among them, written in C, which no time limit ends."""
+
+    def __setitem__(self, name: str, filter: Callable[..., Any]) -> None:
+        @functools.wraps(filter)
+        def measured(value: Any, *arguments: Any, **named: Any) -> Any:
+            left, length = [value], 0
+            while left:
+                each = left.pop()
+                length += len(each) if isinstance(each, str) else 1
+                if length > _LARGEST:
+                    raise SecurityError(f"it makes a text of more than {_LARGEST:,} characters")
+                left += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+            return _counted(filter(value, *arguments, **named))
+
+        super().__setitem__(name, measured)
+
+
+class _Code(CodeGenerator):
+    def visit_Concat(self, node: Concat, frame: Frame) -> None:
+        """`a ~ b`, which Jinja joins by a function of its own."""
+        self.write("environment.concat(map(str, (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """What chat templates are compiled and rendered in."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _Code
+    template_class = _BoundedTemplate
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.binop_table |= {"*": _times, "**": _power, "%": _modulo}
-        self.filters |= {name: _bounded(self.filters[name]) for name in _FILTERS} | {"format": _format}
+        self.binop_table |= {"+": _plus, "*": _times, "**": _power, "%": _modulo}
+        self.filters |= {name: _bounded(self.filters[name]) for name in _FILTERS} | {"format": _format, "join": _join}
+        self.filters = _Filters({name: _counting(filter) for name, filter in self.filters.items()})
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What becomes of all that is joined: by `~`, in blocks and macros, and as a whole."""
+        return _counted("".join(_within(parts)))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """An entry, or a part of a text."""
+        return _counted(super().getitem(obj, argument))
 
     def call(self, context: Context, function: Any, /, *arguments: Any, **named: Any) -> Any:
         """Calls what a template calls."""
         if isinstance(of := getattr(function, "__self__", None), str | bytes | int):
             _check(of, (*arguments, *named.values()))
-        return super().call(context, function, *arguments, **named)
+            if isinstance(of, str) and getattr(function, "__name__", "") == "join":
+                arguments = tuple(list(_within(each, len(of))) for each in arguments)
+        return _counted(super().call(context, function, *arguments, **named))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """A text's method `format` or `format_map`, as Jinja's sandbox has it; None for all else."""
@@ -53,6 +115,48 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 # Transformers makes the environments, and has no setting for their class.
 chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
+
+
+def _counted(result: Any) -> Any:
+    """What a template has made."""
+    if isinstance(result, str) and len(result) > _LARGEST:
+        raise SecurityError(f"it makes a text of more than {_LARGEST:,} characters")
+    if isinstance(result, str) and len(result) >= _LONG:
+        _made.characters += len(result)
+        if _made.characters > _ALL_LONG:
+            raise SecurityError(f"it makes texts of more than {_ALL_LONG:,} characters")
+    return result
+
+
+def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(filter)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        return _counted(filter(*arguments, **named))
+
+    return counting
+
+
+def _within(parts: Iterable[Any], between: int = 0) -> Iterator[Any]:
+    """Parts of a text that is joined, with so many characters between them."""
+    length = 0
+    for part in parts:
+        length += between + (len(part) if isinstance(part, str) else 1)
+        if length > _LARGEST:
+            raise SecurityError(f"it makes a text of more than {_LARGEST:,} characters")
+        yield part
+
+
+@pass_eval_context
+def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(context.environment, attribute), value)
+    return do_join(context, _within(value, len(d)), d)
+
+
+def _plus(left: Any, right: Any) -> Any:
+    if isinstance(left, Sized) and isinstance(right, Sized) and len(left) + len(right) > _LARGEST:
+        raise SecurityError(f"it makes a text or list of more than {_LARGEST:,} entries")
+    return _counted(left + right)
 
 
 def _check(of: Any, arguments: tuple[Any, ...]) -> None:
@@ -75,7 +179,7 @@ def _times(left: Any, right: Any) -> Any:
             raise SecurityError(f"it repeats a text {number} times")
     if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _BITS:
         raise SecurityError("it multiplies numbers of hundreds of thousands of digits")
-    return left * right
+    return _counted(left * right)
 
 
 def _power(left: Any, right: Any) -> Any:
@@ -87,7 +191,7 @@ def _power(left: Any, right: Any) -> Any:
 def _modulo(left: Any, right: Any) -> Any:
     if isinstance(left, str):
         _check_values(left, right if isinstance(right, tuple) else (right,))
-    return left % right
+    return _counted(left % right)
 
 
 def _format(text: Any, *arguments: Any, **named: Any) -> str:
@@ -97,6 +201,7 @@ def _format(text: Any, *arguments: Any, **named: Any) -> str:
 
 def _check_values(form: str, values: tuple[Any, ...]) -> None:
     _check_form(form)
+    _check(form, tuple(value for value in values if isinstance(value, str)))
     if "*" in form:  # Then a width is among the values.
         _check(None, values)
 

@@ -64,8 +64,9 @@ _SIZE_KEYS = (
 )
 
 
-_MOST_LAYERS, _LARGEST_SIZE = 1_000, 10**8
-"""Several times what the deepest and the widest released models have. A plan builds every layer, in outline."""
+_MOST_LAYERS, _MOST_TOKENS, _LARGEST_SIZE = 1_000, 2_000_000, 10**8
+"""Several times what the deepest and the widest released models have, and those with the largest vocabulary: 901,629
+(XLM-V). A plan builds every layer and goes through the vocabulary, both in outline."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ def _read(file: Path) -> dict[str, Any] | None:
             value = part.get(key)
             if value is not None and (type(value) is not int or (value < 1 and key not in _POSITION_KEYS)):
                 raise UserError(f"{file}: {key} is {_shown(value)}, not a whole number above 0", change)
-            most = _MOST_LAYERS if "layer" in key else _LARGEST_SIZE
+            most = _MOST_LAYERS if "layer" in key else _MOST_TOKENS if key == "vocab_size" else _LARGEST_SIZE
             if value is not None and value > most and key not in _POSITION_KEYS:
                 raise UserError(f"{file}: {key} is {_shown(value)}, which no model has: at most {most:,}", change)
     # Without its kind Transformers may still know what it is, or says what is missing.
