@@ -61,11 +61,11 @@ def test_every_flipped_bit_is_noticed(saved: Path) -> None:
     """Of files and of the record itself; none of them changes what is read from it."""
     whole = read_seal(saved)
     draw = random.Random(1)
-    for name in (*FILES, "checkpoint.json"):
+    for name in (*FILES, "seal.json"):
         for _ in range(50):
             bit = draw.randrange(8 * (saved / name).stat().st_size)
             flip(saved / name, bit)
-            assert fault(saved) or (name == "checkpoint.json" and read_seal(saved) == whole)
+            assert fault(saved) or (name == "seal.json" and read_seal(saved) == whole)
             flip(saved / name, bit)
     assert fault(saved) == ""
 
@@ -82,12 +82,12 @@ def test_of_many_files_some_are_named(saved: Path) -> None:
 
 
 def test_a_record_that_is_not_as_it_was_written(saved: Path) -> None:
-    record = saved / "checkpoint.json"
+    record = saved / "seal.json"
     changed = {**json.loads(record.read_text()), "step": 4}
     for text in ("", "{", "[]", "null", "3", "{}", '{"sha256": 5}', json.dumps(changed)):
         record.write_text(text)
         assert read_seal(saved) == {}
-        assert fault(saved) == "is damaged: checkpoint.json is not as it was written"
+        assert fault(saved) == "is damaged: seal.json is not as it was written"
     record.write_bytes(b"\xff\xfe")
     assert read_seal(saved) == {}
     record.unlink()
@@ -109,3 +109,13 @@ def test_a_folder_is_built_once_and_again_when_it_is_damaged(tmp_path: Path, cap
     build_sealed(place, build)
     assert len(built) == 2 and (place / "rows").read_text() == "rows"
     assert f"{place} is damaged: rows differs from what was saved, and is made again" in caplog.text
+
+
+def test_a_record_by_its_former_name_is_read(saved: Path) -> None:
+    """As in run folders of before."""
+    former = (saved / "seal.json").rename(saved / "checkpoint.json")
+    assert fault(saved) == "" and read_seal(saved)["step"] == 3
+    former.write_text("{}")
+    assert fault(saved) == "is damaged: checkpoint.json is not as it was written"
+    former.unlink()
+    assert fault(saved) == "was cut off while saving"

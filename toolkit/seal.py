@@ -18,7 +18,8 @@ from typing import Any
 from toolkit.cache import build_once, share
 from toolkit.common import write_json
 
-_RECORD = "checkpoint.json"
+_RECORD, _FORMER = "seal.json", "checkpoint.json"
+"""The name of the record; what it was called before, in checkpoints that are still read."""
 _THREADS = 8
 """Files hashed at once; one thread takes 1 to 2 GB/s, the disk mostly less than all of them."""
 
@@ -48,7 +49,7 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
 def read_seal(checkpoint: Path) -> dict[str, Any]:
     """What `seal` recorded; empty if there is no record, or it is not as it was written."""
     try:
-        record = json.loads((checkpoint / _RECORD).read_text(encoding="utf-8"))
+        record = json.loads(_record(checkpoint).read_text(encoding="utf-8"))
         digest = record.pop("sha256")
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return {}
@@ -59,8 +60,8 @@ def fault(checkpoint: Path) -> str:
     """Why nothing can be read from a checkpoint, for a sentence that begins with its name; empty if it is whole."""
     record = read_seal(checkpoint)
     if not record:
-        is_there = (checkpoint / _RECORD).exists()
-        return f"is damaged: {_RECORD} is not as it was written" if is_there else "was cut off while saving"
+        file = _record(checkpoint)
+        return f"is damaged: {file.name} is not as it was written" if file.exists() else "was cut off while saving"
     if reason := damage(checkpoint, record["files"]):
         return reason
     added = sorted({*_files(checkpoint)} - record["files"].keys())
@@ -89,7 +90,12 @@ def damage(folder: Path, sealed: Mapping[str, Sequence[Any]]) -> str:
 
 def _files(checkpoint: Path) -> list[str]:
     files = (file.relative_to(checkpoint).as_posix() for file in sorted(checkpoint.rglob("*")) if not file.is_dir())
-    return [name for name in files if name != _RECORD]
+    return [name for name in files if name != _record(checkpoint).name]
+
+
+def _record(checkpoint: Path) -> Path:
+    former = checkpoint / _FORMER
+    return former if former.exists() and not (checkpoint / _RECORD).exists() else checkpoint / _RECORD
 
 
 def contents(folder: Path, names: Iterable[str] | None = None) -> dict[str, list[Any]]:

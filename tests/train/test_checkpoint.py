@@ -72,7 +72,7 @@ def test_newest_whole_checkpoint_is_found_by_its_step(place: Path) -> None:
     (ten / "rng_state_1.pth").unlink()  # One of the two processes was killed before.
     passed_over[ten] = "is damaged: it lacks rng_state_1.pth"
     assert checkpoint.newest(place) == (nine, passed_over)
-    (nine / "checkpoint.json").unlink()  # Killed when some processes had not written all.
+    (nine / "seal.json").unlink()  # Killed when some processes had not written all.
     passed_over[nine] = "was cut off while saving"
     assert checkpoint.newest(place) == (three, passed_over)
     assert list(checkpoint.newest(place)[1]) == [hundred, ten, nine]
@@ -186,7 +186,7 @@ def test_a_named_checkpoint_must_be_whole_and_of_this_method_with_steps_left(pla
         with pytest.raises(UserError) as refusal:
             checkpoint.check_named(folder, recipe_of(*overrides).recipe)
         assert refusal.value.what == f"checkpoint.resume={folder} {what}" and change in refusal.value.change
-    (folder / "checkpoint.json").unlink()
+    (folder / "seal.json").unlink()
     with pytest.raises(UserError, match="was cut off while saving"):
         checkpoint.check_named(folder, recipe_of().recipe)
 
@@ -217,7 +217,7 @@ def cut_off(run: Path, name: str) -> Path:
     copy = run.with_name(name)
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "final")
-    (copy / "checkpoints" / "checkpoint-6" / "checkpoint.json").unlink()
+    (copy / "checkpoints" / "checkpoint-6" / "seal.json").unlink()
     manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
     (copy / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}), encoding="utf-8")
     return copy

@@ -60,7 +60,7 @@ def killed_in_save(straight: Path, name: str, step: int) -> tuple[Path, Path]:
         shutil.rmtree(folder / "checkpoints" / f"checkpoint-{later}", ignore_errors=True)
     newest = folder / "checkpoints" / f"checkpoint-{step}"
     values = {key: value for key, value in read_seal(newest).items() if key != "files"}
-    (newest / "checkpoint.json").unlink()
+    (newest / "seal.json").unlink()
     written = aside(newest.parent) / newest.name
     written.parent.mkdir()
     newest.rename(written)
