@@ -367,7 +367,8 @@ def test_all_steps_evaluations_and_checkpoints_take_time() -> None:
     bare = recipe(evaluation={"at_start": False}, schedule={"num_epochs": 2})
     plain = plan(bare, "h200x8", dataclasses.replace(counted, eval_rows=0), price=3.0)
     assert plain.steps == 20 and plain.total_seconds is not None and plain.gpu_hours is not None
-    assert plain.total_seconds.value == pytest.approx(20 * plain.step_seconds.value)
+    assert plain.saves == 1 and 0 < plain.save_seconds < 0.2  # However small it is.
+    assert plain.total_seconds.value == pytest.approx(20 * plain.step_seconds.value + plain.save_seconds)
     assert plain.tokens == 2 * counted.tokens
     assert plain.pflop_days == pytest.approx(20 * plain.model_flops_per_step / 8.64e19)
     assert plain.cost == pytest.approx(3.0 * 8 * plain.total_seconds.value / 3600)

@@ -79,3 +79,17 @@ def test_overhead(tmp_path: Path) -> None:
     text = overhead.RECIPE.format(model=model, data=tmp_path / "documents.jsonl", batches=1, steps=2)
     (tmp_path / "recipes" / "overhead.yaml").write_text(text, encoding="utf-8")
     assert load_checked("overhead", (), tmp_path / "recipes").recipe.batch.seq_len == 32
+
+
+def test_saves(tmp_path: Path) -> None:
+    import saves
+
+    (tmp_path / "recipes").mkdir()
+    model = config(tmp_path / "model", "meta-llama/Llama-3.2-1B", {})
+    text = saves.RECIPE.format(model=model, data=tmp_path / "documents.jsonl", steps=4, every=2)
+    (tmp_path / "recipes" / "saves.yaml").write_text(text, encoding="utf-8")
+    for engine in saves.ENGINES:
+        recipe = load_checked(
+            "saves", [f"strategy={engine}"] if engine != "single" else [], tmp_path / "recipes"
+        ).recipe
+        assert recipe.checkpoint.save_steps == 2

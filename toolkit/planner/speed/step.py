@@ -28,7 +28,10 @@ HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 read and written, the gradient read) in 0.25 s for a billion, as ZeRO-Offload reports (Ren et al. 2021, table 4)."""
 WRITE_BANDWIDTH = 1.5e9
 """Bytes/s at which one process writes a checkpoint; an estimate, because PyTorch's serialisation, not the drive, limits
-it."""
+it: on two cores 1.3 to 1.8e9."""
+SAVE_SECONDS, SHARDED_SAVE_SECONDS = 0.03, 0.1
+"""What a checkpoint takes however small it is: small files, and processes that agree; more where each writes its part.
+`benchmarks/saves.py` on two cores: 0.01 and 0.03 s (single, DDP), 0.04 to 0.15 s (ZeRO-2, ZeRO-3, FSDP)."""
 REFERENCE = (16384, 4096, 4096)
 """Rows, columns and inner size of the matrix product that `Efficiency.matmul` is stated for: 8B layers, four rows."""
 _FOREACH = 18 / 7
@@ -171,12 +174,14 @@ class Step:
         return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
 
     def save_seconds(self, size: int) -> float:
-        """A checkpoint of `size` bytes: engines write from all ranks, a replicated model from one."""
+        """A checkpoint of `size` bytes: engines write from all ranks, a replicated model from one. For what comes after
+        that, flushing and hashing, no step waits."""
         strategy, hardware = self._recipe.strategy, self._hardware
         engine = strategy.zero_stage or strategy.name == "fsdp"
         writers, nodes = (hardware.devices_per_node, hardware.nodes) if engine else (1, 1)
         rate = min(hardware.node.nvme, writers * WRITE_BANDWIDTH) * nodes
-        return size / (rate * _GUESSED[self._rates])
+        fixed = SHARDED_SAVE_SECONDS if engine else SAVE_SECONDS
+        return (fixed + size / rate) / _GUESSED[self._rates]
 
     def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
         """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""
