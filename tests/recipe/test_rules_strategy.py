@@ -242,6 +242,8 @@ def test_fsdp_optimizer(fsdp: Ran, name: str) -> None:
     found = fsdp[f"optimizer {name}"]
     if name == "muon":
         assert found > 5e-5
+    elif name == "adagrad":  # Its state is there before the parameters are sharded, and cannot be saved.
+        assert found < 1e-6 and fsdp[f"saved {name}"].startswith("KeyError") and fsdp["saved rmsprop"] is True
     elif TABLE[name].fsdp_alternative:
         assert "DTensor" in found or "sharding strategy" in found
     else:

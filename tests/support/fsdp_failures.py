@@ -19,6 +19,7 @@ from engine_failures import (
     quantized,
 )
 from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
@@ -37,6 +38,22 @@ def fsdp_optimizer(name: str) -> float:
         optimizer.zero_grad()
         losses.append(loss.item())
     return difference(losses, alone(name))
+
+
+def fsdp_saved(name: str) -> bool:
+    """Saves an optimizer that was made before its parameters were exchanged for sharded ones, as Accelerate does."""
+    module = model()
+    optimizer = build(name, module.parameters())
+    names = {id(parameter): key for key, parameter in module.named_parameters()}
+    whole = list(module.parameters())  # Kept, so that no other object takes one's id.
+    for layer in (module[0], module[2], module):
+        fully_shard(layer)
+    for group in optimizer.param_groups:
+        group["params"] = [module.get_parameter(names[id(parameter)]) for parameter in group["params"]]
+    module(batches()[0]).square().mean().backward()
+    optimizer.step()
+    get_optimizer_state_dict(module, optimizer)
+    return bool(whole)
 
 
 def fsdp_reduce_fp16() -> bool:
@@ -117,6 +134,8 @@ CASES: dict[str, Callable[[], Any]] = {
     if name != "adamw_torch_8bit"
 }
 CASES |= {
+    "saved adagrad": lambda: fsdp_saved("adagrad"),
+    "saved rmsprop": lambda: fsdp_saved("rmsprop"),
     "reduce fp16": fsdp_reduce_fp16,
     "fp16 overflow": fsdp_fp16_skips_everywhere,
     "encoder-decoder": fsdp_encoder_decoder,

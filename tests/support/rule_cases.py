@@ -303,6 +303,7 @@ CASES = [
     ("zero-offload-paged", [*ZERO2_OFFLOAD, "optimizer=paged_adamw_32bit"], ["optimizer.name=adamw"]),
     ("fsdp-optimizer", [*FSDP, "optimizer=paged_adamw_8bit"], ["optimizer.name=adamw_torch_8bit"]),
     ("fsdp-optimizer", [*FSDP, "optimizer=lion"], ["optimizer.name=adamw"]),
+    ("fsdp-optimizer", [*FSDP, "optimizer=adagrad"], ["optimizer.name=rmsprop"]),
     ("fsdp-optimizer", [*FSDP, "optimizer=rmsprop_bnb_32bit"], ["optimizer.name=rmsprop"]),
     ("fsdp-optimizer", [*FSDP, "optimizer=adafactor"], ["optimizer.name=adamw_torch_8bit"]),
     ("fsdp-muon", [*FSDP, "optimizer=muon"], ["optimizer.name=adamw", "strategy.name=ddp"]),

@@ -250,7 +250,15 @@ OPTIMIZERS = {
         _bnb("paged_ademamix_32bit", gpu_only=True, unpaged="ademamix", eight_bit="ademamix_8bit", **_ademamix),
         _bnb_8bit("paged_ademamix_8bit", gpu_only=True, unpaged="ademamix_8bit", **_ademamix),
         Traits("sgd", "sgd", momentum=0.9, moments=1),
-        Traits("adagrad", "adagrad", moments=1, foreach=True, copies=1, zero_alternative="rmsprop"),
+        Traits(
+            "adagrad",
+            "adagrad",
+            moments=1,
+            foreach=True,
+            copies=1,
+            zero_alternative="rmsprop",
+            fsdp_alternative="rmsprop",
+        ),
         Traits(
             "adafactor",
             "adafactor",

@@ -211,7 +211,7 @@ STRATEGY_RULES = {
     "fsdp-optimizer": Rule(
         "optimizer.name",
         lambda r, _: r.strategy.name == "fsdp" and r.optimizer.traits.fsdp_alternative and r.optimizer.name != "muon",
-        "{r.optimizer.name} has operations that torch does not know for sharded tensors",
+        "{r.optimizer.name} has operations or a state that torch does not know for sharded tensors",
         "set optimizer.name={r.optimizer.traits.fsdp_alternative}",
     ),
     "fsdp-muon": Rule(
