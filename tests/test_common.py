@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from toolkit.common import (
     concealed,
     duration,
     first_line,
+    in_background,
     printable,
     quiet_libraries,
     start_logging,
@@ -181,3 +183,14 @@ def test_a_message_is_no_longer_than_a_person_reads() -> None:
     error = UserError("\n".join(f"column {number}" for number in range(1_000_000)), "x" * 1_000_000)
     assert len(str(error).splitlines()) == 40 and "999,962 more lines" in str(error) and len(str(error)) < 4000
     assert brief("one\ntwo") == "one\ntwo" and brief("a\nb\nc", 2) == "a\n… and 2 more lines"
+
+
+def test_writers_of_one_file_never_leave_it_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also processes of one number, as in two containers: a reader sees one text or the other, whole."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    file, texts = tmp_path / "figures.yaml", ["a" * 100_000, "b" * 100_000]
+    write_atomically(file, texts[0])
+    writers = [in_background(lambda text=text: [write_atomically(file, text) for _ in range(200)]) for text in texts]
+    while not all(writer.done() for writer in writers):
+        assert file.read_text() in texts
+    assert [writer.result() for writer in writers] and list(tmp_path.iterdir()) == [file]

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import shutil
 import sys
 import threading
@@ -362,9 +363,14 @@ class _StandardError(logging.StreamHandler[Any]):
 
 def write_atomically(file: Path, text: str) -> None:
     """Writes a file so that readers see the old or the new text, never a part, whoever else writes it."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    # Processes of two containers may have one number, and would empty each other's file.
+    partial = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def set_aside(file: Path) -> Path:

@@ -594,3 +594,23 @@ def test_the_pages_example_works(tmp_path: Path) -> None:
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| `") else []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "device: [", "\x00", "title: cpu"])
+def test_broken_figures_of_a_cpu_are_set_aside_and_measured_again(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    leave_unmeasured(tmp_path)
+    path = path_of(find("cpu").device)
+    whole = path.read_text()
+    path.write_text(content)
+
+    def measure(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+        path.write_text(whole)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("toolkit.planner.hardware.calibration.subprocess.run", measure)
+    once_measured(find("cpu"))
+    assert path.read_text() == whole and path.with_name(f"{path.name}.damaged").read_text() == content
+    assert caplog.text.count("not a calibration") == 1

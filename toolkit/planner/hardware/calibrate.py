@@ -29,7 +29,7 @@ from toolkit.cache import writable
 from toolkit.common import UserError, first_line, write_atomically
 from toolkit.models import device
 from toolkit.planner.hardware import layer
-from toolkit.planner.hardware.calibration import Calibration, busy, describe, load, path_of
+from toolkit.planner.hardware.calibration import Calibration, busy, describe, known, path_of
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Figure
 
@@ -80,9 +80,8 @@ def calibrate(seconds: float = 60.0) -> Path:
     # What cannot be kept need not be measured.
     with tempfile.TemporaryFile(dir=path.parent):
         pass
-    before = load(path).model_dump() if path.is_file() else {}
-    if before.get("title") != hardware.device.title:
-        before = {}
+    stored = known(hardware.device)
+    before = stored.model_dump() if stored and stored.title == hardware.device.title else {}
     measured: dict[str, Any]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         measured = before | _between_processes(on_gpu, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,7 +15,7 @@ import yaml
 from pydantic import Field, PositiveFloat, ValidationError
 
 from toolkit.cache import cache_dir, find, locked, writable
-from toolkit.common import UserError
+from toolkit.common import UserError, set_aside
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import DOCUMENTS, Device, Dtype, Efficiency, Figure, Hardware, Rate
 from toolkit.planner.trace.store import apart
@@ -112,8 +113,27 @@ def load(path: Path) -> Calibration:
 
 def with_calibration(hardware: Hardware) -> Hardware:
     """With the figures measured on a device of this name, if there are any."""
-    file = find(path_of(hardware.device))
-    return calibrated(hardware, load(file)) if file.is_file() else hardware
+    if hardware.device.kind == "cpu":
+        found = known(hardware.device)
+    else:
+        file = find(path_of(hardware.device))
+        found = load(file) if file.is_file() else None
+    return calibrated(hardware, found) if found else hardware
+
+
+def known(device: Device) -> Calibration | None:
+    """What was measured on a device of this name. A broken file is set aside, where measuring again is a matter of
+    seconds, or what the user has asked for."""
+    file = find(path_of(device))
+    if not file.is_file():
+        return None
+    try:
+        return load(file)
+    except UserError as error:
+        with contextlib.suppress(OSError):
+            set_aside(file)
+        _log.warning("%s; it is not used", error.what.splitlines()[0])
+        return None
 
 
 def once_measured(hardware: Hardware) -> Hardware:
@@ -121,9 +141,9 @@ def once_measured(hardware: Hardware) -> Hardware:
 
     That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
     """
-    file = find(path_of(hardware.device))
-    if hardware.device.kind != "cpu" or (file.is_file() and not load(file).again):
+    if hardware.device.kind != "cpu" or ((found := known(hardware.device)) and not found.again):
         return hardware
+    file = find(path_of(hardware.device))
     began = file.stat().st_mtime_ns if file.is_file() else None
     try:
         with locked(Path(f"{writable(path_of(hardware.device))}.lock")):
