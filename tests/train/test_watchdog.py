@@ -18,13 +18,15 @@ place = place_with("llama")
 ENDLESS = ["recipe=small", "max_steps=4000", "batch.micro_batch_size=1"]
 
 HANGS = """
-import os, time
+import ctypes, os, time
 import cpu_engines
 from toolkit.data import collate
 from toolkit.train import trainer
 
 def long():
     print("now", flush=True)
+    while os.environ.get("HOLDS"):
+        ctypes.PyDLL(None).sleep(600)  # Without letting go of Python's lock.
     time.sleep(600)
 
 def main(arguments):
@@ -102,6 +104,28 @@ def test_one_process_that_hangs_ends_too(place: Path, tmp_path: Path, ranks: Ran
     check(done, tmp_path / "small", 0, "the training has not got on for", 1)
     assert "it is waiting for the data of step " in done.stderr
     assert "time.sleep(600)" in (tmp_path / "small" / "stacks" / "rank-0.txt").read_text()
+
+
+def test_one_process_that_hangs_and_holds_pythons_lock_ends_too(place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    (place / "hangs.py").write_text(HANGS)
+    own = [*ENDLESS, *HANG, f"output.dir={tmp_path}"]
+    began = time.monotonic()
+    done = ranks.run(place, *own, entry="hangs", HANGS="collective", WHO="0 0", HOLDS="1", timeout=60)
+    assert done.codes == [-signal.SIGKILL] and time.monotonic() - began < 30, done.stderr[-3000:]
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert f"the training has not got on for {LIMIT} s and holds Python's lock: it is in step 3, at File" in error
+    assert "hangs.py" in error and "in long" in error and "stacks shows where each process was" in done.stderr
+    assert "compute_loss" in (tmp_path / "small" / "stacks" / "rank-0.txt").read_text()
+
+
+@pytest.mark.matrix
+def test_process_that_holds_pythons_lock_is_named_by_the_others(place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    (place / "hangs.py").write_text(HANGS)
+    own = [*ENDLESS, *HANG, "strategy=ddp", f"output.dir={tmp_path}"]
+    done = ranks.run(place, *own, processes=2, entry="hangs", HANGS="collective", WHO="1 0", HOLDS="1", timeout=60)
+    assert done.codes == [os.EX_TEMPFAIL, -signal.SIGKILL], done.stderr[-3000:]
+    check(done, tmp_path / "small", 1, "rank 1 does not answer", 1)
+    assert "in long" in (tmp_path / "small" / "stacks" / "rank-1.txt").read_text()
 
 
 @pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.matrix)])

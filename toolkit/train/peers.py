@@ -22,6 +22,7 @@ from torch.distributed import DistError, Store
 
 from toolkit.common import UserError, in_a_line, in_background
 from toolkit.distributed.rendezvous import Rendezvous, SharedError
+from toolkit.train.sentry import DUMP
 
 GO_ON = "the same command goes on from the newest whole checkpoint"
 _ANSWER_SECONDS = 5.0
@@ -149,6 +150,8 @@ class Peers:
         """Ends those on this machine that do not answer, so that they give back what they hold."""
         for rank in self.gone & self._neighbours.keys():
             with contextlib.suppress(psutil.Error):
+                self._neighbours[rank].send_signal(DUMP)
+                time.sleep(0.5)
                 self._neighbours[rank].kill()
 
     def leave(self) -> None:

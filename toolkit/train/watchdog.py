@@ -8,7 +8,6 @@ training hangs when no process of it gets on: while one reads, saves or evaluate
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 import threading
@@ -27,6 +26,7 @@ from toolkit.recipe import Recipe
 from toolkit.train.peers import GO_ON, PeerError, Peers
 from toolkit.train.process import tell
 from toolkit.train.run_folder import RunFolder
+from toolkit.train.sentry import Sentry
 from toolkit.train.stragglers import Comparison, pace
 
 TICK_SECONDS = 1.0
@@ -46,7 +46,8 @@ _MOVED_BYTES = 2**16
 _LOOKS = 3
 """So many looks apart a process that answers has shown another state."""
 _LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "deepspeed", "accelerate"))
-_STANDARD_ERROR = 2
+_ANSWER_SECONDS = 30.0
+"""How long the others may take to end a process that does not answer."""
 _current: Watchdog | None = None
 
 
@@ -69,6 +70,8 @@ class Watchdog:
         self._comparison = Comparison(rendezvous.host) if self._peers and self._world.rank == 0 else None
         minutes = recipe.faults.hang_minutes
         self._limit = minutes * 60 if minutes else None
+        self._stacks = folder.path.resolve() / "stacks" / f"rank-{self._world.rank}.txt"
+        self._sentry: Sentry | None = None
         self._ended = threading.Event()
         self._started = False
         self._beats = self._together = self._looks = self._unanswered = 0
@@ -82,10 +85,19 @@ class Watchdog:
         self._doing = doing
         self._together += together
         self._beats += 1
+        self._say()
+
+    def _say(self) -> None:
+        if self._sentry and self._beats:
+            self._sentry.beat(self._doing, self._beats + self._looks)
 
     def start(self) -> None:
         """To be called when the process group has started, which the rendezvous has watched until then."""
         self._started = True
+        if self._limit:
+            # Of several, the others say first who does not answer.
+            patience = self._limit + (_ANSWER_SECONDS if self._peers else 0)
+            self._sentry = Sentry(patience, self._stacks, self._change())
         if self._peers:
             # Who is stopped before the first look is known to be there.
             with contextlib.suppress(DistError, TimeoutError):
@@ -96,7 +108,7 @@ class Watchdog:
         """This process needs the others no more."""
         if not self._ended.is_set():
             self._ended.set()
-            faulthandler.cancel_dump_traceback_later()
+            self._rest()
             if self._peers:
                 self._peers.leave()
 
@@ -107,6 +119,7 @@ class Watchdog:
             PeerError: If it was another process that ended it, and broke the connection.
         """
         self._ended.set()
+        self._rest()
         if not (self._peers and self._started):
             return
         # Libraries may wait for the others while they end.
@@ -118,6 +131,10 @@ class Watchdog:
         if reason:
             self._note(reason, "".join(traceback.format_exception(error)))
             raise reason from error
+
+    def _rest(self) -> None:
+        if self._sentry:
+            self._sentry.stop()
 
     def _run(self) -> None:
         while not self._ended.wait(TICK_SECONDS):
@@ -157,9 +174,7 @@ class Watchdog:
         # Before its first beat a process may download or convert for hours.
         self._still = 0.0 if gets_on or not self._beats else self._still + elapsed
         self._looks += 1
-        if self._limit:
-            # Where the main thread lets no other run, only this shows where it is.
-            faulthandler.dump_traceback_later(self._limit + 60, file=_STANDARD_ERROR)
+        self._say()
 
     def _state(self) -> dict[str, Any]:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -224,9 +239,8 @@ class Watchdog:
     def _note(self, reason: PeerError, where: str) -> None:
         """Keeps where this process was, and in the manifest why the run ended. The disk may be to blame."""
         with contextlib.suppress(OSError):
-            file = self._folder.path / "stacks" / f"rank-{self._world.rank}.txt"
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(concealed(where), encoding="utf-8")
+            self._stacks.parent.mkdir(exist_ok=True)
+            self._stacks.write_text(concealed(where), encoding="utf-8")
             if reason.speaks:
                 self._folder.end("failed", error=str(reason))
 
