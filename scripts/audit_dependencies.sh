@@ -2,6 +2,7 @@
 # Asks an advisory database about the locked dependencies; where none answers within seconds, says so and passes.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PATH="$PWD/.venv/bin:$PATH"
 
 database=https://api.osv.dev/v1/query
 if ! command -v pip-audit >/dev/null; then
