@@ -211,6 +211,42 @@ def _limit_memory(session: Any) -> None:
     session.kept = bytearray(2**24)
 
 
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def make_group(name: str) -> Path | None:
+    """A control group for memory, of whichever version this machine has; None where none may be made."""
+    place = (GROUPS / "memory" if (GROUPS / "memory").is_dir() else GROUPS) / name
+    try:
+        place.mkdir()
+    except OSError:
+        return None
+    if any((place / limit).is_file() for limit in LIMITS):
+        return place
+    place.rmdir()
+    return None
+
+
+LIMITS = ("memory.limit_in_bytes", "memory.max")
+"""Of versions 1 and 2."""
+
+
+def _limit_group(session: Any) -> None:
+    """The process's control group has less memory left than it takes now, and the kernel kills it."""
+    group = make_group(f"toolkit_fault_{os.getpid()}")
+    assert group, "a test that cannot make groups is skipped"
+    # What it holds already stays counted where it was.
+    next(group / limit for limit in LIMITS if (group / limit).is_file()).write_text(str(2**24))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    session.kept = b"x" * 2**27
+
+
+def remove_groups() -> None:
+    """Those of processes that were killed."""
+    for group in GROUPS.glob("**/toolkit_fault_*"):
+        group.rmdir()
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     **{
         "kill": _kill,
@@ -220,6 +256,6 @@ FAULTS: dict[str, Callable[..., None]] = {
         "hang": _hang,
         "wait": _wait,
         **{"flip": _flip, "kill_in_save": _kill_in_save, "lock_out": _lock_out, "age": _age, "scale": _scale},
-        "limit_memory": _limit_memory,
+        **{"limit_memory": _limit_memory, "limit_group": _limit_group},
     }
 }
