@@ -47,7 +47,7 @@ def write_checkpoint(folder: Path, step: int, *overrides: str, processes: int = 
     for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", f"global_step{step}/optim_states.pt"):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("content")
-    seal(place, checkpoint.record(step, recipe_of(*overrides).recipe, processes))
+    seal(place, checkpoint.record(step, recipe_of(*overrides).recipe, processes, {}))
     return place
 
 

@@ -257,7 +257,7 @@ def stopped(*overrides: str, step: int = 3, hashes: dict[str, str] = HASHES) -> 
     saved = folder.checkpoints / f"checkpoint-{step}"
     saved.mkdir(parents=True)
     (saved / "weights").write_text("content")
-    seal(saved, checkpoint.record(step, small(*overrides).recipe, 2))
+    seal(saved, checkpoint.record(step, small(*overrides).recipe, 2, {}))
     return saved
 
 
@@ -349,7 +349,7 @@ def test_a_claim_says_where_to_go_on_and_what_it_passes_over(place: Path) -> Non
     why = {cut: "is damaged: it lacks weights"}
     assert claim(small(), 2) == RunFolder(Path("runs/small"), False, whole, why, False)
     elsewhere = claim(small(f"checkpoint.resume={whole}", "output.name=new"), 2)
-    assert elsewhere == RunFolder(Path("runs/new"), False, whole)
+    assert elsewhere == RunFolder(Path("runs/new"), False, whole, {}, False)
     assert elsewhere.final == Path("runs/new/final")
     final = write_model(Path("runs/small"))
     completed = claim(small(), 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +18,46 @@ _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum
 """Of the optimizer, what its saved state holds."""
 
 
-def record(step: int, recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """What a checkpoint is sealed with, beside its files."""
+def trained(model: Any) -> dict[str, Any]:
+    """Which weights a model trains, as a checkpoint is sealed with it: the same for every engine."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    shapes = sorted(
+        (name, [*getattr(each, "ds_shape", each.shape)])
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    )
+    number = sum(math.prod(shape) for _, shape in shapes)
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return {"architecture": type(base).__name__, "trained": number, "shapes": digest}
+
+
+def check_fits(checkpoint: Path | None, model: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of another model's weights.
+
+    Args:
+        checkpoint: From which a run is to go on, if from any.
+        model: What `trained` says of its model.
+
+    Raises:
+        UserError: Naming both.
+    """
+    saved = read_seal(checkpoint) if checkpoint else {}
+    if saved.get("shapes", model["shapes"]) != model["shapes"]:
+        one, other = (f"{each['trained']:,} weights of a {each['architecture']}" for each in (saved, model))
+        raise UserError(
+            f"{checkpoint} holds {one}, the recipe trains {other if one != other else 'others of as many'}",
+            "set model and method as the checkpoint was trained, or name another one with checkpoint.resume",
+        )
+
+
+def record(step: int, recipe: Recipe, world_size: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint is sealed with, beside its files.
+
+    Args:
+        model: What `trained` says of it.
+    """
     state = {"method": recipe.method.name, "optimizer": recipe.optimizer.model_dump(include=_IN_STATE)}
-    return {"step": step, **state, **writer(recipe, world_size)}
+    return {"step": step, **model, **state, **writer(recipe, world_size)}
 
 
 def rotate(folder: Path, step: int, limit: int | None) -> None:

@@ -263,7 +263,10 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "set output.dir to a folder you own") from error
     return RunFolder(
-        path, accepted=not _used(path), resume_from=start, passed_over=damaged | ({} if named else passed_over)
+        path,
+        accepted=not (named or _used(path)),
+        resume_from=start,
+        passed_over=damaged | ({} if named else passed_over),
     )
 
 
@@ -339,7 +342,9 @@ def _used(path: Path) -> bool:
     if not path.is_dir():
         return path.exists()
     own = {"recipe.yaml", _MANIFEST, "audit.json", ".lock", _RESERVED}
-    return any(file.name not in own and file.suffix != ".partial" for file in path.iterdir())
+    left = (file for file in path.iterdir() if file.name not in own and file.suffix != ".partial")
+    # Libraries make the folder of the checkpoints before anything is refused.
+    return any(not file.is_dir() or any(file.iterdir()) for file in left)
 
 
 def _differences(path: Path, loaded: Loaded) -> list[str] | None:

@@ -44,7 +44,7 @@ from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
-from toolkit.train import optimizer, preflight
+from toolkit.train import checkpoint, optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
@@ -111,7 +111,6 @@ def set_up(
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
 
     start_up.ended("data")
-
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _decided(loaded, layout, guard, rendezvous)
@@ -163,7 +162,7 @@ def set_up(
         data_collator=_collator(recipe, backend, tokenizer, compiles),
         processing_class=tokenizer,
     )
-    trainer.saves = Saves(folder.checkpoints, recipe, world.world_size)
+    trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model))
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
@@ -200,6 +199,7 @@ def set_up(
             progress.message(f"{inner:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
         if recipe.method.name == "lora":
             progress.message(f"{counts.base:,} parameters: {counts.shares}")
+        checkpoint.check_fits(folder.resume_from, trainer.saves.model)
         folder.describe(
             loaded,
             layout,

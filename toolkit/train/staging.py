@@ -43,13 +43,14 @@ class Saves:
     Args:
         folder: Of the checkpoints.
         world_size: Processes of the run.
+        model: What `checkpoint.trained` says of its model.
 
     Attributes:
         failure: Why the newest checkpoint could not be written, on all processes.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, world_size: int) -> None:
-        self.folder, self._recipe, self._world_size = folder, recipe, world_size
+    def __init__(self, folder: Path, recipe: Recipe, world_size: int, model: Mapping[str, Any]) -> None:
+        self.folder, self._recipe, self._world_size, self.model = folder, recipe, world_size, model
         self._behind: Future[None] | None = None
         self.failures = 0
         self.failure: UserError | None = None
@@ -86,7 +87,7 @@ class Saves:
             return
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            values = record(step, self._recipe, self._world_size)
+            values = record(step, self._recipe, self._world_size, self.model)
             limit = self._recipe.checkpoint.save_total_limit
             self._behind = in_background(lambda: _complete(self.folder, step, values, limit))
 
