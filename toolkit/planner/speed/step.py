@@ -28,10 +28,10 @@ HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 read and written, the gradient read) in 0.25 s for a billion, as ZeRO-Offload reports (Ren et al. 2021, table 4)."""
 WRITE_BANDWIDTH = 1.5e9
 """Bytes/s at which one process writes a checkpoint; an estimate, because PyTorch's serialisation, not the drive, limits
-it: on two cores 1.3 to 1.8e9."""
+it: 200 MB by `torch.save` on a core, 1.3 to 1.8e9 and once 3.0e9."""
 SAVE_SECONDS, SHARDED_SAVE_SECONDS = 0.03, 0.1
 """What a checkpoint takes however small it is: small files, and processes that agree; more where each writes its part.
-`benchmarks/saves.py` on two cores: 0.01 and 0.03 s (single, DDP), 0.04 to 0.15 s (ZeRO-2, ZeRO-3, FSDP)."""
+`benchmarks/saves.py` on two cores: 0.01 to 0.04 s (single, DDP), 0.02 to 0.15 s (ZeRO-2, ZeRO-3, FSDP)."""
 REFERENCE = (16384, 4096, 4096)
 """Rows, columns and inner size of the matrix product that `Efficiency.matmul` is stated for: 8B layers, four rows."""
 _FOREACH = 18 / 7
