@@ -219,6 +219,14 @@ ADVICE = {
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
+    **dict.fromkeys(
+        ("swa", "use_swa", "swa_lrs", "stochastic_weight_avg"),
+        "set checkpoint.average_last: 5, and checkpoint.save_steps to the steps between the models of the mean",
+    ),
+    **dict.fromkeys(
+        ("ema", "use_ema", "ema_decay"),
+        "remove it: no moving average is kept; checkpoint.average_last: 5 publishes the mean of the last checkpoints",
+    ),
     "greater_is_better": "remove it: it is known of each metric that checkpoint.keep_best takes",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _EVALUATION),
     **dict.fromkeys(("relora_steps", "relora", "use_badam"), "remove it: it is not supported"),
