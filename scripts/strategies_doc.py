@@ -19,6 +19,7 @@ from toolkit.recipe.errors import as_text
 from toolkit.recipe.files import locate, options
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES
+from toolkit.recipe.rules.parallel import PARALLEL_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
 from toolkit.recipe.sections import Strategy
 
@@ -80,6 +81,23 @@ Offloading moves the last column to the host (ZeRO: the gradients it waits for t
 moves all of its row. A frozen base costs its weights alone: 2 bytes per parameter, 1 with int8 and fp8, about 0.5 with
 nf4 and int4; `zero3` and `fsdp` divide them by N, but with a quantized base every process reads the whole before it
 keeps its part.
+
+## Long rows
+
+Where the activations of one row do not fit, `parallel.sequence=N` has N devices share each row, under every strategy:
+
+```sh
+toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 batch.seq_len=131072 batch.global_batch_size=8 parallel.sequence=8
+```
+
+Each computes a part of the tokens. For attention they exchange parts of rows for attention heads and back (Ulysses,
+Jacobs et al. 2023), so N must divide the model's heads, and the backend must take boundaries of documents, which
+`model.attention=auto` then sees to. Activations, logits and batches of a device are an Nth; what `strategy` divides is
+divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of
+one process, packed or not. Neighbouring ranks share rows, so that with N up to the devices of a node the exchange stays
+within it. The balance loss of a mixture's routers is that of whole rows. Before the first step the model is asked
+whether parts get the logits of the whole row, so that a model whose layers look beyond their tokens elsewhere than in
+attention does not train.
 
 ## NVMe
 
@@ -194,7 +212,7 @@ def _optimizers(strategies: Mapping[str, Any]) -> str:
 def _rules() -> str:
     rows = [
         [f"`{name}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
-        for name, rule in STRATEGY_RULES.items()
+        for name, rule in (STRATEGY_RULES | PARALLEL_RULES).items()
     ]
     return _table(["rule", "at", "why", "change"], rows)
 

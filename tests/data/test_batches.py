@@ -111,3 +111,11 @@ def test_every_row_is_drawn_once_an_epoch_and_no_batch_is_short() -> None:
     assert order == FixedOrder(10, 3, True).between(0, 24).tolist()
     assert FixedOrder(3, 0, False).between(0, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert FixedOrder(3, 0, False).between(2, 5).tolist() == [2, 0, 1]
+
+
+def test_processes_that_share_rows_get_the_same_ones() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, (24, 1))
+    alone = MicroBatches(FixedOrder(24, 1, True), lengths, lengths, 3, 8, 2, 2)
+    shared = MicroBatches(FixedOrder(24, 1, True), lengths, lengths, 3, 8, 2, 2, sharing=2)
+    assert list(shared) == [rows for rows in alone for _ in range(2)] and len(shared) == 2 * len(alone)
+    assert list(shared.between(1, 2)) == list(alone.between(1, 2))

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from toolkit.data.collate import Collator, isolates
+from toolkit.data.collate import Collator, PartCollator, isolates
 from toolkit.data.rows import IGNORE
 
 SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -239,3 +239,33 @@ def test_padding_of_sources_and_targets_does_not_change_the_loss() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     alone = sum(model(**collator([row])).loss * len(row["labels"]) for row in rows)
     torch.testing.assert_close(model(**batch).loss * 6, alone)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_a_row_are_the_row_and_each_label_is_in_one(size: int) -> None:
+    random = np.random.default_rng(size)
+    rows = []
+    for _ in range(3):
+        ids, documents = random.integers(1, 97, 30), [11, 19]
+        labels = np.where(random.random(30) < 0.6, ids, IGNORE)
+        labels[[0, 11]] = IGNORE
+        rows.append({"input_ids": ids, "labels": labels, "seq_lengths": documents})
+    flat = Collator(0, "flat", pad_to_multiple_of=4 * size)
+    whole, parts = flat(rows), [PartCollator(flat, index, size)(rows) for index in range(size)]
+    tokens = whole["input_ids"].shape[1]
+    for key in ("input_ids", "position_ids"):
+        assert torch.equal(torch.cat([part[key] for part in parts], 1), whole[key])
+    # Rolled by one they follow their tokens, within parts as in the whole.
+    following = torch.cat([part["labels"].roll(-1) for part in parts], 1)
+    assert torch.equal(following, whole["labels"].roll(-1))
+    for part in parts:
+        assert part["row_tokens"] == tokens and part["input_ids"].shape[1] == tokens // size
+        assert torch.equal(part["cu_seq_lens_q"], whole["cu_seq_lens_q"])
+        scored = part["labels"].roll(-1)[0, part["label_positions"]]
+        assert (scored != IGNORE).sum() == (part["labels"] != IGNORE).sum()
+
+
+def test_a_part_in_which_every_token_is_trained_scores_each_once() -> None:
+    row = {"input_ids": np.arange(1, 25), "labels": np.append(IGNORE, np.arange(2, 25)), "seq_lengths": [24]}
+    first = PartCollator(Collator(0, "flat"), 0, 2)([row])
+    assert first["label_positions"].tolist() == list(range(12))

@@ -54,6 +54,27 @@ def test_batch_layout(batch: dict[str, int], world_size: int, expected: tuple[in
     assert layout.micro_batches * layout.micro_batch_size == layout.global_batch_size
 
 
+def test_processes_that_share_rows_divide_the_batch_as_one() -> None:
+    for world, sequence in ((2, 2), (4, 2), (8, 4)):
+        made = recipe(batch={"global_batch_size": 8}, parallel={"sequence": sequence})
+        layout = batch_layout(made, world)
+        assert (layout.world_size, layout.data_parallel_size) == (world, world // sequence)
+        assert layout.micro_batch_size * layout.gradient_accumulation_steps == 8 // (world // sequence)
+        assert layout.micro_batches * layout.micro_batch_size == 8
+
+
+@pytest.mark.parametrize(("world", "sequence"), [(3, 2), (1, 4), (6, 4)])
+def test_processes_that_do_not_divide_into_shared_rows_name_those_that_do(world: int, sequence: int) -> None:
+    with pytest.raises(UserError, match=f"parallel.sequence={sequence} does not divide {world} process") as caught:
+        batch_layout(recipe(batch={"global_batch_size": 8}, parallel={"sequence": sequence}), world)
+    for numbers in re.findall(r"start (\d+(?: or \d+)*)", caught.value.change):
+        for number in map(int, numbers.split(" or ")):
+            assert number % sequence == 0
+    for numbers in re.findall(r"parallel.sequence=(\d+(?: or \d+)*)", caught.value.change):
+        for number in map(int, numbers.split(" or ")):
+            assert world % number == 0
+
+
 def test_every_layout_is_exact_and_every_number_an_error_names_works() -> None:
     refused = 0
     for total, micro, world, tokens in itertools.product(
@@ -418,7 +439,7 @@ def stated(world_size: int, **sections: Any) -> dict[str, Any]:
 
 
 PLAIN = {
-    **{"engine": "none", "world_size": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 4},
+    **{"engine": "none", "world_size": 1, "sequence": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 4},
     **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
     **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},
     **{

@@ -88,6 +88,24 @@ def test_planned_peaks_are_those_of_the_engine(case, folder, ranks, monkeypatch)
     assert sums["forward"] == pytest.approx(real["forward"], rel=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.matrix)])
+def test_peaks_fall_with_the_processes_that_share_a_row(method, folder, ranks, monkeypatch):
+    """As planned, within 3%; rows weigh more than the weights."""
+    monkeypatch.chdir(folder)
+    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=512", "batch.global_batch_size=1", *_FP32]
+    peaks = {}
+    for processes in (1, 2, 4):
+        arguments = ["recipe=wide", f"method.name={method}", *rows, f"parallel.sequence={processes}"]
+        done = ranks.run(folder, *arguments, f"output.name={method}-{processes}", processes=processes, entry="tracker")
+        assert done.returncode == 0, done.stderr[-2000:]
+        plan, real = planned(*arguments, processes=processes).phases, measured(Path(folder), processes)
+        for phase in ("forward", "backward"):
+            assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), (processes, phase)
+        peaks[processes] = real["forward"] - real["save"]
+    assert peaks[1] > 1.6 * peaks[2] > 2.4 * peaks[4]
+
+
 class _Adapted(torch.nn.Module):
     """A frozen layer with a small trained one beside it."""
 

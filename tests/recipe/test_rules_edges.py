@@ -21,6 +21,7 @@ NF4, INT8, FP8, INT4 = (LORA + f"method.quantization={kind} " for kind in ("nf4"
 OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
+SHARED, NOISE = "parallel.sequence=2 ", "extra.training_arguments='{neftune_noise_alpha: 5}' "
 LOCAL = each("model.path", "builtin:x x.gguf .")
 
 # Rule, what all its recipes have, what breaks it beside that, and what does not.
@@ -285,6 +286,14 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("fsdp-tied-embeddings", LORA + "method.modules_to_save=[lm_head] ", [FSDP], [*WHOLE, ZERO3]),
     ("fsdp-encoder-decoder", SEQ2SEQ, [FSDP], [*WHOLE, ZERO3]),
+    ("sequence-heads", "", [], each("parallel.sequence", "1 2 5")),
+    ("sequence-seq2seq", SEQ2SEQ, [SHARED], ["", "parallel.sequence=1"]),
+    ("sequence-attention", SHARED, each("model.attention", "eager sdpa flex"), ["", *VARLEN]),
+    ("sequence-streaming", SHARED, [STREAM], [""]),
+    ("sequence-streaming", STREAM, [SHARED], ["", "parallel.sequence=1"]),
+    ("sequence-eva", LORA + "method.init_lora_weights=eva ", [SHARED], ["", "parallel.sequence=1"]),
+    ("sequence-eva", SHARED, [], [LORA, LORA + "method.init_lora_weights=pissa", "method.init_lora_weights=eva"]),
+    ("sequence-neftune", NOISE, [SHARED], ["", "parallel.sequence=1"]),
     ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),
     ("zero-offload-paged", OFFLOAD + "optimizer.name=paged_lion_8bit ", STAGES, [DDP]),
     ("zero-offload-paged", "optimizer.name=paged_lion_8bit ", [], STAGES),

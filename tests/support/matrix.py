@@ -150,17 +150,20 @@ class Launcher:
         self._results: dict[str, Result] = {}
         self._ranks = ranks
 
-    def result(self, name: str, engine: str, *overrides: str) -> Result:
-        """What the run of this name left behind; it is started when it is asked for the first time."""
+    def result(self, name: str, engine: str, *overrides: str, processes: int | None = None) -> Result:
+        """What the run of this name left behind; it is started when it is asked for the first time.
+
+        Args:
+            processes: Other than `PROCESSES`.
+        """
         if name not in self._results:
             arguments = ["recipe=matrix", *ENGINES[engine], *overrides, f"output.name={name}"]
-            code, said = self._run(engine, arguments)
+            code, said = self._run(engine, arguments, processes or (1 if engine == "single" else PROCESSES))
             assert code == 0, f"{name}: exit code {code}\n{said[-3000:]}"
             self._results[name] = Result.read(self.folder / "runs" / name)
         return self._results[name]
 
-    def _run(self, engine: str, arguments: list[str]) -> tuple[int, str]:
-        processes = 1 if engine == "single" else PROCESSES
+    def _run(self, engine: str, arguments: list[str], processes: int) -> tuple[int, str]:
         if torch.cuda.is_available():
             return _torchrun(self.folder, processes, arguments)
         nodes = 1

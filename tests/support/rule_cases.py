@@ -19,6 +19,7 @@ SCHEDULE_FREE = ["optimizer=schedule_free_adamw", "schedule.name=constant"]
 AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
+SHARED, NOISE = ["parallel.sequence=3"], "extra.training_arguments.neftune_noise_alpha=5"
 
 # Rule, what breaks it, and the fix: what its message says to change, as overrides that replace those of the same key.
 CASES = [
@@ -293,6 +294,17 @@ CASES = [
         ["strategy.cpu_ram_efficient_loading=false"],
     ),
     ("fsdp-encoder-decoder", [*SEQ2SEQ, *FSDP], ["strategy.name=zero2"]),
+    ("sequence-heads", [*SHARED, "parallel.sequence=4"], ["parallel.sequence=3"]),
+    ("sequence-heads", [*SHARED, "parallel.sequence=6"], ["parallel.sequence=9"]),
+    ("sequence-seq2seq", [*SEQ2SEQ, "parallel.sequence=2"], ["~parallel.sequence"]),
+    ("sequence-attention", [*SHARED, "model.attention=sdpa"], ["model.attention=auto"]),
+    ("sequence-attention", [*SHARED, "model.attention=eager"], ["~parallel.sequence"]),
+    ("sequence-streaming", [*SHARED, *STREAM], ["data.streaming=false", "data.eval_split=null"]),
+    ("sequence-streaming", [*SHARED, *STREAM], ["~parallel.sequence"]),
+    ("sequence-eva", [*SHARED, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    ("sequence-eva", [*SHARED, LORA, "method.init_lora_weights=eva"], ["~parallel.sequence"]),
+    ("sequence-neftune", [*SHARED, NOISE], ["~extra.training_arguments.neftune_noise_alpha"]),
+    ("sequence-neftune", [*SHARED, NOISE], ["~parallel.sequence"]),
     ("zero3-selective", [*ZERO3, *SELECTIVE], ["activation_checkpointing.mode=full"]),
     ("zero3-selective", [*ZERO3, LORA, *SELECTIVE], ["strategy.name=fsdp"]),
     ("zero-optimizer", [*ZERO2, "optimizer=adafactor"], ["optimizer.name=adamw_8bit"]),

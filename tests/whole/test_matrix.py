@@ -226,4 +226,54 @@ def test_compiled_recomputed_and_quantized_layers_train_alike_on_every_engine(
     assert not {key: value for key, value in vars(difference).items() if value > limits[key]}
 
 
+SHARED = [
+    ("llama", "full", True, 1, "fsdp"),
+    ("qwen3_moe", "lora", False, 4, "zero3"),
+    ("llama", "lora", True, 4, "ddp4"),
+    *itertools.product(
+        ("llama", "qwen3", "gemma3", "mistral", "qwen3_moe"), ("full", "lora"), (False, True), (1, 4), ("ddp",)
+    ),
+    *itertools.product(
+        ("llama", "qwen3_moe"), ("full", "lora"), (False, True), (4,), ("zero2", "zero3", "fsdp", "ddp4")
+    ),
+    *itertools.product(("llama",), ("full", "lora"), (True,), (1,), ("zero3", "zero2_offload")),
+]
+"""Model, method, packing, micro-batches of a step, and engine; with 4, on four processes, of which two share rows."""
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "packing", "accumulation", "engine"),
+    [
+        pytest.param(*each, id="-".join(map(str, each)), marks=[] if place < 3 else [pytest.mark.matrix])
+        for place, each in enumerate(dict.fromkeys(SHARED))
+    ],
+)
+def test_processes_that_share_rows_equal_one_process(
+    model: str,
+    method: str,
+    packing: bool,
+    accumulation: int,
+    engine: str,
+    launcher: Launcher,
+    record_property: Callable[[str, object], None],
+) -> None:
+    size = 2 * SEQUENCES // accumulation
+    common = [f"model.path={model}", *METHODS[method], f"data.packing={str(packing).lower()}"]
+    # The routers' balance loss is one of each micro-batch.
+    alike = f"shared-{model}-{method}-{packing}-{size}"
+    reference = launcher.result(alike, "single", *common, f"batch.micro_batch_size={size}")
+    processes, replicas = (4, 2) if engine.endswith("4") else (2, 1)
+    micro_batch = f"batch.micro_batch_size={size if accumulation >= replicas else size // replicas}"
+    changed = [*common, micro_batch, "parallel.sequence=2"]
+    run = launcher.result(f"{alike}-{engine}", engine.removesuffix("4"), *changed, processes=processes)
+    difference, limits = Difference.between(run, reference), vars(LIMITS["fp32"])
+    record(
+        record_property, "Processes that share rows: largest difference from one process",
+        run=f"{model}-{method}-{'packed' if packing else 'padded'}-{size}x{accumulation}-{engine}",
+        **difference.figures(),
+    )  # fmt: skip
+    assert not {key: value for key, value in vars(difference).items() if not value <= limits[key]}
+    assert run.answers == reference.answers
+
+
 _PLAIN = str.maketrans("=./", "---")

@@ -132,8 +132,9 @@ class MicroBatches:
         steps: Optimizer steps of the run.
         global_batch_size: Rows of a step.
         accumulation: Micro-batches of a step and process.
-        world_size: Processes.
+        world_size: Processes, or groups of them that share rows.
         flat: As in `cut`.
+        sharing: Processes of such a group, to each of which the sampler gives the same rows.
     """
 
     order: FixedOrder
@@ -144,16 +145,19 @@ class MicroBatches:
     accumulation: int
     world_size: int
     flat: bool = False
+    sharing: int = 1
 
     batch_size = None
     """Varies; accelerate asks for it."""
     drop_last = False
 
     def __len__(self) -> int:
-        return self.steps * self.accumulation * self.world_size
+        return self.steps * self.accumulation * self.world_size * self.sharing
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.between(0, self.steps)
+        for rows in self.between(0, self.steps):
+            for _ in range(self.sharing):
+                yield rows
 
     def between(self, first: int, last: int) -> Iterator[list[int]]:
         """The micro-batches of the steps after a first one up to and including a last one; those of the processes take

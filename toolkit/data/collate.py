@@ -103,6 +103,11 @@ class Collator:
     longest: int | None = None
     lone: bool = True
 
+    @property
+    def whole(self) -> Collator:
+        """Itself; of a `PartCollator` that of whole rows."""
+        return self
+
     def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """What rows of these lengths are filled up to."""
         wide = -(-lengths // self.pad_to_multiple_of) * self.pad_to_multiple_of
@@ -150,6 +155,44 @@ class Collator:
         return torch.from_numpy(padded)
 
 
+@dataclass(frozen=True)
+class PartCollator:
+    """What one of several processes that share rows gets of a batch: as many tokens as each of them, in order.
+
+    `input_ids`, `labels` and `position_ids` are (1, T / size). Boundaries and lengths of documents stay those of the
+    whole row, in which attention sees them, and `row_tokens`, a host integer, is T. The first label is the one that
+    follows the last token, so that labels rolled by one follow their tokens, and each label is in one part.
+
+    Args:
+        whole: Lays documents end to end, filled up to a multiple of `size`.
+        index: Which part.
+        size: Number of parts.
+    """
+
+    whole: Collator
+    index: int
+    size: int
+
+    @property
+    def layout(self) -> Layout:
+        """That of the whole."""
+        return self.whole.layout
+
+    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As of the whole."""
+        return self.whole.width(lengths)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The part of a batch."""
+        batch = self.whole(examples)
+        tokens = batch["input_ids"].shape[1]
+        part = slice(self.index * tokens // self.size, (self.index + 1) * tokens // self.size)
+        batch |= {key: batch[key][:, part] for key in ("input_ids", "position_ids")}
+        batch["labels"] = batch["labels"].roll(-1, 1)[:, part].roll(1, 1)
+        batch["label_positions"] = _label_positions(batch["labels"].numpy(), pairs=False)
+        return batch | {"row_tokens": tokens}
+
+
 def _label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:
     """Where the next token is trained. No row begins with a trained token, so rows may be laid end to end in a ring.
 
@@ -157,9 +200,11 @@ def _label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:
     """
     if pairs:
         return torch.from_numpy(np.flatnonzero(labels != IGNORE))
-    trained = np.flatnonzero(np.roll(labels, -1) != IGNORE)
+    following = np.roll(labels, -1)
+    trained, others = np.flatnonzero(following != IGNORE), np.flatnonzero(following == IGNORE)
     spare = -len(trained) % _POSITIONS if len(trained) else _POSITIONS
-    return torch.from_numpy(np.append(trained, np.full(spare, labels.size - 1)))
+    # In a part of a row all may be trained.
+    return torch.from_numpy(np.append(trained, np.full(spare if len(others) else 0, others[-1:])))
 
 
 def _positions(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

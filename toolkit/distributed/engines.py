@@ -328,6 +328,8 @@ class EngineState(Partial):
     """Whether products of fp32 matrices are computed in TF32."""
     offload_optimizer: str | None = None
     offload_param: str | None = None
+    sequence: int | None = None
+    """Processes that share each row."""
     sharded_over: int | None = None
     """Processes over which FSDP shards."""
     reshard_after_forward: bool | None = None
@@ -362,6 +364,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     state: dict[str, Any] = {
         "engine": "ddp" if several else "none",
         "world_size": layout.world_size,
+        "sequence": layout.sequence,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "num_workers": recipe.data.decided_workers,

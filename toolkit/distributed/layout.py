@@ -132,6 +132,13 @@ class BatchLayout:
     gradient_accumulation_steps: int
     world_size: int
     seq_len: int
+    sequence: int = 1
+    """Processes that share each row, see `parallel.sequence` of the recipe."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of processes that each get rows of their own."""
+        return self.world_size // self.sequence
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -142,7 +149,7 @@ class BatchLayout:
     @property
     def micro_batches(self) -> int:
         """Micro-batches in a step, of all processes together."""
-        return self.gradient_accumulation_steps * self.world_size
+        return self.gradient_accumulation_steps * self.data_parallel_size
 
 
 def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
@@ -151,41 +158,56 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     Raises:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
-    batch = recipe.batch
+    batch, sequence = recipe.batch, recipe.parallel.sequence
+    replicas = _replicas(world_size, sequence)
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
-    unit = world_size * (stated or 1)
+    unit = replicas * (stated or 1)
     if total % unit:
         parts = f"{world_size} process" + ("es" if world_size > 1 else "")
+        parts += f", {sequence} to a row," if sequence > 1 else ""
         parts += f" x batch.micro_batch_size {stated}" if stated else ""
         nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
         scale = batch.seq_len if tokens else 1
         key = "batch.tokens_per_step" if tokens else "batch.global_batch_size"
         change = f"set {key}=" + " or ".join(str(size * scale) for size in nearest)
-        sizes = [size for size in range(1, total + 1) if total % (world_size * size) == 0]
+        sizes = [size for size in range(1, total + 1) if total % (replicas * size) == 0]
         if stated and sizes:
             smaller = [size for size in sizes if size < stated][-1:]
             larger = [size for size in sizes if size > stated][:1]
             change += f", or batch.micro_batch_size={' or '.join(map(str, smaller + larger))}"
-        fewer = next(number for number in range(world_size, 0, -1) if total % number == 0)
-        if fewer < world_size:
+        fewer = next(number for number in range(replicas, 0, -1) if total % number == 0)
+        if fewer < replicas:
             # What is continued keeps its global batch.
-            change += f", or start {fewer} process" + ("es" if fewer > 1 else "")
+            change += f", or start {fewer * sequence} process" + ("es" if fewer * sequence > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
-    per_process = total // world_size
+    share = total // replicas
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    return BatchLayout(total, micro_batch, per_process // micro_batch, world_size, batch.seq_len)
+    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, sequence)
+
+
+def _replicas(world_size: int, sequence: int) -> int:
+    """Groups of processes that share rows."""
+    if world_size % sequence == 0:
+        return world_size // sequence
+    smaller = [str(size) for size in range(1, sequence) if world_size % size == 0]
+    start = [size for size in (world_size // sequence * sequence, (world_size // sequence + 1) * sequence) if size]
+    raise UserError(
+        f"parallel.sequence={sequence} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
+        f"set parallel.sequence={' or '.join(smaller[-2:])}, or start {' or '.join(map(str, start))} processes",
+    )
 
 
 def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None = None) -> list[int]:
-    """Sizes that divide a process's share of the global batch, ascending, up to `batch.micro_batch_tokens`.
+    """Sizes that divide a process's share of the global batch, ascending, up to `batch.micro_batch_tokens` of each.
 
     Args:
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
-    share = max(1, recipe.batch.sequences_per_step // world_size)
-    largest = max(1, int(recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
+    sequence = recipe.parallel.sequence
+    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // sequence))
+    largest = max(1, int(sequence * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 

@@ -54,7 +54,9 @@ _BEST_FIRST = ("torch_varlen", "flash_attention_2", "sdpa", "flex", "eager")
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
-def resolve(requested: str, config: Mapping[str, Any], compute: str, available: Mapping[str, str]) -> str:
+def resolve(
+    requested: str, config: Mapping[str, Any], compute: str, available: Mapping[str, str], parts: int = 1
+) -> str:
     """The backend that will run.
 
     Args:
@@ -62,6 +64,7 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str, available: 
         config: The model's config as a dictionary; may be empty.
         compute: Name of the compute dtype, e.g. `bfloat16`.
         available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
+        parts: `parallel.sequence` of the recipe.
 
     Returns:
         A key of `IMPLEMENTATIONS`.
@@ -72,7 +75,15 @@ def resolve(requested: str, config: Mapping[str, Any], compute: str, available: 
     reasons = {
         name: unfit(name, config, compute) or "ok" if reason == "ok" else reason for name, reason in available.items()
     }
+    if parts > 1:
+        reasons |= {name: "it does not take parts of rows" for name in reasons if name not in VARLEN}
     usable = [name for name, reason in reasons.items() if reason == "ok"]
+    if parts > 1 and not usable:
+        raise UserError(
+            "parallel.sequence needs attention that takes the boundaries of documents, which is none here: "
+            + reasons["torch_varlen"],
+            "remove parallel.sequence",
+        )
     if requested == "auto":
         return _best(usable, config, compute)
     if requested not in usable:
@@ -104,11 +115,14 @@ def in_16_bits(compute: str) -> str:
     return "FlashAttention kernels compute in 16 bits; the recipe's precision is fp32" if compute == "float32" else ""
 
 
-def planned(requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None) -> str:
+def planned(
+    requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None, parts: int = 1
+) -> str:
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
         kind: See `on_device`, and so `capability`. Where it is not known, what the recipe asks for is taken.
+        parts: See `resolve`.
 
     Raises:
         UserError: If what the recipe asks for cannot run there, or computes something else.
@@ -120,7 +134,7 @@ def planned(requested: str, config: Mapping[str, Any], compute: str, kind: str, 
         rocm = in_16_bits(compute) or "ok"
         flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
         there |= {name: flash for name in VARLEN if name not in there}
-    return resolve(requested, config, compute, there)
+    return resolve(requested, config, compute, there, parts)
 
 
 def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:

@@ -67,7 +67,7 @@ class _Question:
         if trace is None:
             return None
         require_quantized(recipe, trace)
-        workload = Workload(recipe, layout, hardware, trace)
+        workload = Workload(recipe, layout, hardware, trace, heads=model_configs.attention_widths(self.config))
         drives = disk(workload)
         done = work(
             workload,
@@ -114,6 +114,7 @@ class _Question:
             gradient_accumulation_steps=layout.gradient_accumulation_steps,
             global_batch_size=layout.global_batch_size,
             seq_len=layout.seq_len,
+            sequence=layout.sequence,
             num_workers=workers,
             chosen=chosen,
             memory=ranks,

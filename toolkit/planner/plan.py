@@ -277,6 +277,8 @@ class Plan(Figures):
     """Sequences per optimizer step."""
     seq_len: int
     """Tokens per sequence, at most."""
+    sequence: int = 1
+    """Devices that share each sequence."""
     num_workers: int = 0
     """Processes beside each training process that make its batches ahead."""
     lengths: str = ""

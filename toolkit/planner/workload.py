@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from toolkit.distributed.engines import Dtypes, dtypes
@@ -40,6 +41,9 @@ class Workload:
     evaluation_len: int | None = None
     """Tokens of a row in the fullest batch of an evaluation, where they differ from those of a micro-batch."""
 
+    heads: tuple[int, int, int] = (0, 0, 0)
+    """See `model_configs.attention_widths`; asked where processes share rows."""
+
     @property
     def strategy(self) -> Strategy:
         """The recipe's."""
@@ -71,9 +75,21 @@ class Workload:
 
     @property
     def shape(self) -> Shape:
-        """Of a micro-batch."""
-        tokens, longest = self.layout.micro_batch_size * self.layout.seq_len, self.longest or self.layout.seq_len
+        """Of a micro-batch, or of the part of it that a process has."""
+        longest = self.longest or self.layout.seq_len
+        tokens = self.layout.micro_batch_size * self.layout.seq_len / self.layout.sequence
         return Shape(self.trace.layers, tokens / longest, longest, self.target_len)
+
+    @functools.cached_property
+    def exchanged(self) -> tuple[int, int]:
+        """Bytes of a token that processes exchange in a layer before its attention (queries, and keys and values with
+        their copies) and after it; none where they share no rows (`models.sequence_parallel`)."""
+        (heads, shared, size), parts = self.heads, self.layout.sequence
+        if parts == 1:
+            return 0, 0
+        copies = parts // math.gcd(shared or 1, parts)
+        width = size * WIDTH[self.types.compute]
+        return (heads + 2 * shared * copies) * width, heads * width
 
     @property
     def accumulates(self) -> bool:

@@ -190,6 +190,14 @@ def width(config: Mapping[str, Any]) -> int | None:
     return next((text[key] for key in ("hidden_size", "d_model", "n_embd") if text.get(key)), None)
 
 
+def attention_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys and values, and numbers of a head; zeros where the config does not say."""
+    text = text_config(config)
+    heads = next((text[key] for key in ("num_attention_heads", "n_head") if text.get(key)), 0)
+    size = text.get("head_dim") or ((width(config) or 0) // heads if heads else 0)
+    return heads, text.get("num_key_value_heads") or heads, size
+
+
 def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
     text = text_config(config)

@@ -8,6 +8,10 @@ SAME = {
         "micro_batch",
     ),
     "batch.global_batch_size": ("train_batch_size",),
+    "parallel.sequence": (
+        *("sequence_parallel_size", "sequence_parallel_degree", "ulysses_sequence_parallel_size", "sp_size"),
+        "ulysses_degree",
+    ),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (
@@ -209,13 +213,14 @@ _OPTIONS = {
     "--head HOST": ("main_process_ip", "master_addr"),
     "--port P": ("main_process_port", "master_port"),
 }
+_ROWS = "set parallel.sequence: {given}, which divides rows by attention heads"
 _UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
 _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
 ADVICE = {
     **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
     **dict.fromkeys(("max_prompt_length", "max_completion_length", "reward_funcs"), _NO_PREFERENCES),
-    **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), _LAUNCH),
-    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
+    **dict.fromkeys(("context_parallel_size", "cp_size", "context_parallel_degree"), _ROWS),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
@@ -299,7 +304,8 @@ HABITS: dict[str, dict[str, str]] = {
         **_STAGES,
         **{"deepspeed": "strategy.name: zero2", "dp": "strategy.name: ddp", "fsdp2": "strategy.name: fsdp"},
         **dict.fromkeys(("none", "no", "false"), "strategy.name: ddp"),
-        **dict.fromkeys(("tp", "pp", "cp", "sp", "ep", "tensor_parallel", "megatron"), _NO_TENSORS),
+        **dict.fromkeys(("tp", "pp", "ep", "tensor_parallel", "megatron"), _NO_TENSORS),
+        **dict.fromkeys(("cp", "sp", "ulysses"), "set parallel.sequence to the number of devices that share a row"),
     },
     "evaluation": {
         **dict.fromkeys(("false", "none", "null"), _NO_EVALUATION),

@@ -27,6 +27,7 @@ from toolkit.recipe.sections import (
     Method,
     Optimizer,
     Output,
+    Parallel,
     PositiveInt,
     Schedule,
     Strategy,
@@ -218,6 +219,7 @@ class Recipe(Section):
     or runs them as they are (`off`). `auto`: where by the plan it saves more time than it takes. Results are
     the same but for the order of rounding, and for which elements dropout draws."""
     strategy: Strategy = Strategy()
+    parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     batch: Batch = Batch()

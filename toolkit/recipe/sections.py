@@ -174,6 +174,16 @@ class Strategy(Section):
         return self.name in ("zero3", "fsdp")
 
 
+class Parallel(Section):
+    """What beside rows is divided over processes. The rest of them divides rows, and `strategy` spreads the model over
+    all."""
+
+    sequence: PositiveInt = 1
+    """How many processes share each row: every one computes a part of its tokens, and in attention a part of the heads
+    over all of them (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). Activations and logits of a process shrink with
+    it. Divides the model's attention heads; needs an attention backend that takes the boundaries of documents."""
+
+
 ADAPTER_LEARNING_RATE = 2e-4
 """Adapters learn best at about ten times the rate of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")."""
 

@@ -103,7 +103,11 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     """How it will run."""
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
-    batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
+    groups = plan.devices // plan.sequence
+    if plan.sequence > 1:
+        batch += (f"{groups} groups of " if groups > 1 else "") + f"{plan.sequence} devices that share each x "
+    else:
+        batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
     every = plan.gradient_accumulation_steps
     batch += f"{every} micro-batch{'es' if every > 1 else ''} of {plan.micro_batch_size}"
     return [

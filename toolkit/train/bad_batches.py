@@ -30,21 +30,21 @@ def save_batches(
             are then saved alone, if any is.
         tokens: Of each process and its micro-batches those of each row, of a stream, whose rows have no numbers.
     """
-    batches, train, world = session.trainer.batches, session.trainer.train_dataset, session.layout.world_size
+    batches, train, layout = session.trainer.batches, session.trainer.train_dataset, session.layout
     if not (batches or tokens):
         return
     lines, left = [], _MOST_ROWS
     for step in steps:
         rows = list(batches.between(step - 1, step)) if batches else []
-        count = len(rows) // world or len(tokens[0] if tokens else [])
-        every = [(turn, rank) for turn in range(count) for rank in range(world)]
+        count = len(rows) // layout.data_parallel_size or len(tokens[0] if tokens else [])
+        every = [(turn, rank) for turn in range(count) for rank in range(layout.world_size)]
         broken = [(turn, rank) for turn, rank in every if means and not math.isfinite(means[rank][turn])]
         for turn, rank in broken or every:
             line: dict[str, Any] = {"step": step, "what": what, "then": then, "rank": rank}
             if means:
                 line["loss"] = means[rank][turn]
             if rows:
-                line["rows"] = rows[turn * world + rank]
+                line["rows"] = rows[turn * layout.data_parallel_size + rank // layout.sequence]
                 texts = [train[number]["input_ids"] for number in line["rows"][:left]]
             else:
                 texts = (tokens or [])[rank][turn][:left]

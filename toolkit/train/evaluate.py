@@ -20,6 +20,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
+from toolkit.models.sequence_parallel import sharing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
@@ -38,8 +39,9 @@ def evaluate(session: Session) -> dict[str, float]:
 def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> dict[str, float]:
     """Mean loss over all trained tokens of a trainer's held-out rows, and its perplexity.
 
-    No logits are kept between batches. Rows are dealt to the processes in turn, so nothing is counted twice; every
-    process runs the same number of forward passes, because sharded engines need all of them in each pass.
+    No logits are kept between batches. Rows are dealt in turn to the processes, or to groups of them that share rows,
+    so nothing is counted twice; every process runs the same number of forward passes, because sharded engines need all
+    processes in each.
 
     Returns:
         `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
@@ -48,7 +50,7 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
         # Schedule-free optimizers train one point and evaluate another; each training step switches back.
         trainer.optimizer.eval()
     model, dataset, accelerator = trainer.model_wrapped, trainer.eval_dataset, trainer.accelerator
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank, world = accelerator.process_index // sharing(), accelerator.num_processes // sharing()
     # Rows of like length together: little padding.
     lengths = sequence_lengths(dataset)[:, 0]
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))

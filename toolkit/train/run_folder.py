@@ -45,6 +45,7 @@ _PACKAGES = (
 )
 _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
+    "parallel",
     *("batch.micro_batch_size", "batch.micro_batch_tokens", "compile", "extra.deepspeed"),
     *("data.num_proc", "data.num_workers", "schedule.early_stopping_patience", "schedule.early_stopping_min_delta"),
     # What decides over a batch that has ended the run, or is still to come.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from transformers import PrinterCallback, set_seed
 
 from toolkit.common import check_disk, in_background, write_json
 from toolkit.data.audit import Audit, DataError, check_batch
-from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches
-from toolkit.data.collate import Collator, Layout
-from toolkit.data.prepare import Prepared, prepare, sequence_lengths
+from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
@@ -33,6 +31,7 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
+from toolkit.models.sequence_parallel import share_balance, share_rows
 from toolkit.models.step_casts import StepCasts
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
@@ -47,6 +46,7 @@ from toolkit.report.terminal import Progress
 from toolkit.train import checkpoint, optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.batch_guard import BatchGuard
+from toolkit.train.batching import collator, micro_batches
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
 from toolkit.train.finite import Finite
@@ -105,7 +105,9 @@ def set_up(
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available(types.compute)
-    backend = attention.resolve(recipe.model.attention, source.config.to_dict(), types.compute, kinds)
+    backend = attention.resolve(
+        recipe.model.attention, source.config.to_dict(), types.compute, kinds, recipe.parallel.sequence
+    )
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
     prepared = _prepare(source, tokenizer, stops, folder if first else None, progress)
@@ -138,6 +140,8 @@ def set_up(
     set_seed(recipe.seed)
     begins = source_of(source, folder)
     base = begins.load(types, backend)
+    if layout.sequence > 1:
+        share_rows(layout.sequence)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
@@ -159,9 +163,14 @@ def set_up(
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=train.with_format("numpy"),
         eval_dataset=prepared.eval,
-        data_collator=_collator(recipe, backend, tokenizer, compiles),
+        data_collator=collator(recipe, backend, tokenizer, compiles, world.rank % layout.sequence),
         processing_class=tokenizer,
     )
+    if layout.sequence > 1:
+        # The first label of a part is that of its last token.
+        trainer._loss_shifts_labels = False
+        if trainer.aux_loss_enabled:
+            share_balance(trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model))
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
     if recipe.method.name == "lora":
@@ -170,17 +179,7 @@ def set_up(
         # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
         trainer.casts = StepCasts() if types.autocast and not compiles else None
     if not isinstance(prepared.train, Stream):
-        lengths = sequence_lengths(prepared.train, recipe.objective == "seq2seq")
-        trainer.batches = MicroBatches(
-            order=FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle),
-            lengths=lengths,
-            widths=trainer.data_collator.width(lengths),
-            steps=length.total_steps,
-            global_batch_size=layout.global_batch_size,
-            accumulation=layout.gradient_accumulation_steps,
-            world_size=layout.world_size,
-            flat=trainer.data_collator.layout == "flat",
-        )
+        trainer.batches = micro_batches(recipe, prepared.train, trainer.data_collator, layout, length.total_steps)
     if not folder.resume_from and not recipe.model.adapter:
         _begin(trainer, source, types, prepared.train)
     trainer.optimizer_cls_and_kwargs = optimizer.optimizer_class(recipe, arguments, trainer.model)
@@ -354,22 +353,6 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
     if first and not choice.balances:
         _log.warning("this model computes no loss for the balance of its routers, and none is added")
     return choice
-
-
-def _collator(
-    recipe: Recipe, backend: str, tokenizer: Any, compiles: bool
-) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    if recipe.objective == "seq2seq":
-        return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
-    layout: Layout = "packed" if recipe.data.packing else "padded"
-    on_cpu = device.kind() == "cpu"
-    if backend in attention.VARLEN:
-        return Collator(tokenizer.pad_token_id, "flat", ALIGNED if on_cpu else 1)
-    if backend == "flex":
-        return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
-    # By itself a row that is packed has a mask all the same.
-    lone = compiles or recipe.data.packing or on_cpu
-    return Collator(tokenizer.pad_token_id, layout, ALIGNED, longest=recipe.batch.seq_len, lone=lone)
 
 
 class Callbacks:

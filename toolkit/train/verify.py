@@ -28,6 +28,8 @@ from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
 from toolkit.models import attention, compiled_layers, device, head_choice
+from toolkit.models.sequence_parallel import sharing
+from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
 
@@ -47,6 +49,8 @@ class Verify(TrainerCallback):
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)
+        if self._session.layout.sequence > 1:
+            check_parts(self._session)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._has_stepped:
@@ -118,12 +122,40 @@ def check_isolation(session: Session) -> None:
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
     flat = backend in attention.VARLEN
     with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        isolated = isolates(session.module, session.trainer.data_collator, place)
+        isolated = isolates(session.module, session.trainer.data_collator.whole, place)
     if not isolated:
         ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
         raise UserError(
             f"{type(session.module).__name__} with attention {backend} lets documents of a batch see each other",
             f"set {' and '.join(ways)}",
+        )
+
+
+def check_parts(session: Session) -> None:
+    """Asks the model itself whether parts of a row, on the processes that share it, get the logits of the whole row.
+
+    Raises:
+        UserError: If they do not, on any process.
+    """
+    trainer, size = session.trainer, session.layout.sequence
+    collator, model = trainer.data_collator, trainer.model_wrapped
+    ids = [1, 2, 3, 4, 5, 6, 7, 8] * size
+    row = {"input_ids": ids, "labels": [IGNORE] * len(ids), "seq_lengths": [len(ids) // 2] * 2}
+    with torch.no_grad(), evaluating(model):
+        whole, part = (
+            model(**trainer.output_head.plain(send_to_device(collate([row]), trainer.args.device))).logits[0].double()
+            for collate in (collator.whole, collator)
+        )
+    mine = whole[collator.index * len(part) :][: len(part)]
+    difference = ((part - mine).norm() / mine.norm()).reshape(1)
+    largest = trainer.accelerator.gather(difference).max().item()
+    # Rounding in another order; tokens that other parts do not see are off by as much as the logits are large.
+    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
+    if not largest < (1e-4 if exact else 0.1):
+        raise UserError(
+            f"{type(session.module).__name__} computes other logits for parts of rows than for whole ones: they differ "
+            f"by {largest:.1g} of their size",
+            "remove parallel.sequence",
         )
 
 
@@ -137,7 +169,7 @@ def check_output_head(session: Session) -> None:
     first = [{key: row[key][:_SCORED] for key in ("input_ids", "labels")} for row in itertools.islice(iter(rows), 2)]
     if session.recipe.objective != "seq2seq":
         first = [{"input_ids": row["input_ids"], "labels": [IGNORE, *row["input_ids"][1:]]} for row in first]
-    batch = trainer.data_collator(first)
+    batch = trainer.data_collator.whole(first)
     batch = send_to_device(batch, trainer.args.device)
     compute = getattr(torch, session.dtypes.compute)
 
@@ -170,6 +202,7 @@ def read(trainer: Any) -> EngineState:
         "engine": _engine(engine, deepspeed),
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "sequence": sharing(),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),

@@ -140,7 +140,8 @@ class _RankMemory:
         if phase == "evaluation":
             batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
             length = self.workload.evaluation_len or shape.seq_len
-            shape, moments = dataclasses.replace(shape, batch=batch, seq_len=length), self.engine.evaluating
+            shape = dataclasses.replace(shape, batch=batch / self.layout.sequence, seq_len=length)
+            moments = self.engine.evaluating
         candidates = [
             _add(
                 base,
@@ -154,7 +155,18 @@ class _RankMemory:
         fullest = max(candidates, key=lambda parts: math.fsum(parts.values()), default={})
         if not fullest or phase == "evaluation":
             return fullest
-        return _add(fullest, {"casts": self._cast(), "activations": self._compiled() if phase == "backward" else 0.0})
+        compiled = self._compiled() if phase == "backward" else 0.0
+        return _add(fullest, {"casts": self._cast(), "activations": compiled + self._exchanged()})
+
+    def _exchanged(self) -> float:
+        """What attention returned, which is kept twice where processes share rows: as parts of heads for its own
+        backward pass, and as parts of rows for that of the layer after it. On a CPU attention keeps none."""
+        if self.on_cpu:
+            return 0.0
+        checkpointing = self.recipe.activation_checkpointing
+        recomputed = 0.0 if checkpointing.mode == "none" else 1 / checkpointing.every_n_layers
+        layers = max(1.0, self.trace.layers * (1 - recomputed))
+        return layers * self.engine.shape.tokens * self.workload.exchanged[1]
 
     def _cast(self) -> float:
         """The adapters' 16-bit copies, which stay for a whole step (`models.step_casts`). Without checkpointing a trace

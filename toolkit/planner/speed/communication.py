@@ -70,9 +70,14 @@ def inner_link(hardware: Hardware) -> str:
     return "xGMI" if device.kind == "rocm" else "NVLink"
 
 
-def transfers(workload: Workload, boundary: float) -> list[Transfer]:
-    """All that one rank sends in a step; `boundary` are the bytes of the hidden states between two layers."""
-    sent = [*_collectives(workload), *_offloads(workload, boundary)]
+def transfers(workload: Workload, boundary: float, tokens: float) -> list[Transfer]:
+    """All that one rank sends in a step.
+
+    Args:
+        boundary: Bytes of the hidden states between two layers.
+        tokens: Of a rank's micro-batch, with padding.
+    """
+    sent = [*_collectives(workload), *_offloads(workload, boundary), *_exchanges(workload, tokens)]
     return [each for each in sent if any(each.sent.values())]
 
 
@@ -128,6 +133,19 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
         yield Transfer("step", 1, gather(small), False, once)
     else:
         yield from _fsdp(workload)
+
+
+def _exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
+    """Parts of rows for heads, before each attention and back after it; in the backward pass their gradients, and where
+    layers are recomputed both again. Of what it holds each process keeps its own part."""
+    parts, hardware, every = workload.layout.sequence, workload.hardware, workload.layout.gradient_accumulation_steps
+    size = workload.trace.layers * tokens * sum(workload.exchanged) * (parts - 1) / parts
+    link = inner_link(hardware) if parts <= hardware.devices_per_node else NETWORK
+    waiting = 4 * workload.trace.layers * latency(hardware, across=parts > hardware.devices_per_node)
+    checkpointing = workload.recipe.activation_checkpointing
+    again = 1 / checkpointing.every_n_layers if checkpointing.mode != "none" else 0.0
+    yield Transfer("forward", every, {link: size}, hidden=False, latency=waiting)
+    yield Transfer("backward", every, {link: (1 + again) * size}, hidden=False, latency=(1 + again) * waiting)
 
 
 def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:

@@ -9,6 +9,7 @@ that a device reaches, which `toolkit calibrate` measures.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,13 @@ class Load:
     scored: float
     kernel: str = "sdpa"
     stretch: float = 1.0
+
+    def divided(self, parts: int) -> Load:
+        """What one of several processes has that share rows."""
+        shares = {
+            key: getattr(self, key) / parts for key in ("tokens", "padded", "within", "attended", "grid", "scored")
+        }
+        return dataclasses.replace(self, **shares)
 
 
 def peak_dtype(workload: Workload) -> str:

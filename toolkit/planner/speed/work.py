@@ -60,7 +60,7 @@ def work(
     parameters = trace.elements()
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
-    sent = transfers(workload, boundary)
+    sent = transfers(workload, boundary, load.padded)
     known = counted or recipe.schedule.max_steps
     length = run_length(recipe, counted.rows if counted else None, layout) if known else None
     steps = length.total_steps if length else None
@@ -159,7 +159,14 @@ def rule_flops(parameters: float, trained: float, tokens: float) -> float:
 
 
 def micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | None, backend: str) -> Load:
-    """What a micro-batch holds on average; full sequences where the data has not been counted."""
+    """What a process has of a micro-batch on average; full sequences where the data has not been counted.
+
+    Where processes share rows, each has a part of the tokens, and its heads' part of the pairs of all.
+    """
+    return _micro_load(recipe, layout, counted, backend).divided(layout.sequence)
+
+
+def _micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | None, backend: str) -> Load:
     size, length = layout.micro_batch_size, float(layout.seq_len)
     if counted is None:
         return load_of(recipe, backend, size, length, length**2)
@@ -237,11 +244,11 @@ def _total(
         # Before the first step, every so many steps, and at the end.
         evaluations = settings.at_start + (math.ceil(steps / settings.every_steps) if settings.every_steps else 1)
         rows = settings.batch_size or workload.layout.micro_batch_size
-        batches = evaluations * math.ceil(counted.eval_rows / rows / workload.layout.world_size)
+        batches = evaluations * math.ceil(counted.eval_rows / rows / workload.layout.data_parallel_size)
         mean = counted.eval_tokens / counted.eval_rows
         # Never packed, and sorted by length, so that there is little padding.
         trained = counted.trained_tokens / counted.tokens
-        load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained)
+        load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained).divided(workload.layout.sequence)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
     saves = _saves(length)
     return Range(**{end: compiling[end] + seconds[end] + saves * step.save_seconds(size) for end, step in ends.items()})

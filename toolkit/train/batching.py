@@ -1,0 +1,54 @@
+"""How rows reach a model: as which tensors, and which of them make a micro-batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches
+from toolkit.data.collate import Collator, Layout, PartCollator
+from toolkit.data.prepare import sequence_lengths
+from toolkit.distributed.layout import BatchLayout
+from toolkit.models import attention, device
+from toolkit.recipe import Recipe
+
+
+def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collator | PartCollator:
+    """What lays out the rows of a micro-batch.
+
+    Args:
+        backend: Attention, a key of `attention.IMPLEMENTATIONS`.
+        compiles: Whether the layers are compiled.
+        part: Which part of each row this process has, where several share them.
+    """
+    if recipe.objective == "seq2seq":
+        return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
+    layout: Layout = "packed" if recipe.data.packing else "padded"
+    on_cpu = device.kind() == "cpu"
+    if backend in attention.VARLEN:
+        parts = recipe.parallel.sequence
+        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts, ALIGNED if on_cpu else 1))
+        return flat if parts == 1 else PartCollator(flat, part, parts)
+    if backend == "flex":
+        return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
+    # By itself a row that is packed has a mask all the same.
+    lone = compiles or recipe.data.packing or on_cpu
+    return Collator(tokenizer.pad_token_id, layout, ALIGNED, longest=recipe.batch.seq_len, lone=lone)
+
+
+def micro_batches(
+    recipe: Recipe, train: Any, collates: Collator | PartCollator, layout: BatchLayout, steps: int
+) -> MicroBatches:
+    """The micro-batches of a run of so many steps over rows that are tokenised already."""
+    lengths = sequence_lengths(train, recipe.objective == "seq2seq")
+    return MicroBatches(
+        order=FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle),
+        lengths=lengths,
+        widths=collates.width(lengths),
+        steps=steps,
+        global_batch_size=layout.global_batch_size,
+        accumulation=layout.gradient_accumulation_steps,
+        world_size=layout.data_parallel_size,
+        flat=collates.layout == "flat",
+        sharing=layout.sequence,
+    )
