@@ -160,7 +160,7 @@ class _ExactMixin(Continues):
         if self.casts and loss.requires_grad:
             self.casts.keep_in_backward(loss)
         if self.guard:
-            self.guard.scored(loss.detach(), (total / count).detach(), inputs["input_ids"])
+            self.guard.scored(loss.detach(), (total / count.clamp(min=1)).detach(), inputs["input_ids"])
         return loss
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
