@@ -111,6 +111,10 @@ def test_broken_adapter_and_full_model_are_refused() -> None:
     run = trained("broken", *LORA)
     file = run / "final" / "adapter_model.safetensors"
     save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match=r"is damaged: adapter_model.safetensors differs from what was saved"):
+        merge([run], run / "merged")
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    (run / "manifest.json").write_text(json.dumps(manifest | {"final": None}), encoding="utf-8")
     with pytest.raises(UserError, match="nothing was written"):
         merge([run], run / "merged")
     assert not (run / "merged").exists()

@@ -31,7 +31,7 @@ def main(arguments):
     def often():
         calls.append(1)
         if os.environ.get("RANK") == who and (what != "once" or len(calls) == 30):
-            time.sleep(2 if what == "once" else 0.1)
+            time.sleep(2 if what == "once" else 0.2)
 
     def collator(self, rows):
         often()
@@ -79,7 +79,7 @@ def test_slow_process_is_named_once(
     (found,) = stragglers(tmp_path / "small")
     assert found["rank"] == 1 and found["host"] == os.uname().nodename
     assert found["seconds"] > found["others_seconds"] + 0.09, found
-    # One micro-batch has a tenth of a second more; a machine that is busy takes some more.
+    # One micro-batch has a fifth of a second more, of which the others get some back on a machine that is busy.
     assert (found["data_seconds"] > found["others_data_seconds"] + 0.09) == (what == "data"), found
     page = write_report(tmp_path / "small").read_text()
     assert "rank 1 (" in page and "holds the others up" in page

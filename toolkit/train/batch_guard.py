@@ -76,8 +76,7 @@ class BatchGuard(TrainerCallback):
             self._session.trainer._tr_loss.zero_()
 
     def scored(self, loss: torch.Tensor, mean: torch.Tensor, input_ids: torch.Tensor) -> None:
-        """Notes a micro-batch: its share of the step's loss, its own mean loss per token, and its tokens. A part of a row
-        that processes share may train none."""
+        """Notes a micro-batch: its share of the step's loss, its own mean loss per token, and its tokens."""
         self._losses.append(loss)
         self._means.append(mean)
         self._tokens.append(input_ids)
