@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import write_recipe
+from harness import metrics, write_recipe
 from tiny import text_rows, tiny_tokenizer
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -103,7 +103,33 @@ def test_peaks_fall_with_the_processes_that_share_a_row(method, folder, ranks, m
         for phase in ("forward", "backward"):
             assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), (processes, phase)
         peaks[processes] = real["forward"] - real["save"]
+        # Queries, keys and values of four and twice two heads, and the results, in four layers, in fp32: each process
+        # sends what is not its own of its part.
+        part = [row["tokens"] for row in metrics(folder / "runs" / f"{method}-{processes}") if "tokens" in row][-1]
+        part //= processes
+        copies = max(1, processes // 2)
+        sent = 4 * part * (4 + 2 * 2 * copies + 4) * 64 * 4 * (processes - 1) // processes
+        for phase in ("forward", "backward") if processes > 1 else ():
+            assert real[f"exchanged {phase}"] == sent == _exchange(arguments, processes, phase, part)
     assert peaks[1] > 1.6 * peaks[2] > 2.4 * peaks[4]
+
+
+def _exchange(arguments, processes, phase, tokens):
+    """Bytes that a process is planned to exchange in a pass."""
+    from toolkit.distributed.layout import batch_layout
+    from toolkit.planner.hardware import find
+    from toolkit.planner.speed.communication import exchanges
+    from toolkit.planner.trace.types import Amount, Trace
+    from toolkit.planner.workload import Workload
+    from toolkit.recipe import model_configs, split_arguments
+    from toolkit.recipe.rules import load_checked
+
+    recipe = load_checked(*split_arguments(list(arguments))).recipe
+    heads = model_configs.attention_widths(model_configs.config_of(recipe.model))
+    layout, hardware = batch_layout(recipe, processes), find(f"cpux{processes}")
+    workload = Workload(recipe, layout, hardware, Trace(4, (), (), {}, Amount(), 0, None), heads=heads)
+    (transfer,) = (each for each in exchanges(workload, tokens) if each.during == phase)
+    return sum(transfer.sent.values())
 
 
 class _Adapted(torch.nn.Module):

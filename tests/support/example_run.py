@@ -22,6 +22,7 @@ MANIFEST: dict[str, Any] = {
         "micro_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "world_size": 1,
+        "sequence": 1,
         "seq_len": 512,
         "tokens_per_step": 4096,
     },

@@ -47,10 +47,14 @@ class Tracker(TorchDispatchMode):
         self.current, self.phase, self.explain = 0, "load", explain
         self.peaks: dict[str, Peak] = {}
         self.ends: dict[str, int] = {}
+        self.exchanged: Counter[str] = Counter()
         self._live: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if str(func) == "toolkit.all_to_all.default":
+            parts = args[0]  # One of them stays.
+            self.exchanged[self.phase] += parts.nbytes * (len(parts) - 1) // len(parts)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))
@@ -183,7 +187,8 @@ def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes."""
+    """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
+    and `exchanged PHASE` to those that were sent to processes that share rows."""
     from cpu_engines import use_cpu_processes
 
     from toolkit.train.main import main as train
@@ -192,6 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     explain = bool(os.environ.get("TRACKER_EXPLAIN"))
     code, tracker = tracked(lambda: train(arguments), explain)
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
+    rows |= {f"exchanged {phase}": size for phase, size in tracker.exchanged.items()}
     rank = os.environ.get("RANK", "0")
     Path(f"peaks-{rank}.json").write_text(json.dumps(rows))
     if explain:

@@ -23,7 +23,7 @@ from toolkit.distributed.engines import EngineState, expected_state
 from toolkit.distributed.layout import batch_layout
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
-from toolkit.train import setup
+from toolkit.train import batching
 from toolkit.train.main import main
 from toolkit.train.verify import reshard, verify
 
@@ -134,7 +134,7 @@ def test_a_parameter_that_would_never_move_stops_the_run(
 def test_batches_of_another_size_stop_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup, "MicroBatches", lambda **given: MicroBatches(**given | {"accumulation": 4}))
+    monkeypatch.setattr(batching, "MicroBatches", lambda **given: MicroBatches(**given | {"accumulation": 4}))
     assert main(["recipe=small", "max_steps=2", "precision=bf16"]) == 1
     assert "micro_batch_size: the recipe asks for 2, 1 runs" in capsys.readouterr().err
 

@@ -228,7 +228,7 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
     folder = RunFolder(path)
     manifest = folder.manifest()
     damaged: dict[Path, str] = {}
-    if _used(path):
+    if _used(path) or manifest.final:
         recipe, differences = manifest.hashes.get("recipe"), _differences(path, loaded)
         if recipe is None:
             if differences is None or not (path / _MANIFEST).is_file():

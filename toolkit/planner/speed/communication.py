@@ -77,7 +77,7 @@ def transfers(workload: Workload, boundary: float, tokens: float) -> list[Transf
         boundary: Bytes of the hidden states between two layers.
         tokens: Of a rank's micro-batch, with padding.
     """
-    sent = [*_collectives(workload), *_offloads(workload, boundary), *_exchanges(workload, tokens)]
+    sent = [*_collectives(workload), *_offloads(workload, boundary), *exchanges(workload, tokens)]
     return [each for each in sent if any(each.sent.values())]
 
 
@@ -135,7 +135,7 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
         yield from _fsdp(workload)
 
 
-def _exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
+def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
     """Parts of rows for heads, before each attention and back after it; in the backward pass their gradients, and where
     layers are recomputed both again. Of what it holds each process keeps its own part."""
     parts, hardware, every = workload.layout.sequence, workload.hardware, workload.layout.gradient_accumulation_steps
