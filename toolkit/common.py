@@ -74,12 +74,18 @@ COLUMNS = 1000
 
 
 def brief(text: str, lines: int = LINES, columns: int = COLUMNS) -> str:
-    """A text of which no more is kept than a person reads: so many lines, and the beginning of very long ones."""
+    """A text of which no more is kept than a person reads: so many lines, and of very long ones not the middle, because
+    errors begin with what is wrong and end with why."""
     if len(text) <= columns and text.count("\n") < lines:
         return text
-    every = [line if len(line) <= columns else f"{line[:columns]}…" for line in text.split("\n")]
+    every = [_without_middle(line, columns) if len(line) > columns else line for line in text.split("\n")]
     left = len(every) - lines + 1
     return "\n".join(every if left <= 1 else [*every[:-left], f"… and {left:,} more lines"])
+
+
+def _without_middle(line: str, columns: int) -> str:
+    end = columns // 4
+    return f"{line[: columns - end]}…{line[len(line) - end :]}"
 
 
 def fitted(blocks: Sequence[Sequence[str]], whole: str) -> str:
