@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import tiny_model
@@ -209,6 +210,24 @@ def test_every_name_of_a_size_is_read_and_must_be_a_number(tmp_path: Path) -> No
         assert model_configs.max_positions({key: 3}) == 3 and model_configs.max_positions({key: -1}) is None
     assert model_configs.max_positions({"max_position_embeddings": 0, "n_positions": 5}) == 5
     assert model_configs.num_layers({}) is model_configs.max_positions({}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "widths"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}, (8, 2, 32)),
+        ({"num_attention_heads": 8, "hidden_size": 512}, (8, 8, 64)),
+        ({"n_head": 12, "n_embd": 768}, (12, 12, 64)),
+        ({"text_config": {"num_attention_heads": 4, "hidden_size": 64}}, (4, 4, 16)),
+        # Other numbers for each layer, or nonsense.
+        ({"num_attention_heads": [4, 8], "hidden_size": 64}, (0, 0, 0)),
+        ({"num_attention_heads": "8", "hidden_size": 64}, (0, 0, 0)),
+        ({"num_attention_heads": 8, "num_key_value_heads": [2, 4], "hidden_size": 64}, (8, 8, 8)),
+        ({}, (0, 0, 0)),
+    ],
+)
+def test_widths_of_attention(config: dict[str, Any], widths: tuple[int, int, int]) -> None:
+    assert model_configs.attention_widths(config) == widths
 
 
 def test_layers_of_encoder_and_decoder_are_counted_together() -> None:

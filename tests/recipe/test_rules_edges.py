@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from recipes import each, recipe_of
+from toolkit.common import UserError
+from toolkit.distributed.layout import batch_layout
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import RULES
+from toolkit.recipe.rules.parallel import nearest_heads
 from toolkit.recipe.rules.unusual import UNUSUAL_RULES
 from toolkit.recipe.schema import leaf_paths, sections
 
@@ -388,3 +391,11 @@ def test_only_what_can_be_trained_is_warned_of() -> None:
     switched_off |= {"faults-spike_window", "faults-spike_sigmas", "faults-max_skips", "early-stopping-min-delta"}
     overridden = {"data-format", "data-columns", "data-ignore"}
     assert {name for name, rule in RULES.items() if rule.warns} == {*UNUSUAL_RULES, *switched_off, *overridden}
+
+
+def test_numbers_of_heads_and_processes_without_an_end_are_looked_through_at_once() -> None:
+    heads = {**LLAMA, "num_attention_heads": 10**15 + 1, "hidden_size": 10**15 + 1}
+    assert RULES["sequence-heads"].broken(recipe_of("parallel.sequence=2"), heads)
+    assert nearest_heads(recipe_of("parallel.sequence=2"), heads).startswith("1")
+    with pytest.raises(UserError, match="does not divide 4 processes"):
+        batch_layout(recipe_of("parallel.sequence=1000000000000000"), 4)

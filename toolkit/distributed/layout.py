@@ -191,7 +191,7 @@ def _replicas(world_size: int, sequence: int) -> int:
     """Groups of processes that share rows."""
     if world_size % sequence == 0:
         return world_size // sequence
-    smaller = [str(size) for size in range(1, sequence) if world_size % size == 0]
+    smaller = [str(size) for size in range(1, min(sequence, world_size + 1)) if world_size % size == 0]
     start = [size for size in (world_size // sequence * sequence, (world_size // sequence + 1) * sequence) if size]
     raise UserError(
         f"parallel.sequence={sequence} does not divide {world_size} process" + ("es" if world_size > 1 else ""),

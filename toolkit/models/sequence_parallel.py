@@ -87,6 +87,12 @@ def exchange(attend: Callable[..., tuple[Any, None]]) -> Callable[..., tuple[Any
         if row_tokens is None:
             return attend(module, query, key, value, mask, **kwargs)
         size = sharing()
+        if query.shape[1] % size:
+            # Of layers that differ, no config says it before.
+            raise UserError(
+                f"parallel.sequence={size} does not divide the {query.shape[1]} attention heads of a layer",
+                "remove parallel.sequence, or set it to a number that divides the heads of every layer",
+            )
         # Heads that share a key go together; where there are fewer keys than processes, copies of them go to several.
         copies = size // math.gcd(key.shape[1], size)
         if copies > 1:

@@ -191,11 +191,16 @@ def width(config: Mapping[str, Any]) -> int | None:
 
 
 def attention_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Heads of queries, heads of keys and values, and numbers of a head; zeros where the config does not say."""
+    """Heads of queries, heads of keys and values, and numbers of a head; zeros where the config states no one number,
+    as of layers that differ."""
     text = text_config(config)
-    heads = next((text[key] for key in ("num_attention_heads", "n_head") if text.get(key)), 0)
-    size = text.get("head_dim") or ((width(config) or 0) // heads if heads else 0)
-    return heads, text.get("num_key_value_heads") or heads, size
+
+    def stated(*keys: str) -> int:
+        return next((text[key] for key in keys if type(text.get(key)) is int and text[key] > 0), 0)
+
+    heads = stated("num_attention_heads", "n_head", "num_heads")
+    size = stated("head_dim") or (stated("hidden_size", "d_model", "n_embd") // heads if heads else 0)
+    return heads, stated("num_key_value_heads") or heads, size
 
 
 def experts(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from toolkit.recipe.errors import Config, Rule
-from toolkit.recipe.model_configs import text_config
+from toolkit.recipe.model_configs import attention_widths
 from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
 
-
-def attention_heads(config: Config) -> int:
-    """Of queries; 0 where the config is not known or does not say."""
-    heads = text_config(config).get("num_attention_heads")
-    return heads if isinstance(heads, int) and not isinstance(heads, bool) else 0
+_MOST = 1024
+"""More processes than this are not looked for that divide a model's heads."""
 
 
 def _divides(recipe: Recipe) -> bool:
@@ -19,8 +16,8 @@ def _divides(recipe: Recipe) -> bool:
 
 def nearest_heads(recipe: Recipe, config: Config) -> str:
     """The nearest sizes of `parallel.sequence` that divide the heads."""
-    heads, size = attention_heads(config), recipe.parallel.sequence
-    fit = [number for number in range(1, heads + 1) if heads % number == 0]
+    heads, size = attention_widths(config)[0], recipe.parallel.sequence
+    fit = [number for number in range(1, min(heads, _MOST) + 1) if heads % number == 0]
     near = [number for number in fit if number < size][-1:] + [number for number in fit if number > size][:1]
     return " or ".join(map(str, near))
 
@@ -28,7 +25,7 @@ def nearest_heads(recipe: Recipe, config: Config) -> str:
 PARALLEL_RULES = {
     "sequence-heads": Rule(
         "parallel.sequence",
-        lambda r, c: _divides(r) and bool(attention_heads(c) % r.parallel.sequence),
+        lambda r, c: _divides(r) and bool(attention_widths(c)[0] % r.parallel.sequence),
         "the model's {attention_heads} attention heads do not divide among so many processes",
         "set parallel.sequence={nearest_heads}",
         reference="(https://arxiv.org/abs/2309.14509)",
