@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +162,16 @@ def phases(tracker: Tracker) -> Iterator[None]:
     wrap(evaluate, "held_out_loss", "evaluation")
     wrap(Trainer, "_save_checkpoint", "save")
     wrap(train, "publish", "save")
+    wait = torch.distributed.Work.wait
+
+    def settled(work: torch.distributed.Work, *args: Any) -> bool:
+        done = wait(work, *args)
+        # Gloo's thread says that it is done before it lets go of what it has reduced.
+        time.sleep(0.002)
+        return done
+
+    replaced.append((torch.distributed.Work, "wait", wait))
+    torch.distributed.Work.wait = settled  # type: ignore[method-assign,assignment]
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -191,9 +202,12 @@ def main(arguments: Sequence[str]) -> int:
     and `exchanged PHASE` to those that were sent to processes that share rows."""
     from cpu_engines import use_cpu_processes
 
+    from toolkit.train import watchdog
     from toolkit.train.main import main as train
 
     use_cpu_processes()
+    # It looks where the main thread is, and keeps what that holds there for as long as it looks.
+    watchdog.TICK_SECONDS = 3600.0
     explain = bool(os.environ.get("TRACKER_EXPLAIN"))
     code, tracker = tracked(lambda: train(arguments), explain)
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
