@@ -136,6 +136,7 @@ def with_callbacks(*overrides: str) -> tuple[Any, Any]:
     rendezvous = Rendezvous(World())
     watchdog = Watchdog(rendezvous, loaded.recipe, folder)
     session = setup.set_up(loaded, rendezvous, source, folder, None, Progress(), StartUp(), watchdog)
+    watchdog.stop()
     return session, setup.Callbacks(session)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -89,3 +90,73 @@ def test_others_say_what_a_process_failed_with(fails: int, place: Path, tmp_path
     other = "error: " if fails else "error on process 1: "
     assert f"{other}rank {fails}: KeyError: 'nobody expects this'" in done.stderr
     assert json.loads((tmp_path / "small" / "manifest.json").read_text())["status"] == "failed"
+
+
+def killed_after_two(place: Path, folder: Path, ranks: Ranks, *own: str) -> Path:
+    """A run of two processes, of which one dies after the second step; there is a checkpoint of it."""
+    (place / "fails.py").write_text(FAILS)
+    own = ("save_steps=1", "checkpoint.rehearse=false", *own)
+    done = ranks.run(place, *ENDLESS, *own, f"output.dir={folder}", processes=2, entry="fails", FAILS="1")
+    assert done.returncode, done.stderr[-3000:]
+    return folder / "small"
+
+
+def test_a_run_that_is_continued_ends_with_a_word_too(place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    run = killed_after_two(place, tmp_path, ranks)
+    shutil.rmtree(run / "stacks")
+    launch = ranks.start(place, *ENDLESS, "save_steps=1", f"output.dir={tmp_path}", processes=2, entry=ON_CPU)
+    lines = (run / "metrics.jsonl").read_bytes()
+    end = time.monotonic() + 120
+    while not (run / "metrics.jsonl").read_bytes().startswith(lines) or lines == (run / "metrics.jsonl").read_bytes():
+        assert launch.running() and time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(launch.pids[0], signal.SIGKILL)
+    done = launch.wait()
+    says = f"rank 0 (pid {launch.pids[0]}) ended without a word"
+    assert f"error: {says}" in done.stderr, done.stderr[-3000:]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["resumed_from"] and manifest["status"] == "failed" and says in manifest["error"]
+    assert (run / "stacks" / "rank-1.txt").is_file()
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("[!.]*") if file.is_file()}
+
+
+def test_a_start_that_is_refused_changes_nothing(place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """The first process finds another model than the run began with, and says so when the other one waits for it in
+    their group."""
+    before = files(run := killed_after_two(place, tmp_path, ranks))
+    weights = place / "llama" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    again = [*ENDLESS, "save_steps=1", f"output.dir={tmp_path}"]
+    done = ranks.run(place, *again, processes=2, entry=ON_CPU)
+    assert "changed since the run began" in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert files(run) == before
+
+
+REFUSES = """
+import os
+import cpu_engines
+from toolkit.common import UserError
+from toolkit.train import checkpoint
+
+def main(arguments):
+    def refuse(*of_the_first_process):
+        raise UserError("no such thing", "change the recipe")
+    checkpoint.check_fits = refuse
+    return cpu_engines.main(arguments)
+"""
+
+
+def test_a_recipe_may_be_changed_after_a_set_up_that_failed(place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """Where the other process was then is no result of another run."""
+    (place / "refuses.py").write_text(REFUSES)
+    own = ["recipe=small", "max_steps=2", f"output.dir={tmp_path}"]
+    done = ranks.run(place, *own, processes=2, entry="refuses")
+    assert "rank 0: no such thing" in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
+    done = ranks.run(place, *own, "learning_rate=3e-5", processes=2, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "damaged" not in done.stderr and "cannot be read" not in done.stderr, done.stderr[-3000:]

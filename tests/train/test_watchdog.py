@@ -8,9 +8,10 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import ON_CPU, Launch, Ranks
-from small import place_with
+from small import place_with, set_up
 
 from toolkit.train.main import main
 
@@ -184,3 +185,14 @@ def test_what_only_takes_long_goes_on(stopped: bool, place: Path, tmp_path: Path
 
 def test_no_limit_is_no_limit(place: Path, tmp_path: Path) -> None:
     assert main(["recipe=small", "faults.hang_minutes=null", f"output.dir={tmp_path}"]) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_no_process_is_left_behind(steps: int, place: Path, tmp_path: Path) -> None:
+    """Neither by a training in this process nor by one that was set up and given up."""
+    before = psutil.Process().children(recursive=True)
+    if steps:
+        assert main(["recipe=small", f"max_steps={steps}", "data.num_workers=0", f"output.dir={tmp_path}"]) == 0
+    else:
+        set_up(f"output.dir={tmp_path}")
+    assert psutil.Process().children(recursive=True) == before

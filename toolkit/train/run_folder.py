@@ -342,7 +342,7 @@ def _used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", _MANIFEST, "audit.json", ".lock", _RESERVED}
+    own = {"recipe.yaml", _MANIFEST, "audit.json", "stacks", ".lock", _RESERVED}
     left = (file for file in path.iterdir() if file.name not in own and file.suffix != ".partial")
     # Libraries make the folder of the checkpoints before anything is refused.
     return any(not file.is_dir() or any(file.iterdir()) for file in left)

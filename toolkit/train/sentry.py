@@ -22,6 +22,8 @@ from pathlib import Path
 DUMP = signal.SIGUSR2
 """On it a process writes where its threads are."""
 _LOOK_SECONDS, _DUMP_SECONDS = 0.5, 1.0
+_END_SECONDS = 5.0
+"""How long it may take to end, which takes it milliseconds."""
 _SIZE = 128
 """Bytes of what is said."""
 
@@ -44,6 +46,7 @@ class Sentry:
         arguments = [os.getpid(), *files, seconds, stacks, change]
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, arguments)],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=files,
@@ -61,8 +64,17 @@ class Sentry:
 
     def stop(self) -> None:
         """This process is looked after no more."""
-        with suppress(OSError):
-            self._child.stdin.close()  # type: ignore[union-attr]
+        if self._child.returncode is not None:
+            return
+        faulthandler.unregister(DUMP)
+        with suppress(OSError), self._child.stdin as told:  # type: ignore[union-attr]
+            # Workers that were forked may hold the other end of it open.
+            told.write(b"end")
+        try:
+            self._child.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
 
 
 def main(process: int, dump: int, said: int, seconds: float, stacks: Path, change: str) -> None:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
 from toolkit.common import check_disk, in_background, write_json
@@ -211,6 +212,8 @@ def set_up(
             total_steps=length.total_steps,
         )
         hashed = in_background(lambda: folder.update_manifest(hashes={"model": model_hash.result()}))
+    # What ends a process from here on, it may note in the folder.
+    (folder.accepted,) = broadcast_object_list([folder.accepted])
     start_up.ended("model")
     return Session(
         loaded=loaded,

@@ -82,6 +82,10 @@ class Watchdog:
 
     def beat(self, doing: str, together: bool = True) -> None:
         """See the function of this name."""
+        if self._limit and self._started and not self._sentry:
+            # Of several, the others say first who does not answer.
+            patience = self._limit + (_ANSWER_SECONDS if self._peers else 0)
+            self._sentry = Sentry(patience, self._stacks, self._change())
         self._doing = doing
         self._together += together
         self._beats += 1
@@ -94,10 +98,6 @@ class Watchdog:
     def start(self) -> None:
         """To be called when the process group has started, which the rendezvous has watched until then."""
         self._started = True
-        if self._limit:
-            # Of several, the others say first who does not answer.
-            patience = self._limit + (_ANSWER_SECONDS if self._peers else 0)
-            self._sentry = Sentry(patience, self._stacks, self._change())
         if self._peers:
             # Who is stopped before the first look is known to be there.
             with contextlib.suppress(DistError, TimeoutError):
@@ -237,7 +237,10 @@ class Watchdog:
         os._exit(reason.exit_code)
 
     def _note(self, reason: PeerError, where: str) -> None:
-        """Keeps where this process was, and in the manifest why the run ended. The disk may be to blame."""
+        """Keeps where this process was, and in the manifest why the run ended, unless that was before it was accepted.
+        The disk may be to blame."""
+        if not self._folder.accepted:
+            return
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(exist_ok=True)
             self._stacks.write_text(concealed(where), encoding="utf-8")
