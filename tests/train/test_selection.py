@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 import torch
 from harness import losses, metrics, write_recipe
@@ -245,3 +246,44 @@ def test_a_damaged_snapshot_is_not_published(ranks: Ranks, home: Path) -> None:
     assert "snapshots/step-2 is damaged: model.safetensors differs from what was saved" in " ".join(done.stderr.split())
     assert published(folder)["step"] == 6
     assert equal(folder, run(ranks, home, "single-full-plain"))
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder for trainings whose disk fails, each of whose models is better than those before."""
+    return faults.home(tmp_path_factory.mktemp("disk"))
+
+
+EACH = (BEST, "evaluation.every_steps=1", "learning_rate=1e-2")
+EACH_MEAN = ("checkpoint.average_last=3", "checkpoint.save_steps=1")
+
+
+@pytest.mark.parametrize("engine", faults.engines())
+@pytest.mark.parametrize("choice", [EACH, pytest.param(EACH_MEAN, marks=pytest.mark.matrix)], ids=["best", "mean"])
+def test_a_second_model_in_a_row_that_cannot_be_kept_ends_the_run(
+    ranks: Ranks, disk: Path, engine: str, choice: tuple[str, ...]
+) -> None:
+    """No file may be larger than 20 kB from step 3 on. The same command goes on as if nothing had happened."""
+    name = f"{engine}-{choice[0]}".replace("=", "-")
+    folder, code, said = faults.run(ranks, disk, engine, name, "3 all limit 20000", *choice)
+    assert code == 1 and "Traceback" not in said and "error: " in said, said[-3000:]
+    assert "ulimit -f); the weights after step 3 are not kept to be published, training goes on" in said
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == "failed" and "ulimit -f" in manifest["error"]
+    # The best of them are found when a step has been noted.
+    assert [row["step"] for row in metrics(folder) if "loss" in row][-1] == (4 if choice is EACH else 3)
+    assert not list((folder / "snapshots").glob("*.partial"))
+    _, code, said = faults.run(ranks, disk, engine, name, "", *choice)
+    assert code == 0, said[-3000:]
+    straight, code, said = faults.run(ranks, disk, engine, f"{name}-straight", "", *choice)
+    assert code == 0 and equal(folder, straight) and published(folder) == published(straight), said[-3000:]
+
+
+def test_training_goes_on_after_a_model_that_could_not_be_kept(ranks: Ranks, disk: Path) -> None:
+    """Those of steps 1 and 3 cannot be; that of step 2 is between them, and that of step 4 is the best that is left."""
+    often = "".join(f"{step} all limit {size}\n" for step, size in ((1, 20000), (2, -1), (3, 20000), (4, -1)))
+    folder, code, said = faults.run(
+        ranks, disk, "single", "at-times", often, *EACH, "checkpoint.save_steps=100", "checkpoint.rehearse=false"
+    )
+    assert code == 0 and said.count("are not kept to be published, training goes on") == 2, said[-3000:]
+    assert published(folder)["step"] == 4

@@ -21,10 +21,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
+from toolkit.common import UserError
 from toolkit.report.load import Published
 from toolkit.seal import fault
 from toolkit.train import snapshots
 from toolkit.train.session import Session
+from toolkit.train.staging import MOST_FAILURES
 from toolkit.train.storage import unwritable
 
 _log = logging.getLogger("toolkit.train")
@@ -97,6 +99,7 @@ class Selection(TrainerCallback):
         self._metric, self._average = session.recipe.checkpoint.keep_best, session.recipe.checkpoint.average_last
         self._folder = session.folder.path / "snapshots"
         self._kept: dict[int, float] = {}
+        self._failures = 0
         self._over = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -145,25 +148,34 @@ class Selection(TrainerCallback):
         self._prune([])
 
     def _keep(self, step: int, value: float) -> None:
-        state, box = snapshots.take(self._trainer, self._session.dtypes), [True]
-        if self._session.leads:
-            box = [self._write(step, state)]
+        state, leads = snapshots.take(self._trainer, self._session.dtypes), self._session.leads
+        box = [self._write(step, state) if leads else None]
         broadcast_object_list(box)
-        if box[0]:
-            self._kept[step] = value
-            if self._session.leads:
-                # The newest checkpoint may still be on its way.
-                self._prune([step, step - step % (self._session.length.save_steps or step)])
+        if reason := box[0]:
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                raise UserError(*reason)
+            if leads:
+                _log.warning(
+                    "%s; the weights after step %d are not kept to be published, training goes on, and the next "
+                    "failure ends it: %s",
+                    *(reason[0], step, reason[1]),
+                )
+            return
+        self._failures, self._kept[step] = 0, value
+        if leads:
+            # The newest checkpoint may still be on its way.
+            self._prune([step, step - step % (self._session.length.save_steps or step)])
 
-    def _write(self, step: int, state: dict[str, torch.Tensor]) -> bool:
+    def _write(self, step: int, state: dict[str, torch.Tensor]) -> tuple[str, str] | None:
+        """Why the disk does not do, and what to change, if it does not."""
         try:
             snapshots.write(state, self._place(step), {"step": step})
         except Exception as error:
             if not (reason := unwritable(self._session.folder.path, error)):
                 raise
-            _log.warning("the weights after step %d are not kept to be published: %s", step, reason)
-            return False
-        return True
+            return reason.whole, reason.change
+        return None
 
     def _prune(self, ends: list[int]) -> None:
         """Deletes what would not be published if training ended at one of these steps or of the checkpoints'."""

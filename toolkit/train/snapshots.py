@@ -56,8 +56,13 @@ def write(state: Mapping[str, torch.Tensor], folder: Path, values: Mapping[str, 
     for each in (partial, folder):
         shutil.rmtree(each, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_torch_state_dict(dict(state), partial)
-    seal(partial, values)
+    try:
+        save_torch_state_dict(dict(state), partial)
+        seal(partial, values)
+    except Exception:
+        # Checkpoints need the room.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     share(partial)
     partial.rename(folder)
 
