@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from toolkit.common import UserError, first_line
 from toolkit.distributed.engines import Dtypes
+from toolkit.models.lora_products import add_by_product
 from toolkit.models.stored import FORMS
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.recipe import Recipe
@@ -108,6 +109,7 @@ def add_method(
                 module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]
     if recipe.model.adapter:
         _load_adapter(adapted, recipe.model.adapter)
+    add_by_product(adapted)
     return adapted
 
 

@@ -1,0 +1,66 @@
+"""LoRA's update added to a layer's outputs by the product that forms it.
+
+PEFT forms `result + B(A(x)) * scaling` in three passes over all outputs of a layer, and multiplies by the scaling again
+in the backward pass. Here a GEMM adds to what the layer gave (its beta), and the scaling meets the `r` values per token
+that come out of A. In fp32 that is the same number but for its last bits; in 16 bits it is rounded once less.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_PLAIN = {
+    ("peft.tuners.lora.layer", "Linear.forward"),
+    ("peft.tuners.lora.bnb", "Linear4bit.forward"),
+    ("peft.tuners.lora.bnb", "Linear8bitLt.forward"),
+}
+"""PEFT's forward passes for which `_forward` stands, by name: to import bitsandbytes takes a second."""
+
+
+def add_by_product(model: torch.nn.Module) -> None:
+    """Has the linear layers that PEFT adapted, quantized ones too, add their updates so.
+
+    What is not plain LoRA (DoRA and other variants, biases, layers of kinds that compute otherwise) stays PEFT's.
+    """
+    layer: Any
+    for layer in model.modules():
+        forward = type(layer).forward
+        if (forward.__module__, forward.__qualname__) not in _PLAIN:
+            continue
+        if layer.lora_variant or any(up.bias is not None for up in layer.lora_B.values()):
+            continue
+        for up in layer.lora_B.values():
+            up.forward = types.MethodType(_added, up)
+        layer.forward = types.MethodType(_forward, layer)
+
+
+def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if args or kwargs or layer.disable_adapters or layer.merged or len(names) != 1:
+        return type(layer).forward(layer, x, *args, **kwargs)
+    (name,) = names
+    down, up, result = layer.lora_A[name], layer.lora_B[name], layer.base_layer(x)
+    x = layer._cast_input_dtype(x, down.weight.dtype)
+    inner = down(layer.lora_dropout[name](x)) * layer.scaling[name]
+    if inner.dtype != result.dtype:
+        return (result + up(inner)).to(result.dtype)
+    return up(inner, result)
+
+
+def _added(up: torch.nn.Linear, inner: torch.Tensor, result: torch.Tensor | None = None) -> torch.Tensor:
+    """What B makes of `inner`, added to a result if one is given.
+
+    A module's own call, so that engines that gather parameters for it do.
+    """
+    if result is None:
+        return F.linear(inner, up.weight)
+    if hasattr(up.weight, "ds_id"):
+        # ZeRO-3 has put a `linear` of its own there, which keeps no gathered weight and knows vectors as biases alone.
+        return result + F.linear(inner, up.weight)
+    # `torch.addmm` with the weight transposed would be cast by autocast in every micro-batch: it keeps copies of
+    # parameters, not of their views. With a matrix as its bias, `linear` is that `addmm`.
+    return F.linear(inner.flatten(0, -2), up.weight, result.flatten(0, -2)).view(result.shape)
