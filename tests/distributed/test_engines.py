@@ -442,6 +442,7 @@ PLAIN = {
     **{"engine": "none", "world_size": 1, "sequence": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 4},
     **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
     **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},
+    "quantization": "none",
     **{
         "not_updated": 0,
         "autocast": "bfloat16",

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_failures import quantized
 from small import INT8, LORA, populate
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.common import UserError
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
 from toolkit.models.adapters import add_method
-from toolkit.models.coverage import parameter_counts, require_quantized
+from toolkit.models.coverage import parameter_counts, require_quantized, stored_form
 from toolkit.models.load import ModelSource
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import find
@@ -86,3 +87,13 @@ def test_counts_and_plan_say_what_adapters_reach() -> None:
     assert shares == f"training reaches {attention['reached'] / attention['base']:.1%} of it"
     plan = estimate(load_checked("qwen3_30b_a3b_lora").recipe, "mixture", find("h200"), advice=False)
     assert [each for each in plan.notes if "do not reach the experts, which are 9" in each]
+
+
+@pytest.mark.parametrize("form", ["none", "nf4", "int8", "fp8", "int4"])
+def test_the_form_of_a_stored_base_is_read_back(form: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several keep bytes, of which count and type tell nothing."""
+    model = place / "llama"
+    populate(place, "llama")
+    monkeypatch.setenv("TINY_LLAMA", str(model))
+    built = AutoModelForCausalLM.from_pretrained(model) if form == "none" else quantized(form)
+    assert stored_form(built) == form

@@ -212,10 +212,9 @@ def training_arguments(
         >>> training_arguments(recipe, layout, run_length(recipe, 1000, layout))["gradient_accumulation_steps"]
         2
     """
-    optimizer, schedule = recipe.optimizer, recipe.schedule
-    strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
+    optimizer, schedule, strategy = recipe.optimizer, recipe.schedule, recipe.strategy
+    workers, checkpointing = recipe.data.decided_workers, recipe.activation_checkpointing
     recomputes = checkpointing.mode != "none"
-    workers = recipe.data.decided_workers
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
@@ -306,6 +305,7 @@ class EngineState(Partial):
     trained_parameters: int | None = None
     frozen_parameters: int | None = None
     trained_dtype: str | None = None
+    quantization: str | None = None
     micro_batch_size: int | str | None = None
     """A text where engine and trainer disagree."""
     gradient_accumulation_steps: int | str | None = None
@@ -376,6 +376,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "gradients": spread(2),
         "optimizer_state": spread(1),
         "trained_dtype": types.local,
+        "quantization": recipe.method.quantization,
         "not_updated": 0,
         "autocast": types.autocast or "none",
         "fp8_products": FP8_SCALING.get(recipe.precision, "none"),

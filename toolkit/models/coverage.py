@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.common import UserError
+from toolkit.models.stored import Stored, StoredLinear
 from toolkit.recipe import Recipe, model_configs
 
 _TOKEN_ROWS = "trainable_tokens_delta"
@@ -94,6 +95,23 @@ def _adapted(model: torch.nn.Module) -> Iterable[Any]:
 def is_quantized(parameter: Any) -> bool:
     """Whether a tensor is stored in nf4, fp8 or int4, which have a `quant_state`, or in bitsandbytes' int8."""
     return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, "SCB")
+
+
+def stored_form(model: torch.nn.Module) -> str:
+    """In which form a model keeps weights in fewer bits, as `method.quantization` calls it; several joined by `+`.
+
+    Read from its modules: bytes are alike in all forms, and engines take what parameters had beside them.
+    """
+    forms = set()
+    for module in model.modules():
+        state = getattr(module, "quant_state", None) or getattr(getattr(module, "weight", None), "quant_state", None)
+        if isinstance(module, StoredLinear):
+            forms.add(module.form)
+        elif type(module).__name__ == "Linear8bitLt":
+            forms.add("int8")
+        elif state:
+            forms.add(state.form if isinstance(state, Stored) else state.quant_type)
+    return "+".join(sorted(forms)) or "none"
 
 
 def _numel(parameter: Any) -> int:

@@ -27,7 +27,7 @@ from toolkit.data.batches import MicroBatches
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
-from toolkit.models import attention, compiled_layers, device, head_choice
+from toolkit.models import attention, compiled_layers, coverage, device, head_choice
 from toolkit.models.sequence_parallel import sharing
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
@@ -210,6 +210,7 @@ def read(trainer: Any) -> EngineState:
         "trained_parameters": sum(_numel(parameter) for parameter in trained),
         "frozen_parameters": sum(_numel(parameter) for parameter in frozen),
         "trained_dtype": _dtypes(trained),
+        "quantization": coverage.stored_form(model),
         "tf32": device.computes_tf32(),
         "fp8_products": next((each.fp8_scaling for each in model.modules() if hasattr(each, "fp8_scaling")), "none"),
         "compile": "layers" if compiled_layers.compiled(model) else "off",
