@@ -26,12 +26,15 @@ def main(arguments):
     what, who = os.environ["SLOW"], os.environ["WHO"]
     stragglers.WINDOW_SECONDS, watchdog.TICK_SECONDS = 0.5, 0.2
     make, loss = collate.Collator.__call__, trainer._ExactMixin.compute_loss
-    calls = []
+    calls, ended = [], []
 
     def often():
         calls.append(1)
         if os.environ.get("RANK") == who and (what != "once" or len(calls) == 30):
-            time.sleep(2 if what == "once" else 0.2)
+            # However busy the machine is, twice as long as the rest of a step takes.
+            rest = time.monotonic() - ended[-1] if ended else 0
+            time.sleep(2 if what == "once" else max(0.2, 2 * rest))
+            ended.append(time.monotonic())
 
     def collator(self, rows):
         often()
@@ -54,11 +57,19 @@ MORE = [
 ]
 
 
-def trained(place: Path, folder: Path, ranks: Ranks, what: str, engine: str, processes: int, steps: int) -> Finished:
+UNEVEN = ["data.sources=[uneven.jsonl]", "batch.seq_len=1024"]
+"""Of eight rows one is forty times as long as the others."""
+
+
+def trained(
+    place: Path, folder: Path, ranks: Ranks, what: str, engine: str, processes: int, steps: int, *own: str
+) -> Finished:
     (place / "slow.py").write_text(SLOW, encoding="utf-8")
+    rows = [{"text": "a word and another " * (120 if number % 8 == 0 else 3)} for number in range(80)]
+    (place / "uneven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     batch = [f"global_batch_size={2 * processes}", "batch.micro_batch_size=2", "data.num_workers=0", "save_steps=500"]
-    own = [*batch, f"max_steps={steps}", f"strategy={engine}", f"output.dir={folder}", "checkpoint.rehearse=false"]
-    return ranks.run(place, "recipe=small", *own, processes=processes, entry="slow", SLOW=what, WHO="1")
+    batch += [f"max_steps={steps}", f"strategy={engine}", f"output.dir={folder}", "checkpoint.rehearse=false"]
+    return ranks.run(place, "recipe=small", *batch, *own, processes=processes, entry="slow", SLOW=what, WHO="1")
 
 
 def stragglers(run: Path) -> list[dict[str, object]]:
@@ -93,6 +104,16 @@ def test_nobody_is_named_for_a_chance(what: str, engine: str, place: Path, tmp_p
     done = trained(place, tmp_path, ranks, what, engine, 2, steps=150)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "holds the others up" not in done.stdout + done.stderr and not stragglers(tmp_path / "small")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ["nothing", "data", "forward"])
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp"])
+def test_nobody_is_named_for_long_rows(what: str, engine: str, place: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """The first process has the longest row of each step; the other one is named if it really is slow."""
+    done = trained(place, tmp_path, ranks, what, engine, 2, 40, *UNEVEN, "global_batch_size=16", "micro_batch_size=8")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [each["rank"] for each in stragglers(tmp_path / "small")] == ([] if what == "nothing" else [1])
 
 
 @pytest.mark.matrix
