@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,16 @@ place = place_with("llama")
 # At a rate of zero the first step changes nothing; the second one ends the model.
 SUDDEN = ["optimizer.learning_rate=1e30", "schedule.name=linear", "schedule.warmup_steps=1", "max_steps=6"]
 TOO_LARGE = ["optimizer.learning_rate=1e40", "schedule.name=constant"]  # For a weight in fp32.
+
+UNWRITTEN = """
+import cpu_engines
+
+def main(arguments):
+    import torch
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    return cpu_engines.main(arguments)
+"""
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,21 @@ def test_weights_that_are_not_trained_may_be_anything() -> None:
     assert are_finite([frozen, large])
     for number in (math.inf, -math.inf, math.nan):
         assert not are_finite([frozen, torch.nn.Parameter(torch.tensor([1.0, number], dtype=torch.bfloat16))])
-    # As ZeRO-3 keeps them.
-    whole = torch.nn.Parameter(torch.empty(0))
-    whole.ds_tensor = torch.tensor([math.nan])  # type: ignore[attr-defined]
-    assert not are_finite([whole])
+
+
+@pytest.mark.parametrize(("rank", "finite"), [(0, False), (1, False), (2, True), (3, True)])
+def test_what_zero3_fills_its_parts_up_with_may_be_anything(rank: int, finite: bool) -> None:
+    """Five numbers in parts of two: the third process has one of them, the fourth none."""
+    whole: Any = torch.nn.Parameter(torch.empty(0))
+    whole.ds_numel, whole.ds_tensor = 5, torch.tensor([1.0 if rank == 2 else math.nan, math.nan])
+    whole.ds_tensor.ds_numel = 2
+    assert are_finite([whole], rank) is finite
+
+
+@pytest.mark.matrix
+def test_zero3_on_three_processes_is_finite(tmp_path: Path, place: Path, ranks: Ranks) -> None:
+    """Memory that is not written holds what is no number."""
+    (place / "unwritten.py").write_text(UNWRITTEN)
+    own = ["strategy=zero3", "global_batch_size=6", f"output.dir={tmp_path}"]
+    done = ranks.run(place, "recipe=small", *own, processes=3, entry="unwritten")
+    assert done.codes == [0, 0, 0], done.stderr[-3000:]

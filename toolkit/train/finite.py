@@ -54,16 +54,23 @@ def check_weights(session: Session, step: int) -> None:
         UserError: With what to change, and the last good checkpoint.
     """
     accelerator = session.trainer.accelerator
-    broken = torch.tensor([float(not are_finite(session.module.parameters()))], device=accelerator.device)
+    finite = are_finite(session.module.parameters(), session.world.rank)
+    broken = torch.tensor([float(not finite)], device=accelerator.device)
     if accelerator.reduce(broken, reduction="sum").item():
         raise ended(session, f"after step {step} trained weights are not finite")
 
 
-def are_finite(parameters: Iterable[Any]) -> bool:
-    """Whether what this process holds of the trained ones is; ZeRO-3 keeps its part beside an empty tensor."""
+def are_finite(parameters: Iterable[Any], rank: int = 0) -> bool:
+    """Whether what a process holds of the trained ones is.
+
+    ZeRO-3 keeps equal parts beside an empty tensor. Where they do not divide, the last ones end in memory that nobody
+    has written, and that may hold anything.
+    """
     for parameter in parameters:
         if parameter.requires_grad:
             part = getattr(parameter, "ds_tensor", parameter).detach()
+            if hasattr(parameter, "ds_tensor"):
+                part = part[: max(0, parameter.ds_numel - rank * parameter.ds_tensor.ds_numel)]
             part = part.to_local() if hasattr(part, "to_local") else part
             # Anything that is not finite stays so in a sum, and weights are far from the largest numbers.
             if not torch.isfinite(part.sum(dtype=torch.float32)):
