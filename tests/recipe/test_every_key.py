@@ -165,6 +165,7 @@ PATHS = [
     "output.name",
     "strategy.nvme_path",
     "checkpoint.resume",
+    "checkpoint.staging",
     "model.tokenizer",
     "model.path",
     "data.sources.0.path",

@@ -137,6 +137,33 @@ def _wait(session: Any, file: str) -> None:
         time.sleep(0.01)
 
 
+def _hold(session: Any, file: str) -> None:
+    """Copies of checkpoints do not begin before a file is there."""
+    copy = shutil.copyfile
+
+    def copy_later(*args: Any, **kwargs: Any) -> Any:
+        _wait(session, file)
+        return copy(*args, **kwargs)
+
+    shutil.copyfile = copy_later
+
+
+def _release(session: Any, file: str) -> None:
+    """Lets them begin; notes which checkpoints are there by then, and which step begins."""
+    there = sorted(place.name for place in session.folder.checkpoints.glob("checkpoint-*"))
+    Path(file).write_text(json.dumps([session.trainer.state.global_step + 1, there]), encoding="utf-8")
+
+
+def _fill(session: Any, times: str) -> None:
+    """So many copies of checkpoints meet a full disk."""
+    copy, left = shutil.copyfile, iter(range(int(times)))
+
+    def copy_to_full(source: Any, target: Any, **kwargs: Any) -> Any:
+        return copy(source, target if next(left, None) is None else "/dev/full", **kwargs)
+
+    shutil.copyfile = copy_to_full
+
+
 def _flip(session: Any, name: str) -> None:
     """One bit in the middle of each file of this name that `torch.save` writes from now on."""
     import torch
@@ -256,6 +283,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         "hang": _hang,
         "wait": _wait,
         **{"flip": _flip, "kill_in_save": _kill_in_save, "lock_out": _lock_out, "age": _age, "scale": _scale},
+        **{"hold": _hold, "release": _release, "fill": _fill},
         **{"limit_memory": _limit_memory, "limit_group": _limit_group},
     }
 }

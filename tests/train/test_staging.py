@@ -13,7 +13,7 @@ from harness import losses, metrics
 from ranks import Ranks
 
 from toolkit.seal import read_seal
-from toolkit.train.staging import aside
+from toolkit.train.sealing import aside
 
 
 @pytest.fixture(scope="module")

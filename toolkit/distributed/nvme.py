@@ -48,7 +48,7 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         if world.local_rank == 0:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.enter_context(locked(folder / ".lock", timeout=0))
-            _remove_abandoned(root, folder)
+            remove_abandoned(root, "toolkit-*", folder)
             check_disk(
                 root,
                 need(),
@@ -59,12 +59,12 @@ def swap_folder(recipe: Recipe, world: World, need: Callable[[], int]) -> Iterat
         yield folder
 
 
-def _remove_abandoned(root: Path, own: Path) -> None:
+def remove_abandoned(root: Path, pattern: str, own: Path | None = None) -> None:
     """Removes folders of this user's launches that were killed: nobody holds their lock any more."""
-    for folder in root.glob("toolkit-*"):
+    for folder in root.glob(pattern):
         # A stranger's may not be looked into.
         with contextlib.suppress(Timeout, OSError):
-            if folder != own and folder.stat().st_uid == os.geteuid() and (folder / ".lock").is_file():
+            if folder != own and folder.lstat().st_uid == os.geteuid() and (folder / ".lock").is_file():
                 with locked(folder / ".lock", timeout=0):
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -75,7 +75,7 @@ class _Question:
             self.price,
             attention=backend,
             experts=model_configs.experts(self.config),
-            checkpoint_bytes=drives.checkpoint,
+            drives=drives,
             may_compile=kernels.may_compile(hardware) and not compilation.unfit(recipe, self.config),
         )
         compiles = "layers" if done.compile_seconds else "off"

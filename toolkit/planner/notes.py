@@ -13,6 +13,9 @@ from toolkit.planner.trace.types import Trace
 from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 
+_NOTABLE, _LEAST = 0.05, 60.0
+"""The share of a run's time, and the seconds, from which on waiting for checkpoints is worth a note."""
+
 
 def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list[str]:
     """The remarks of one plan."""
@@ -55,6 +58,11 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> li
         notes.append("fp8: where the device multiplies in fp8, times rest on its peak; no such training was measured")
     if hardware.device.kind == "cuda" and recipe.method.quantization == "int4":
         notes.append("int4: no such training was measured on a GPU")
+    waits, total = work.saves * work.save_seconds, work.total_seconds
+    if total and waits > max(_NOTABLE * total.value, _LEAST):
+        faster = "" if recipe.checkpoint.in_memory else ", or checkpoint.staging on a faster disk than output.dir's"
+        waiting = f"training waits for checkpoints {waits / total.value:.0%} of the time"
+        notes.append(f"{waiting}: less with a larger checkpoint.save_steps{faster}")
     return notes
 
 

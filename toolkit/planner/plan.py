@@ -88,7 +88,7 @@ class Host(Figures):
 
     parts: dict[str, int]
     """Offloaded optimizer state, masters, gradients and parameters, pinned staging buffers, activations, loading,
-    saving, data, processes."""
+    saving, checkpoints on their way to the run folder, data, processes."""
     peak: int
     """Bytes of host RAM needed at once: parts that come one after the other, as loading and training do, are not added
     up."""
@@ -99,6 +99,10 @@ class Disk(Figures):
 
     checkpoint: int
     """Bytes of one checkpoint, all ranks together."""
+    part: int = 0
+    """Bytes of one that the processes of one machine write, of the machine that writes most."""
+    writer: int = 0
+    """Bytes of one that a single process writes, of the process that writes most."""
     kept: int
     """Bytes of all checkpoints that `checkpoint.save_total_limit` keeps, and the one being written."""
     model: int
@@ -179,8 +183,13 @@ class Work(Figures):
     """Checkpoints in all steps."""
     save_seconds: float = 0.0
     """Seconds for which training waits for each: until it is written, not until it is on the drive."""
+    snapshots: int = 0
+    """Models that are kept in all steps to be published, at most."""
+    snapshot_seconds: float = 0.0
+    """Seconds for which training waits for each: until it is in the host's memory."""
     total_seconds: Range | None
-    """Seconds of all steps, evaluations and checkpoints, and of compiling; None where the steps are not known."""
+    """Seconds of all steps, evaluations, checkpoints and kept models, and of compiling; None where the steps are not
+    known."""
     tokens_per_second: float
     """Tokens per second over all ranks, while training."""
     mfu: float

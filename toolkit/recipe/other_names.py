@@ -116,6 +116,7 @@ VALUES: dict[str, dict[str, str]] = {
         **{"ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit"},
     },
     "checkpoint.resume": {"true": "auto", "false": "never"},
+    "checkpoint.staging": {"true": "auto", "false": "none", "null": "none", "memory": "/dev/shm"},
     "checkpoint.keep_best": {
         **dict.fromkeys(("true", "loss", "best"), "eval_loss"),
         **{name: f"eval_{name}" for name in ("bleu", "chrf", "exact_match")},
@@ -251,6 +252,13 @@ ADVICE = {
     "dataset_train_split": "set the `split` of an entry of data.sources: {given}",
     "dataset_test_split": "set data.eval_split: {given}",
     "dataset_prepared_path": "remove it: prepared data are kept in the toolkit's cache",
+    **dict.fromkeys(
+        ("async_save", "async_checkpointing", "enable_async_checkpointing", "dist_ckpt_async"),
+        "remove it: training goes on while checkpoints are written; where the disk is slow see checkpoint.staging",
+    ),
+    **dict.fromkeys(
+        ("use_node_local_storage", "local_checkpoint_dir"), "set checkpoint.staging: a folder of each node"
+    ),
     "save_safetensors": "remove it: weights are always saved as safetensors",
     "strict": "remove it: unknown keys are always refused",
     "type": "set the `format` of the entry: messages, alpaca, sharegpt, text, segments or another of data.format",

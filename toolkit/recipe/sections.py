@@ -6,6 +6,7 @@ editors show it through the JSON Schema and `docs/recipes.md` lists it.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -43,6 +44,9 @@ MOVES_BASE = ("pissa", "olora")
 """Values of `method.init_lora_weights` that take a part out of the base and put it into the adapter."""
 EVA_ROWS, EVA_TOKENS = 64, 2**14
 """EVA reads at most so many rows before step 1, and none after as many trained tokens as this."""
+
+MEMORY = PurePath("/dev/shm")
+"""A folder whose files are kept in memory, which every process of a Linux machine can write."""
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -305,9 +309,23 @@ class Checkpoint(Section):
     rehearse: bool = True
     """Save after the first step, and read that checkpoint back, if the first save would come 20 steps later or more: a
     save that cannot work ends the run in its first minute."""
+    staging: Place = "auto"
+    """Where each machine takes checkpoints in, for training to go on while they are copied to the run folder: a folder
+    on a fast disk of its own, or `none` for the run folder at once. `auto`: memory (`/dev/shm`), where the run folder's
+    disk is slow and at least twice as much memory is left; else as `none`."""
     resume: Place = "auto"
     """`auto` continues this recipe's run where it stopped, `never` starts a new run folder, and the path of a
     checkpoint continues from that one."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are saved on the way."""
+        return bool(self.save_steps or self.save_epochs)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether they are taken into the memory of machines."""
+        return self.saves and PurePath(self.staging).is_relative_to(MEMORY)
 
 
 class Evaluation(Section):

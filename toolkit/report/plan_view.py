@@ -173,6 +173,9 @@ def work_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("time", _range_text(work.total_seconds, duration)))
         if work.saves:
             rows.append(("checkpoints", f"{work.saves}, training waits {seconds_text(work.save_seconds)} for each"))
+        if work.snapshots:
+            waits = f"training waits {seconds_text(work.snapshot_seconds)} for each"
+            rows.append(("models kept", f"{work.snapshots} at most, {waits}"))
     if work.pflop_days is not None and work.gpu_hours is not None:
         hours = f"{number_text(work.gpu_hours)} {hours_name(plan)}"
         if work.cost is not None and work.gpu_hours:

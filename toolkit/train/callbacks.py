@@ -255,7 +255,8 @@ class Seal(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # When training ends, the Trainer looks through folders that may be moved meanwhile.
-        self._session.trainer.saves.wait()
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._session.trainer.saves.wait()
 
 
 class CleanStop(TrainerCallback):

@@ -73,7 +73,7 @@ def check(rendezvous: Rendezvous, recipe: Recipe, folder: Path) -> list[str]:
             "skew": max(0.0, before - first["time"], first["time"] - time.time()),
             "places": _places(folder.parent / first["marker"]) if world.local_rank == 0 else {},
         }
-        saves = bool(recipe.checkpoint.save_steps or recipe.checkpoint.save_epochs)
+        saves = recipe.checkpoint.saves
         warnings: list[str] = rendezvous.exchange("state", state, lambda states: _judge(states, saves, rendezvous.name))
     return warnings
 

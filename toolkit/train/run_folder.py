@@ -37,7 +37,7 @@ from toolkit.recipe import Loaded, Recipe, files
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
-from toolkit.train.staging import complete_left, is_left
+from toolkit.train.sealing import complete_left, is_left
 
 _PACKAGES = (
     *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
@@ -248,7 +248,7 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
             damaged[folder.final] = reason
     if is_left(folder.checkpoints):
         with folder.held():
-            complete_left(folder.checkpoints, loaded.recipe.checkpoint.save_total_limit)
+            complete_left(folder.checkpoints, loaded.recipe)
     newest, passed_over = checkpoint.newest(folder.checkpoints)
     if folder.final in damaged and not newest:
         raise UserError(

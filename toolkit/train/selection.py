@@ -13,6 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from toolkit.common import UserError
+from toolkit.common import UserError, in_background
 from toolkit.report.load import Published
 from toolkit.seal import fault
 from toolkit.train import snapshots
@@ -100,6 +101,8 @@ class Selection(TrainerCallback):
         self._folder = session.folder.path / "snapshots"
         self._kept: dict[int, float] = {}
         self._failures = 0
+        self._newest: tuple[int, float] | None = None
+        self._written: Future[tuple[str, str] | None] | None = None
         self._over = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -117,6 +120,7 @@ class Selection(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self._metric in (logs or {}) and not self._over:
+            self._settle()
             value = _evaluations(state, str(self._metric)).get(state.global_step, -math.inf)
             if value > max(self._kept.values(), default=-math.inf):
                 self._keep(state.global_step, value)
@@ -124,6 +128,7 @@ class Selection(TrainerCallback):
     def choose(self) -> Chosen | None:
         """The model to publish; None if it is the last one. Every process must call this, when training is over."""
         self._over = True
+        self._settle()
         state = self._trainer.state
         box: list[Any] = [self._whole(state.global_step) if self._session.leads else None]
         broadcast_object_list(box)
@@ -148,8 +153,27 @@ class Selection(TrainerCallback):
         self._prune([])
 
     def _keep(self, step: int, value: float) -> None:
-        state, leads = snapshots.take(self._trainer, self._session.dtypes), self._session.leads
-        box = [self._write(step, state) if leads else None]
+        """Takes the weights, and has them written before the checkpoint of this step counts; behind the steps, where
+        checkpoints are copied behind them."""
+        self._settle()
+        saves, self._newest = self._trainer.saves, (step, value)
+        state = snapshots.take(self._trainer, self._session.dtypes)
+        if self._session.leads:
+            self._written = saves.before = in_background(lambda: self._write(step, state))
+        if not saves.fast:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the newest weights, and counts them if they could be written. Every process must call this.
+
+        Raises:
+            UserError: If they are the second in a row that could not be.
+        """
+        if self._newest is None:
+            return
+        (step, value), leads = self._newest, self._session.leads
+        box = [self._written.result() if self._written else None]
+        self._newest = self._written = None
         broadcast_object_list(box)
         if reason := box[0]:
             self._failures += 1

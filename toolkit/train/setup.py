@@ -58,6 +58,7 @@ from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
 from toolkit.train.session import Session
+from toolkit.train.slow_disk import open_folder
 from toolkit.train.staging import Saves
 from toolkit.train.startup import StartUp
 from toolkit.train.stragglers import Pace
@@ -117,6 +118,7 @@ def set_up(
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
     loaded, layout = _decided(loaded, layout, guard, rendezvous)
+    loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.message)
     compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
     if compiles:
         compiled_layers.prepare(device.kind())
@@ -172,7 +174,7 @@ def set_up(
         trainer._loss_shifts_labels = False
         if trainer.aux_loss_enabled:
             share_balance(trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model)
-    trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model))
+    trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.

@@ -1,40 +1,39 @@
 """Checkpoints on their way to the disk: engines write them aside, and training goes on while they are made to count.
 
-A save has two parts. All processes write their files into a folder aside, for which training waits. Then the first one
-flushes them to the drive, seals them by content, renames the folder to where checkpoints are looked for and deletes the
-oldest, in a thread beside the next steps. A process that is killed meanwhile leaves the folder and a note of what it
-holds, and the next start does the rest.
+A save has two parts. All processes write their files into a folder aside, for which training waits; where the disk is
+slow, into a `fast_folder` first. Then the first one flushes them to the drive, seals them by content, renames the
+folder to where checkpoints are looked for and deletes the oldest, in a thread beside the next steps. A process that is
+killed meanwhile leaves the folder and a note of what it holds, and the next start does the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
 
-from toolkit.common import UserError, in_background, write_json
+from toolkit.common import UserError, in_background
 from toolkit.recipe import Recipe
-from toolkit.seal import seal
-from toolkit.train.checkpoint import record, rotate
-from toolkit.train.storage import flush, unwritable
+from toolkit.train import fast_folder
+from toolkit.train.checkpoint import record
+from toolkit.train.fast_folder import FastFolder
+from toolkit.train.sealing import aside, complete, room
+from toolkit.train.storage import unwritable
+from toolkit.train.watchdog import beat
 
 _log = logging.getLogger("toolkit.train")
+_SECONDS = 10.0
+"""Between two looks at a copy that is waited for."""
 MOST_FAILURES = 2
 """So many saves in a row that cannot be written end a run; after fewer the next one may work."""
-
-
-def aside(checkpoints: Path) -> Path:
-    """The folder, beside the checkpoints of a run, into which engines write the next one."""
-    return checkpoints / ".aside"
 
 
 class Saves:
@@ -44,14 +43,21 @@ class Saves:
         folder: Of the checkpoints.
         world_size: Processes of the run.
         model: What `checkpoint.trained` says of its model.
+        fast: Where this machine takes checkpoints in; None for the run folder itself.
 
     Attributes:
+        place: The folder into which engines write.
+        before: What must have ended before the next checkpoint counts, on the first process.
         failure: Why the newest checkpoint could not be written, on all processes.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, world_size: int, model: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, world_size: int, model: Mapping[str, Any], fast: FastFolder | None = None
+    ) -> None:
         self.folder, self._recipe, self._world_size, self.model = folder, recipe, world_size, model
+        self._fast, self.place = fast, fast.place if fast else aside(folder)
         self._behind: Future[None] | None = None
+        self.before: Future[Any] | None = None
         self.failures = 0
         self.failure: UserError | None = None
 
@@ -66,30 +72,54 @@ class Saves:
         Raises:
             UserError: On all processes, if it is the second such save in a row.
         """
-        leads, written = accelerator.is_main_process, self.failure is None
+        leads, written, fast = accelerator.is_main_process, self.failure is None, self._fast
         # Before new files take the room of those that are still on their way.
-        if not self._agree(accelerator, [self.settled()] if leads else []) and written:
+        if not self._agree(accelerator, [self.settled()]) and written:
             self.failures = 0
         self.failure = None
-        if not self._agree(accelerator, _attempt(self.folder.parent, self._clear) if leads else []):
+        unready = _attempt(self._reason, self._clear) if leads else []
+        if fast and fast.leads and not unready:
+            unready = _attempt(self._reason_here, self._clear_here)
+        if not self._agree(accelerator, unready):
             # DeepSpeed has processes wait for those that raise.
             raises = accelerator.distributed_type == DistributedType.DEEPSPEED
-            self._agree(accelerator, _attempt(self.folder.parent, write, _room(self.folder), raises))
+            self._agree(accelerator, _attempt(self._reason_here, write, room(self.place), raises))
 
     def _clear(self) -> None:
         shutil.rmtree(aside(self.folder), ignore_errors=True)
         aside(self.folder).mkdir(parents=True)
-        _room(self.folder).write_bytes(bytes(2**16))
+        room(aside(self.folder)).write_bytes(bytes(2**16))
+
+    def _clear_here(self) -> None:
+        assert self._fast
+        self._fast.clear()
+        room(self.place).write_bytes(bytes(2**16))
+
+    def _reason(self, error: BaseException) -> UserError | None:
+        return error if isinstance(error, UserError) else unwritable(self.folder.parent, error)
+
+    def _reason_here(self, error: BaseException) -> UserError | None:
+        """Why this machine cannot take a checkpoint in, if the disk is to blame."""
+        return unwritable(self.place, error, fast_folder.KEY) if self._fast else self._reason(error)
 
     def complete(self, accelerator: Any, step: int) -> None:
         """Has what was written last made to count, behind the steps that follow. All processes must call this."""
         if self.failure:
             return
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            values = record(step, self._recipe, self._world_size, self.model)
-            limit = self._recipe.checkpoint.save_total_limit
-            self._behind = in_background(lambda: _complete(self.folder, step, values, limit))
+        if accelerator.is_main_process or (self._fast and self._fast.leads):
+            values, leads = record(step, self._recipe, self._world_size, self.model), accelerator.is_main_process
+            self._behind = in_background(lambda: self._complete(values, leads))
+
+    def _complete(self, values: Mapping[str, Any], leads: bool) -> None:
+        if self._fast:
+            self._fast.send(values)
+        if self.before:
+            self.before.exception()
+        if leads:
+            complete(self.folder, values, self._recipe.checkpoint.save_total_limit)
+        if self._fast:
+            self._fast.clear()
 
     def wait(self) -> None:
         """Waits until nothing is on its way."""
@@ -98,11 +128,22 @@ class Saves:
 
     def settled(self) -> UserError | None:
         """Waits for the newest save; returns why it could not be made to count, if the disk is to blame."""
-        behind, self._behind = self._behind, None
+        behind, self._behind, size = self._behind, None, -1
+        while behind and not wait_for([behind], _SECONDS).done:
+            if (now := fast_folder.size_of(aside(self.folder))) != size:
+                size = now
+                beat("waiting for the copy of a checkpoint", together=False)
         error = behind.exception() if behind else None
-        if error and not (reason := unwritable(self.folder.parent, error)):
+        if error and not (reason := self._reason(error)):
             raise error
         return reason if error else None
+
+    def close(self) -> UserError | None:
+        """Waits for the newest save, which is the last one, and gives back what saving took; returns as `settled`."""
+        reason = self.settled()
+        if self._fast and not reason:
+            self._fast.remove()
+        return reason
 
     def end(self, needed: bool) -> None:
         """Waits for the newest save, which is the last one.
@@ -113,7 +154,7 @@ class Saves:
         Raises:
             UserError: If it is needed and failed.
         """
-        if (reason := self.settled() or self.failure) and needed:
+        if (reason := self.close() or self.failure) and needed:
             raise reason
         if reason:
             _log.warning("the last checkpoint could not be saved: %s", reason.what)
@@ -135,58 +176,27 @@ class Saves:
         return True
 
 
-def complete_left(folder: Path, limit: int | None) -> None:
-    """Completes the checkpoint that a run which was killed had written in full."""
-    for note in aside(folder).glob("checkpoint-*.json"):
-        with contextlib.suppress(ValueError):
-            values = json.loads(note.read_text(encoding="utf-8"))
-            if note.with_suffix("").is_dir():
-                _complete(folder, values["step"], values, limit)
-
-
-def is_left(folder: Path) -> bool:
-    """Whether there is anything for `complete_left`."""
-    return any(aside(folder).glob("checkpoint-*.json"))
-
-
-def _complete(folder: Path, step: int, values: Mapping[str, Any], limit: int | None) -> None:
-    place, written = folder / f"checkpoint-{step}", aside(folder) / f"checkpoint-{step}"
-    _room(folder).unlink(missing_ok=True)
-    write_json(note := written.with_suffix(".json"), values)
-    for each in (*written.rglob("*"), written):
-        flush(each)
-    seal(written, values)
-    # What is left of a damaged one.
-    shutil.rmtree(place, ignore_errors=True)
-    written.rename(place)
-    flush(folder)
-    note.unlink()
-    aside(folder).rmdir()
-    rotate(folder, step, limit)
-
-
-def _room(folder: Path) -> Path:
-    """A file whose place small ones take where the disk is full."""
-    return aside(folder) / ".room"
-
-
 def _attempt(
-    folder: Path, write: Callable[[], None], room: Path | None = None, raises: bool = False
+    why: Callable[[BaseException], UserError | None],
+    write: Callable[[], None],
+    spare: Path | None = None,
+    raises: bool = False,
 ) -> list[UserError]:
-    """Why a run folder could not be written; empty if all went well.
+    """Why a folder could not be written; empty if all went well.
 
     Engines have processes wait for each other between files. One that ended at its first failure would be waited for,
     so a file that `torch.save` cannot write is left out, and the engine hears nothing of it.
 
     Args:
-        room: A file to remove for the small ones that follow one that could not be written.
+        why: What is said of an error, if the disk is to blame.
+        spare: A file to remove for the small ones that follow one that could not be written.
         raises: Whether to raise what others than `torch.save` cannot write.
     """
     reasons: list[UserError] = []
     save = torch.save
 
     def failed(error: Exception) -> None:
-        if not (reason := unwritable(folder, error)):
+        if not (reason := why(error)):
             raise error
         reasons.append(reason)
 
@@ -195,7 +205,7 @@ def _attempt(
             save(content, file, *args, **kwargs)
         except Exception as error:
             failed(error)
-            for each in (file, room):
+            for each in (file, spare):
                 if isinstance(each, str | os.PathLike):
                     Path(each).unlink(missing_ok=True)
 

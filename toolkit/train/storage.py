@@ -21,10 +21,13 @@ _UNNUMBERED = ("PytorchStreamWriter", "iostream error", "unexpected pos", "os er
 """What C++ and Rust code says of a file that it could not write, without the reason's number."""
 
 
-def unwritable(folder: Path, error: BaseException) -> UserError | None:
+def unwritable(folder: Path, error: BaseException, key: str = "output.dir") -> UserError | None:
     """What to say of an error that ended a run because its folder could not be written; None for any other.
 
     The folder is tried, because most writers do not say what is wrong.
+
+    Args:
+        key: The setting that names another folder.
     """
     errors = _chain(error)
     numbers = [each.errno for each in errors if isinstance(each, OSError)]
@@ -38,10 +41,11 @@ def unwritable(folder: Path, error: BaseException) -> UserError | None:
     number = next((number for number in numbers if number in _STORAGE), None) or _tried(folder)
     if number is None:
         return None
-    change = "make it writable, or set output.dir"
+    change = f"make it writable, or set {key}"
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(folder).free / 1e9
-        change = f"free space there ({free:.2f} GB are left), lower checkpoint.save_total_limit, or set output.dir"
+        fewer = "lower checkpoint.save_total_limit, " * (key == "output.dir")
+        change = f"free space there ({free:.2f} GB are left), {fewer}or set {key}"
     return UserError(f"{folder} cannot be written: {_STORAGE[number]}", f"{change}; {again}")
 
 

@@ -139,7 +139,7 @@ def _train(
         if session and isinstance(error, Exception):
             # What is written is worth waiting for; not to somebody who stops at once.
             with contextlib.suppress(Exception):
-                session.trainer.saves.settled()
+                session.trainer.saves.close()
         if world.rank == 0:
             _failed(folder, error)
         if source and ran_out(error):

@@ -34,7 +34,7 @@ from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.elastic import Continues
-from toolkit.train.staging import Saves, aside
+from toolkit.train.staging import Saves
 from toolkit.train.watchdog import beat
 
 # Accelerate asks twice in every step, and the answer is looked for on the disk each time.
@@ -228,7 +228,7 @@ class _ExactMixin(Continues):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(aside(self.saves.folder))
+        return str(self.saves.place)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         beat(f"saving the checkpoint of step {self.state.global_step}")  # type: ignore[attr-defined]

@@ -49,6 +49,13 @@ def host(workload: Workload) -> Host:
             saving = whole_model(workload)
         elif recipe.method.name == "full":
             saving = workload.trace.elements() * WIDTH[workload.types.export]
+    drives = disk(workload)
+    if drives.snapshots:
+        # Of one that is being written.
+        saving = max(saving, drives.model)
+    if recipe.checkpoint.in_memory:
+        parts["staging"] = float(drives.part)
+        training += drives.part
     # Loading comes before training and saving beside it; both at once they never are.
     peak = max(parts["processes"] + loading, training + saving)
     parts |= {"loading": loading, "saving": saving}
@@ -69,10 +76,17 @@ def disk(workload: Workload) -> Disk:
         written = weights(workload, (each for each in trace.tensors if not each.trained and not trained_only))
     if strategy.name == "fsdp" and not trained_only:
         written += _tied(workload)  # It writes a weight with two names twice.
-    checkpoint = written + whole.masters + whole.optimizer
+    divided = whole.masters + whole.optimizer
+    checkpoint = written + divided
+    shards = strategy.zero_stage or (strategy.name == "fsdp" and strategy.state_dict_type == "sharded")
+    # What every process has whole, or gets gathered, the first one writes.
+    first = checkpoint if not shards else written if strategy.zero_stage in (1, 2) else 0.0
+    nodes, processes = workload.hardware.nodes, workload.layout.world_size
     model = trace.elements(trained=trained_only or None) * WIDTH[types.master if trained_only else types.export]
     return Disk(
         checkpoint=int(checkpoint),
+        part=int(first + (checkpoint - first) / nodes),
+        writer=int(first + (checkpoint - first) / processes),
         kept=int(checkpoint * _checkpoints(recipe)),
         model=model,
         nvme=int(_nvme(workload)),
@@ -89,7 +103,7 @@ def run_folder_bytes(recipe: Recipe, drives: Disk) -> int:
 def _checkpoints(recipe: Recipe) -> int:
     """How many there are at once: while rotating one more than the limit."""
     settings = recipe.checkpoint
-    return settings.save_total_limit + 1 if settings.save_steps or settings.save_epochs else 0
+    return settings.save_total_limit + 1 if settings.saves else 0
 
 
 def _snapshots(recipe: Recipe) -> int:

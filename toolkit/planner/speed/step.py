@@ -18,6 +18,7 @@ from typing import Literal
 
 from toolkit.planner.hardware import Hardware, Rate, between
 from toolkit.planner.memory.states import states
+from toolkit.planner.plan import Disk
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, inner_link
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
@@ -27,12 +28,13 @@ from toolkit.recipe.sections import FP8_SCALING
 HOST_BANDWIDTH, CORE_BANDWIDTH = 100e9, 4e9
 """Bytes/s at which an optimizer runs on a host, in all and per core: 28 bytes per parameter (two moments and the master
 read and written, the gradient read) in 0.25 s for a billion, as ZeRO-Offload reports (Ren et al. 2021, table 4)."""
-WRITE_BANDWIDTH = 1.5e9
-"""Bytes/s at which one process writes a checkpoint; an estimate, because PyTorch's serialisation, not the drive, limits
-it: 200 MB by `torch.save` on a core, 1.3 to 1.8e9 and once 3.0e9."""
-SAVE_SECONDS, SHARDED_SAVE_SECONDS = 0.03, 0.1
-"""What a checkpoint takes however small it is: small files, and processes that agree; more where each writes its part.
-`benchmarks/saves.py` on two cores: 0.01 to 0.04 s (single, DDP), 0.02 to 0.15 s (ZeRO-2, ZeRO-3, FSDP)."""
+WRITE_BANDWIDTH = {"whole": 2e9, "fsdp": 1.2e9, "zero": 0.4e9}
+"""Bytes/s at which one process writes a checkpoint: what libraries do in between limits it, not the drive. DeepSpeed
+clones the tensors first. `benchmarks/saves.py` on two idle cores: 2.9 to 3.3e9 (single, DDP; `torch.save` alone 1.3 to
+1.8e9), 1.25e9, and 0.41e9 (ZeRO-2 and ZeRO-3)."""
+SAVE_SECONDS = {"whole": 0.015, "fsdp": 0.1, "zero": 0.03}
+"""What a checkpoint takes however small it is: small files, and processes that agree. Measured there: 0.013 and 0.020,
+0.097, 0.023 and 0.042 s."""
 REFERENCE = (16384, 4096, 4096)
 """Rows, columns and inner size of the matrix product that `Efficiency.matmul` is stated for: 8B layers, four rows."""
 _FOREACH = 18 / 7
@@ -181,15 +183,19 @@ class Step:
         sending = [each for each in self._sent if each.during == "forward"]
         return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
 
-    def save_seconds(self, size: int) -> float:
-        """A checkpoint of `size` bytes: engines write from all ranks, a replicated model from one. For what comes after
+    def save_seconds(self, saved: Disk) -> float:
+        """A checkpoint, until the process and the machine that write most of it have done so. For what comes after
         that, flushing and hashing, no step waits."""
-        strategy, hardware = self._recipe.strategy, self._hardware
-        engine = strategy.zero_stage or strategy.name == "fsdp"
-        writers, nodes = (hardware.devices_per_node, hardware.nodes) if engine else (1, 1)
-        rate = min(hardware.node.nvme, writers * WRITE_BANDWIDTH) * nodes
-        fixed = SHARDED_SAVE_SECONDS if engine else SAVE_SECONDS
-        return (fixed + size / rate) / _GUESSED[self._rates]
+        strategy = self._recipe.strategy
+        form = "zero" if strategy.zero_stage else "fsdp" if strategy.name == "fsdp" else "whole"
+        drive = math.inf if self._recipe.checkpoint.in_memory else self._hardware.node.nvme
+        seconds = max(saved.writer / WRITE_BANDWIDTH[form], saved.part / drive)
+        return (SAVE_SECONDS[form] + seconds) / _GUESSED[self._rates]
+
+    def snapshot_seconds(self, saved: Disk) -> float:
+        """A model that may be published, until the first process has it in the host's memory; it is written behind the
+        steps."""
+        return saved.model / min(link_rate(HOST, self._hardware), CORE_BANDWIDTH) / _GUESSED[self._rates]
 
     def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
         """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""

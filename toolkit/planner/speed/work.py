@@ -16,7 +16,7 @@ from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
 from toolkit.models.attention import VARLEN
 from toolkit.planner.hardware import DOCUMENTS, Hardware
-from toolkit.planner.plan import Link, Range, Work
+from toolkit.planner.plan import Disk, Link, Range, Work
 from toolkit.planner.speed.communication import Transfer, transfers
 from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Trace
@@ -40,7 +40,7 @@ def work(
     *,
     attention: str,
     experts: tuple[int, int] = (1, 1),
-    checkpoint_bytes: int = 0,
+    drives: Disk | None = None,
     may_compile: bool = False,
 ) -> Work:
     """Everything of a plan that is not memory.
@@ -50,7 +50,7 @@ def work(
         price: Of a device-hour.
         attention: Backend as it will run.
         experts: See `model_configs.experts`.
-        checkpoint_bytes: All ranks together.
+        drives: Bytes of its checkpoints and models; without them none are counted.
         may_compile: Whether `compile: auto` may come to `layers`.
     """
     recipe, layout, hardware, trace = workload.recipe, workload.layout, workload.hardware, workload.trace
@@ -77,7 +77,8 @@ def work(
     if not compiles:
         compiling = dict.fromkeys(compiling, 0.0)
     step = _range(ends, "seconds")
-    total = _total(ends, length, workload, counted, attention, checkpoint_bytes, compiling) if length else None
+    drives = drives or Disk(checkpoint=0, kept=0, model=0, nvme=0)
+    total = _total(ends, length, workload, counted, attention, drives, compiling) if length else None
     peak = hardware.device.flops[peak_dtype(workload)]
     from_scratch = recipe.objective == "language_modelling" and recipe.method.name == "full"
     hours = hardware.devices * total.value / 3600 if total else None
@@ -101,7 +102,9 @@ def work(
         step_seconds=step,
         compile_seconds=compiling["value"],
         saves=_saves(length) if length else 0,
-        save_seconds=ends["value"].save_seconds(checkpoint_bytes),
+        save_seconds=ends["value"].save_seconds(drives),
+        snapshots=_snapshots(recipe, length) if length else 0,
+        snapshot_seconds=ends["value"].snapshot_seconds(drives),
         total_seconds=total,
         tokens_per_second=tokens / step.value,
         mfu=useful * ranks / (step.value * peak * hardware.devices),
@@ -234,10 +237,10 @@ def _total(
     workload: Workload,
     counted: DataStatistics | None,
     backend: str,
-    size: int,
+    drives: Disk,
     compiling: Mapping[str, float],
 ) -> Range:
-    """Compiling, steps, evaluations and checkpoints of `size` bytes. Loading and answers to prompts are left out."""
+    """Compiling, steps, evaluations, checkpoints and kept models. Loading and answers to prompts are left out."""
     steps, settings = length.total_steps, workload.recipe.evaluation
     seconds = {end: steps * step.seconds for end, step in ends.items()}
     if counted and counted.eval_rows:
@@ -250,9 +253,25 @@ def _total(
         trained = counted.trained_tokens / counted.tokens
         load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained).divided(workload.layout.sequence)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
-    saves = _saves(length)
-    return Range(**{end: compiling[end] + seconds[end] + saves * step.save_seconds(size) for end, step in ends.items()})
+    saves, kept = _saves(length), _snapshots(workload.recipe, length)
+    return Range(
+        **{
+            end: compiling[end]
+            + seconds[end]
+            + saves * step.save_seconds(drives)
+            + kept * step.snapshot_seconds(drives)
+            for end, step in ends.items()
+        }
+    )
 
 
 def _saves(length: Length) -> int:
     return (math.ceil(length.total_steps / length.save_steps) if length.save_steps else 0) + length.rehearses()
+
+
+def _snapshots(recipe: Recipe, length: Length) -> int:
+    """Models that are kept to be published, at most: each evaluation may be the best so far."""
+    settings, every = recipe.checkpoint, recipe.evaluation.every_steps
+    if settings.keep_best and every:
+        return math.ceil(length.total_steps / every)
+    return math.ceil(length.total_steps / length.save_steps) if settings.average_last and length.save_steps else 0

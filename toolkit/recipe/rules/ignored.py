@@ -86,12 +86,15 @@ IGNORED_RULES = {
     "streaming-num-proc": _ignored(
         "data.num_proc", lambda r: not r.data.streaming, "a stream is tokenised as it is read"
     ),
-    "save-total-limit": _ignored(
-        "checkpoint.save_total_limit",
-        lambda r: r.checkpoint.save_steps or r.checkpoint.save_epochs,
-        "no checkpoints are saved but where the run is stopped",
-        "checkpoint.save_steps=200",
-    ),
+    **{
+        name: _ignored(
+            f"checkpoint.{name.replace('-', '_')}",
+            lambda r: r.checkpoint.saves,
+            "no checkpoints are saved but where the run is stopped",
+            "checkpoint.save_steps=200",
+        )
+        for name in ("save-total-limit", "staging")
+    },
     "seq2seq-template": _ignored("model.chat_template", _has_chats, "pairs of source and target are no chats"),
     "seq2seq-template-kwargs": _ignored(
         "data.chat_template_kwargs", _has_chats, "pairs of source and target are no chats"

@@ -275,6 +275,12 @@ TRAINING_RULES = {
         "is neither `auto`, `never` nor the folder of a checkpoint",
         "name an existing checkpoint folder",
     ),
+    "staging-relative": Rule(
+        "checkpoint.staging",
+        lambda r, _: r.checkpoint.staging not in ("auto", "none") and not Path(r.checkpoint.staging).is_absolute(),
+        "is neither `auto`, `none` nor a path that is the same wherever a process starts",
+        "write it from / on, such as checkpoint.staging=/dev/shm",
+    ),
     "best-unevaluated": _judged_by_evaluations("checkpoint.keep_best"),
     "best-metric": Rule(
         "checkpoint.keep_best",
@@ -290,7 +296,7 @@ TRAINING_RULES = {
     ),
     "mean-without-checkpoints": Rule(
         "checkpoint.average_last",
-        lambda r, _: r.checkpoint.average_last and not (r.checkpoint.save_steps or r.checkpoint.save_epochs),
+        lambda r, _: r.checkpoint.average_last and not r.checkpoint.saves,
         "the mean is that of models at checkpoints, and none are saved",
         "set checkpoint.save_steps=100, or remove it",
     ),

@@ -1,0 +1,201 @@
+"""Checkpoints that go through a fast folder: no step waits for the run folder's disk, nothing is lost or mixed up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import faults
+import pytest
+from faults import engines, run, saved
+from harness import losses
+from ranks import Ranks
+
+from toolkit.common import UserError, in_background
+from toolkit.distributed.layout import World
+from toolkit.recipe import Recipe
+from toolkit.train import fast_folder
+from toolkit.train.fast_folder import FastFolder, remove_dead, take_left
+from toolkit.train.sealing import aside
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faults.home(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Path:
+    return tmp_path / "fast"
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_steps_go_on_while_a_checkpoint_is_copied_and_a_kill_loses_none(
+    ranks: Ranks, home: Path, fast: Path, engine: str
+) -> None:
+    """What is saved after step 3 may be copied from step 6 on, or never: then the next start does it."""
+    every, through, held = "checkpoint.save_steps=3", f"checkpoint.staging={fast}", f"3 all hold {fast}.go"
+    straight, code, said = run(ranks, home, engine, f"{engine}-straight", "", every, "checkpoint.staging=none")
+    assert code == 0, said[-3000:]
+    folder, code, said = run(ranks, home, engine, f"{engine}-held", f"{held}\n6 0 release {fast}.go", every, through)
+    assert code == 0, said[-3000:]
+    assert json.loads(Path(f"{fast}.go").read_text()) == [6, []]
+    assert list(saved(folder)) == [3, 6] and not aside(folder / "checkpoints").exists()
+    assert losses(folder) == losses(straight) and [*fast.iterdir()] == []
+    killed, code, _ = run(ranks, home, engine, f"{engine}-killed", f"{held}.not\n6 all kill", every, through)
+    assert code and list((killed / "checkpoints").glob("checkpoint-*")) == []
+    _, code, said = run(ranks, home, engine, killed.name, "", every, through)
+    assert code == 0, said[-3000:]
+    manifest = json.loads((killed / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["resumed_from"].endswith("checkpoint-3") and losses(killed) == losses(straight)
+    assert [*fast.iterdir()] == []
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_folder_that_is_full_and_a_run_folder_that_is_full(ranks: Ranks, home: Path, fast: Path, engine: str) -> None:
+    through = f"checkpoint.staging={fast}"
+    folder, code, said = run(ranks, home, engine, f"{engine}-once", "2 all limit 100000\n3 all limit -1", through)
+    assert code == 0, said[-3000:]
+    assert f"{fast}/toolkit-staging-" in said and "or set checkpoint.staging" in said
+    assert "this checkpoint is not saved, training goes on" in said and list(saved(folder)) == [4, 6]
+    folder, code, said = run(ranks, home, engine, f"{engine}-full", "2 0 fill 1", through)
+    assert code == 0, said[-3000:]
+    assert f"runs/{folder.name} cannot be written: its disk is full" in said
+    assert list(saved(folder)) == [4, 6]
+    folder, code, said = run(ranks, home, engine, f"{engine}-twice", "2 0 fill 1000", through)
+    assert code == 1 and "Traceback" not in said and "its disk is full" in said, said[-3000:]
+    # Its last checkpoint is still there, and the next start copies it.
+    _, code, said = run(ranks, home, engine, folder.name, "", through)
+    assert code == 0, said[-3000:]
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["resumed_from"].endswith("checkpoint-4")
+    assert len(losses(folder)) == 6
+
+
+def test_who_is_asked_to_stop_copies_what_is_saved(ranks: Ranks, home: Path, fast: Path) -> None:
+    folder, _, said = run(ranks, home, "zero2", "stopped", "5 all signal SIGTERM", f"checkpoint.staging={fast}")
+    assert list(saved(folder)) == [4, 5], said[-3000:]
+    assert [*fast.iterdir()] == []
+
+
+VALUES = {"step": 3, "strategy": "ddp"}
+
+
+def recipe(staging: object) -> Recipe:
+    base = {"model": {"path": "m"}, "data": {"sources": ["d"]}}
+    return Recipe.model_validate({**base, "checkpoint": {"save_steps": 3, "staging": str(staging)}})
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, fast: Path, run: Path, number: int = 0, of: int = 1) -> FastFolder:
+    """The folder of one machine, with a part of a checkpoint in it."""
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{number}")
+    folder = FastFolder(recipe(fast), World(number, 0, of, 1), 0, aside(run / "checkpoints"))
+    (folder.place / "checkpoint-3").mkdir()
+    (folder.place / "checkpoint-3" / f"part-{number}.pt").write_bytes(b"0123456789")
+    return folder
+
+
+def test_the_first_machine_waits_for_the_others_or_says_what_they_lack(
+    tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = (machine(monkeypatch, fast, tmp_path / "run", number, 2) for number in range(2))
+    target = aside(tmp_path / "run" / "checkpoints")
+    target.mkdir(parents=True)
+    sent = in_background(lambda: first.send(VALUES))
+    with pytest.raises(TimeoutError):
+        sent.result(0.5)
+    other.send(VALUES)
+    sent.result(10)
+    assert sorted(file.name for file in (target / "checkpoint-3").iterdir()) == ["part-0.pt", "part-1.pt"]
+    # None of them may be completed alone.
+    assert take_left(recipe(fast), target) is None
+    shutil.rmtree(target)
+    target.mkdir()
+    copy = shutil.copyfile
+    full = lambda source, to: copy(source, "/dev/full" if "part-1" in str(to) else to)  # noqa: E731
+    monkeypatch.setattr(shutil, "copyfile", full)
+    sent = in_background(lambda: first.send(VALUES))
+    with pytest.raises(OSError, match="No space left"):
+        other.send(VALUES)
+    with pytest.raises(UserError, match="its disk is full"):
+        sent.result(10)
+    shutil.rmtree(target)
+    target.mkdir()
+    monkeypatch.setattr(fast_folder, "_PATIENCE", 0.0)
+    with pytest.raises(UserError, match="1 of 2 machines have not copied their part of checkpoint-3"):
+        first.send(VALUES)
+
+
+def _cut(place: Path) -> None:
+    (place / "checkpoint-3" / "part-0.pt").write_bytes(b"01234")
+
+
+def _other(place: Path) -> None:
+    (place / "token").write_text("of another save")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": _cut,
+    "missing": lambda place: (place / "checkpoint-3" / "part-0.pt").unlink(),
+    "added": lambda place: (place / "checkpoint-3" / "more.pt").touch(),
+    "another save": _other,
+    "deleted": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "machine started anew", "another run folder", "note", ""])
+def test_only_what_is_there_in_full_is_copied_by_the_next_start(
+    tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    folder = machine(monkeypatch, fast, tmp_path / "run")
+    target = aside(tmp_path / "run" / "checkpoints")
+    target.mkdir(parents=True)
+    folder.send(VALUES)
+    shutil.rmtree(target / "checkpoint-3")
+    if damage in DAMAGES:
+        DAMAGES[damage](folder.place)
+    elif damage == "machine started anew":
+        monkeypatch.setattr(fast_folder, "_boot", lambda: "another")
+    elif damage == "another run folder":
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        target = aside(tmp_path / "copy" / "checkpoints")
+    elif damage:
+        (target / "staged.json").write_text('{"values": {"step": "../3"}}', encoding="utf-8")
+    assert take_left(recipe(fast), target) == (None if damage else VALUES)
+    assert (target / "checkpoint-3").exists() == (not damage)
+
+
+def test_what_dead_runs_left_goes_and_nothing_else(tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whose locks are held for as long as these are there.
+    one = machine(monkeypatch, fast, tmp_path / "one")
+    shutil.copytree(one.place, twin := fast / "toolkit-staging-dead")
+    other = machine(monkeypatch, fast, tmp_path / "live")
+    assert not twin.exists() and one.place.exists()
+    live = other.place
+    (fast / "toolkit-other").mkdir()
+    foreign = [fast / "toolkit-other"]
+    if os.geteuid() == 0:
+        (stranger := fast / "toolkit-staging-stranger").mkdir()
+        (stranger / ".lock").touch()
+        os.chown(stranger, 12345, 12345)
+        foreign.append(stranger)
+    remove_dead(fast)
+    assert all(place.exists() for place in (one.place, live, *foreign))
+    with pytest.raises(UserError, match="another process uses"):
+        machine(monkeypatch, fast, tmp_path / "live")
+    if os.geteuid() == 0:
+        os.chown(live, 12345, 12345)
+        with pytest.raises(UserError, match="is another user's"):
+            machine(monkeypatch, fast, tmp_path / "live")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"checkpoint.staging: .*/file/toolkit-staging-.* cannot be written"):
+        machine(monkeypatch, tmp_path / "file", tmp_path / "run")
+    with pytest.raises(UserError, match=r"checkpoint\.staging: this machine's part of a checkpoint takes"):
+        FastFolder(recipe(tmp_path), World(), 2**60, aside(tmp_path / "run"))

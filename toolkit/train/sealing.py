@@ -1,0 +1,81 @@
+"""The second part of a save: what lies aside in full is flushed, sealed and renamed; if need be by the next start.
+
+It counts from the moment of the renaming on. A note beside it says that it is there in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.common import write_json
+from toolkit.recipe import Recipe
+from toolkit.seal import seal
+from toolkit.train import fast_folder
+from toolkit.train.checkpoint import rotate
+from toolkit.train.storage import flush, unwritable
+
+
+def aside(checkpoints: Path) -> Path:
+    """The folder, beside the checkpoints of a run, into which engines write the next one."""
+    return checkpoints / ".aside"
+
+
+def complete_left(folder: Path, recipe: Recipe) -> None:
+    """Completes the checkpoint that a run which was killed had written in full.
+
+    Raises:
+        UserError: If the run folder cannot be written.
+    """
+    limit = recipe.checkpoint.save_total_limit
+    try:
+        for note in aside(folder).glob("checkpoint-*.json"):
+            with contextlib.suppress(ValueError):
+                values = json.loads(note.read_text(encoding="utf-8"))
+                if note.with_suffix("").is_dir():
+                    complete(folder, values, limit)
+        if left := fast_folder.take_left(recipe, aside(folder)):
+            complete(folder, left, limit)
+    except OSError as error:
+        raise unwritable(folder.parent, error) or error from error
+
+
+def is_left(folder: Path) -> bool:
+    """Whether there may be anything for `complete_left`."""
+    return any(aside(folder).glob("checkpoint-*.json")) or fast_folder.is_left(aside(folder))
+
+
+def complete(folder: Path, values: Mapping[str, Any], limit: int | None) -> None:
+    """Makes a checkpoint count that has been written aside.
+
+    Args:
+        folder: Of the checkpoints.
+        values: What it is sealed with; among them its step.
+        limit: How many checkpoints stay.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    step = values["step"]
+    place, written = folder / f"checkpoint-{step}", aside(folder) / f"checkpoint-{step}"
+    room(aside(folder)).unlink(missing_ok=True)
+    write_json(note := written.with_suffix(".json"), values)
+    for each in (*written.rglob("*"), written):
+        flush(each)
+    seal(written, values)
+    # What is left of a damaged one.
+    shutil.rmtree(place, ignore_errors=True)
+    written.rename(place)
+    flush(folder)
+    note.unlink()
+    shutil.rmtree(aside(folder), ignore_errors=True)
+    rotate(folder, step, limit)
+
+
+def room(folder: Path) -> Path:
+    """A file whose place small ones take where the disk is full."""
+    return folder / ".room"
