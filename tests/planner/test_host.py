@@ -249,3 +249,27 @@ def test_adapters_alone_are_published_from_the_device_and_sharded_ones_through_t
     assert "saving" not in host(workload(of=ADAPTED)).parts
     assert host(workload(of=ADAPTED, strategy={"name": "fsdp"})).parts["saving"] == 4 * A
     assert host(workload(of=ADAPTED, strategy={"name": "zero3"})).parts["saving"] == 2 * A
+
+
+@pytest.mark.parametrize(
+    ("strategy", "writer", "part"),
+    [
+        # Of the 2, 4 and 8 bytes of a parameter: weights, which one process writes, or each a sixteenth; the rest too.
+        ({"name": "ddp"}, 12, 12),
+        ({"name": "fsdp", "state_dict_type": "full"}, 12, 12),
+        ({"name": "zero2"}, 2 + 12 / 16, 2 + 12 / 2),
+        ({"name": "zero3"}, 12 / 16, 12 / 2),
+        ({"name": "fsdp"}, 12 / 16, 12 / 2),
+    ],
+    ids=str,
+)
+def test_what_a_process_and_a_machine_write_of_a_checkpoint(strategy: dict[str, Any], writer: float, part: int) -> None:
+    found = disk(workload("h100x8x2", strategy=strategy))
+    whole = {"ddp": 12, "zero3": 12, "fsdp": 12, "zero2": 14}[strategy["name"]]
+    assert found.checkpoint == pytest.approx(whole * P, rel=0.15)
+    assert (found.writer, found.part) == pytest.approx((writer * P, part * P), rel=0.15)
+    taken = {"save_steps": 5, "staging": "/dev/shm/mine"}
+    for settings, more in ((taken, found.part), ({**taken, "staging": "/mnt/fast"}, 0), ({"staging": "/dev/shm"}, 0)):
+        found = host(workload("h100x8x2", strategy=strategy, checkpoint=settings))
+        loading, staging, saving = (found.parts.get(each, 0) for each in ("loading", "staging", "saving"))
+        assert staging == more and found.peak == found.parts["processes"] + max(loading, staging + saving)

@@ -13,7 +13,7 @@ from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import batch_layout
 from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, find
-from toolkit.planner.plan import Work
+from toolkit.planner.plan import Disk, Work
 from toolkit.planner.speed.communication import HOST, NETWORK, NVME, latency, transfers
 from toolkit.planner.speed.step import Load, Step
 from toolkit.planner.speed.work import PFLOP_DAY, load_of, rule_flops, work
@@ -383,9 +383,18 @@ def test_all_steps_evaluations_and_checkpoints_take_time() -> None:
     assert once > 0
     assert often.total_seconds.value - plain.total_seconds.value == pytest.approx(5 * once)
     saving = recipe(evaluation={"at_start": False}, schedule={"num_epochs": 2}, checkpoint={"save_steps": 10})
-    saved = plan(saving, "h200x8", dataclasses.replace(counted, eval_rows=0), checkpoint_bytes=10**11)
-    assert saved.total_seconds is not None
+    drives = Disk(checkpoint=10**11, part=10**11, writer=10**11, kept=0, model=10**10, nvme=0)
+    without = dataclasses.replace(counted, eval_rows=0)
+    saved = plan(saving, "h200x8", without, drives=drives)
+    assert saved.total_seconds is not None and saved.snapshots == 0
     assert saved.total_seconds.value > plain.total_seconds.value + 20
+    for kept, more in ((3, {}), (2, {"checkpoint": {"average_last": 2, "save_steps": 10}})):
+        chosen = {"schedule": {"num_epochs": 2}, "checkpoint": {"keep_best": "eval_loss", "save_steps": 10}, **more}
+        every = {"evaluation": {"at_start": False, "every_steps": 7}, **chosen}
+        choosing = plan(recipe(**every), "h200x8", without, drives=drives)
+        assert choosing.snapshots == kept and choosing.snapshot_seconds > 0 and choosing.total_seconds is not None
+        taken = choosing.total_seconds.value - saved.total_seconds.value
+        assert taken == pytest.approx(kept * choosing.snapshot_seconds)
 
 
 def test_ranges_hold_the_estimate_and_unknown_lengths_stay_unknown() -> None:

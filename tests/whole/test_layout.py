@@ -19,6 +19,7 @@ ELSEWHERE = {
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
     "recipe/faults": "recipe/test_rules",
+    "train/sealing": "train/test_staging",
     "train/sentry": "train/test_watchdog",
     "train/batching": "data/test_collate",
     "train/bad_batches": "train/test_batch_guard",

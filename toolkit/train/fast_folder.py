@@ -136,7 +136,7 @@ class FastFolder:
             named = {file: size for part in parts for file, size in part["files"].items()}
             if len(parts) == self._machines - 1 and named.items() <= _files(self._target / name).items():
                 return
-            if (now := size_of(self._target)) != copied:
+            if (now := sum(_files(self._target).values())) != copied:
                 copied, since = now, time.monotonic()
             if time.monotonic() - since > _PATIENCE:
                 raise UserError(
@@ -181,14 +181,6 @@ def take_left(recipe: Recipe, target: Path) -> dict[str, Any] | None:
 def is_left(target: Path) -> bool:
     """Whether there is anything for `take_left`."""
     return (target / _NOTE).exists()
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder that others may change meanwhile."""
-    try:
-        return sum(_files(folder).values())
-    except FileNotFoundError:
-        return -1
 
 
 def _place(recipe: Recipe, target: Path) -> Path:

@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,8 @@ from toolkit.train.checkpoint import record
 from toolkit.train.fast_folder import FastFolder
 from toolkit.train.sealing import aside, complete, room
 from toolkit.train.storage import unwritable
-from toolkit.train.watchdog import beat
 
 _log = logging.getLogger("toolkit.train")
-_SECONDS = 10.0
-"""Between two looks at a copy that is waited for."""
 MOST_FAILURES = 2
 """So many saves in a row that cannot be written end a run; after fewer the next one may work."""
 
@@ -128,22 +124,18 @@ class Saves:
 
     def settled(self) -> UserError | None:
         """Waits for the newest save; returns why it could not be made to count, if the disk is to blame."""
-        behind, self._behind, size = self._behind, None, -1
-        while behind and not wait_for([behind], _SECONDS).done:
-            if (now := fast_folder.size_of(aside(self.folder))) != size:
-                size = now
-                beat("waiting for the copy of a checkpoint", together=False)
+        behind, self._behind = self._behind, None
         error = behind.exception() if behind else None
         if error and not (reason := self._reason(error)):
             raise error
         return reason if error else None
 
-    def close(self) -> UserError | None:
-        """Waits for the newest save, which is the last one, and gives back what saving took; returns as `settled`."""
-        reason = self.settled()
-        if self._fast and not reason:
+    def close(self) -> None:
+        """Waits for the newest save, after which a run ends early, and gives back what saving took, unless the next
+        start is to copy it."""
+        self.settled()
+        if self._fast and not fast_folder.is_left(aside(self.folder)):
             self._fast.remove()
-        return reason
 
     def end(self, needed: bool) -> None:
         """Waits for the newest save, which is the last one.
@@ -154,10 +146,12 @@ class Saves:
         Raises:
             UserError: If it is needed and failed.
         """
-        if (reason := self.close() or self.failure) and needed:
+        if (reason := self.settled() or self.failure) and needed:
             raise reason
         if reason:
             _log.warning("the last checkpoint could not be saved: %s", reason.what)
+        if self._fast:
+            self._fast.remove()
 
     def _agree(self, accelerator: Any, reasons: Sequence[UserError | None]) -> bool:
         """Whether this save fails on any process."""
