@@ -13,6 +13,7 @@ import faults
 import pytest
 from faults import engines, run, saved
 from harness import losses
+from nodes import two_nodes
 from ranks import Ranks
 
 from toolkit.common import UserError, in_background
@@ -80,6 +81,30 @@ def test_who_is_asked_to_stop_copies_what_is_saved(ranks: Ranks, home: Path, fas
     folder, _, said = run(ranks, home, "zero2", "stopped", "5 all signal SIGTERM", f"checkpoint.staging={fast}")
     assert list(saved(folder)) == [4, 5], said[-3000:]
     assert [*fast.iterdir()] == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("engine", ["zero2", "fsdp", "ddp"])
+def test_each_of_two_machines_copies_its_own_part(ranks: Ranks, home: Path, fast: Path, engine: str) -> None:
+    settings = ["recipe=small", f"strategy.name={engine}", f"checkpoint.staging={fast}", "checkpoint.save_steps=3"]
+
+    def train(name: str, happens: str) -> tuple[Path, str]:
+        with two_nodes() as nodes:
+            started = []
+            for rank, node in enumerate(nodes):
+                world = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+                world |= {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": "29500", "FAULTS": happens}
+                own = [*settings, f"output.name=two-{engine}-{name}"]
+                started.append(node.fork(ranks, home, *own, entry="faults", **world))
+            ended = [each.wait() for each in started]
+        assert [each.returncode for each in ended] == [0, 0], "".join(each.stderr[-3000:] for each in ended)
+        assert [*fast.iterdir()] == []
+        return home / "runs" / f"two-{engine}-{name}", " ".join(ended[0].stderr.split())
+
+    folder, _ = train("held", f"3 1 hold {fast}.go\n6 0 release {fast}.go")
+    assert json.loads(Path(f"{fast}.go").read_text()) == [6, []] and list(saved(folder)) == [3, 6]
+    folder, said = train("full", "3 1 fill 1")
+    assert "its disk is full; this checkpoint is not saved, training goes on" in said and list(saved(folder)) == [6]
 
 
 VALUES = {"step": 3, "strategy": "ddp"}

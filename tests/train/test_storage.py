@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import resource
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.train.storage import unwritable
 
@@ -33,6 +35,7 @@ def test_why_a_run_folder_cannot_be_written(place: Path) -> None:
     wrapped = RuntimeError("saving failed")
     wrapped.__cause__ = full
     assert unwritable(place, wrapped)
+    assert unwritable(place, CheckpointException("write", {1: (full, StackSummary())}))
     for unrelated in (written_to("nowhere/file"), ValueError("no"), RuntimeError("unexpected pos 64 vs 0")):
         assert unwritable(place, unrelated) is None
     gone = unwritable(place / "gone", written_to(str(place / "gone" / "file")))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
+from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit.common import UserError, in_background
 from toolkit.recipe import Recipe
@@ -189,7 +190,7 @@ def _attempt(
     reasons: list[UserError] = []
     save = torch.save
 
-    def failed(error: Exception) -> None:
+    def failed(error: BaseException) -> None:
         if not (reason := why(error)):
             raise error
         reasons.append(reason)
@@ -206,7 +207,7 @@ def _attempt(
     torch.save = save_or_go_on  # type: ignore[assignment]
     try:
         write()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # FSDP's is none of the former, and comes to all processes.
         if raises:
             raise
         failed(error)

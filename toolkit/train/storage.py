@@ -69,11 +69,12 @@ def _tried(folder: Path) -> int | None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and those that led to it."""
+    """An error and those that led to it; torch's checkpoints raise the errors of all processes as one."""
     errors: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in errors:
         errors.append(following)
+        errors += [each for each, _ in getattr(following, "failures", {}).values()]
         following = following.__cause__ or following.__context__
     return errors
 
