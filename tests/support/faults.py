@@ -138,19 +138,23 @@ def _wait(session: Any, file: str) -> None:
 
 
 def _hold(session: Any, file: str) -> None:
-    """Copies of checkpoints do not begin before a file is there."""
-    copy = shutil.copyfile
+    """Copies of checkpoints, and models that are kept, are not written before a file is there."""
+    from toolkit.train import snapshots
 
-    def copy_later(*args: Any, **kwargs: Any) -> Any:
-        _wait(session, file)
-        return copy(*args, **kwargs)
+    def later(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called_later(*args: Any, **kwargs: Any) -> Any:
+            _wait(session, file)
+            return call(*args, **kwargs)
 
-    shutil.copyfile = copy_later
+        return called_later
+
+    shutil.copyfile, snapshots.write = later(shutil.copyfile), later(snapshots.write)
 
 
 def _release(session: Any, file: str) -> None:
     """Lets them begin; notes which checkpoints are there by then, and which step begins."""
-    there = sorted(place.name for place in session.folder.checkpoints.glob("checkpoint-*"))
+    folders = (session.folder.checkpoints.glob("checkpoint-*"), (session.folder.path / "snapshots").glob("*"))
+    there = sorted(place.name for folder in folders for place in folder)
     Path(file).write_text(json.dumps([session.trainer.state.global_step + 1, there]), encoding="utf-8")
 
 

@@ -77,6 +77,40 @@ def test_a_folder_that_is_full_and_a_run_folder_that_is_full(ranks: Ranks, home:
     assert len(losses(folder)) == 6
 
 
+@pytest.mark.parametrize("choice", ["checkpoint.keep_best=eval_loss", "checkpoint.average_last=2"])
+@pytest.mark.parametrize("engine", engines())
+def test_models_to_choose_from_are_written_behind_the_steps_too(
+    ranks: Ranks, home: Path, fast: Path, engine: str, choice: str
+) -> None:
+    settings = [choice, "checkpoint.save_steps=3", "evaluation.every_steps=3", "learning_rate=1e-2"]
+    settings = settings if "best" in choice else [*settings, "evaluation.at_start=false"]
+    name = f"{engine}-{choice[11:15]}"
+    straight, code, said = run(ranks, home, engine, f"{name}-straight", "", *settings)
+    assert code == 0, said[-3000:]
+    happens = f"3 all hold {fast}.go\n6 0 release {fast}.go"
+    folder, code, said = run(ranks, home, engine, name, happens, *settings, f"checkpoint.staging={fast}")
+    assert code == 0, said[-3000:]
+    assert json.loads(Path(f"{fast}.go").read_text()) == [6, []]
+    published = [json.loads((each / "manifest.json").read_text())["published"] for each in (straight, folder)]
+    assert published[0] == published[1] and published[0]["step"] == 6
+    # Killed before they are written: neither they nor their checkpoint count, and the next start makes both.
+    killed, code, _ = run(
+        ranks,
+        home,
+        engine,
+        f"{name}-killed",
+        f"3 all hold {fast}.not\n6 all kill",
+        *settings,
+        f"checkpoint.staging={fast}",
+    )
+    assert (
+        code and not [*(killed / "snapshots").glob("step-3")] and not [*(killed / "checkpoints").glob("checkpoint-*")]
+    )
+    _, code, said = run(ranks, home, engine, killed.name, "", *settings, f"checkpoint.staging={fast}")
+    assert code == 0, said[-3000:]
+    assert json.loads((killed / "manifest.json").read_text())["published"] == published[0]
+
+
 def test_who_is_asked_to_stop_copies_what_is_saved(ranks: Ranks, home: Path, fast: Path) -> None:
     folder, _, said = run(ranks, home, "zero2", "stopped", "5 all signal SIGTERM", f"checkpoint.staging={fast}")
     assert list(saved(folder)) == [4, 5], said[-3000:]

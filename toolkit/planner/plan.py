@@ -186,7 +186,8 @@ class Work(Figures):
     snapshots: int = 0
     """Models that are kept in all steps to be published, at most."""
     snapshot_seconds: float = 0.0
-    """Seconds for which training waits for each: until it is in the host's memory."""
+    """Seconds for which training waits for each: until it is written, or, with `checkpoint.staging`, in the host's
+    memory."""
     total_seconds: Range | None
     """Seconds of all steps, evaluations, checkpoints and kept models, and of compiling; None where the steps are not
     known."""

@@ -52,7 +52,7 @@ class Saves:
         self, folder: Path, recipe: Recipe, world_size: int, model: Mapping[str, Any], fast: FastFolder | None = None
     ) -> None:
         self.folder, self._recipe, self._world_size, self.model = folder, recipe, world_size, model
-        self._fast, self.place = fast, fast.place if fast else aside(folder)
+        self.fast, self.place = fast, fast.place if fast else aside(folder)
         self._behind: Future[None] | None = None
         self.before: Future[Any] | None = None
         self.failures = 0
@@ -69,7 +69,7 @@ class Saves:
         Raises:
             UserError: On all processes, if it is the second such save in a row.
         """
-        leads, written, fast = accelerator.is_main_process, self.failure is None, self._fast
+        leads, written, fast = accelerator.is_main_process, self.failure is None, self.fast
         # Before new files take the room of those that are still on their way.
         if not self._agree(accelerator, [self.settled()]) and written:
             self.failures = 0
@@ -88,8 +88,8 @@ class Saves:
         room(aside(self.folder)).write_bytes(bytes(2**16))
 
     def _clear_here(self) -> None:
-        assert self._fast
-        self._fast.clear()
+        assert self.fast
+        self.fast.clear()
         room(self.place).write_bytes(bytes(2**16))
 
     def _reason(self, error: BaseException) -> UserError | None:
@@ -97,26 +97,26 @@ class Saves:
 
     def _reason_here(self, error: BaseException) -> UserError | None:
         """Why this machine cannot take a checkpoint in, if the disk is to blame."""
-        return unwritable(self.place, error, fast_folder.KEY) if self._fast else self._reason(error)
+        return unwritable(self.place, error, fast_folder.KEY) if self.fast else self._reason(error)
 
     def complete(self, accelerator: Any, step: int) -> None:
         """Has what was written last made to count, behind the steps that follow. All processes must call this."""
         if self.failure:
             return
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process or (self._fast and self._fast.leads):
+        if accelerator.is_main_process or (self.fast and self.fast.leads):
             values, leads = record(step, self._recipe, self._world_size, self.model), accelerator.is_main_process
             self._behind = in_background(lambda: self._complete(values, leads))
 
     def _complete(self, values: Mapping[str, Any], leads: bool) -> None:
-        if self._fast:
-            self._fast.send(values)
         if self.before:
             self.before.exception()
+        if self.fast:
+            self.fast.send(values)
         if leads:
             complete(self.folder, values, self._recipe.checkpoint.save_total_limit)
-        if self._fast:
-            self._fast.clear()
+        if self.fast:
+            self.fast.clear()
 
     def wait(self) -> None:
         """Waits until nothing is on its way."""
@@ -135,8 +135,8 @@ class Saves:
         """Waits for the newest save, after which a run ends early, and gives back what saving took, unless the next
         start is to copy it."""
         self.settled()
-        if self._fast and not fast_folder.is_left(aside(self.folder)):
-            self._fast.remove()
+        if self.fast and not fast_folder.is_left(aside(self.folder)):
+            self.fast.remove()
 
     def end(self, needed: bool) -> None:
         """Waits for the newest save, which is the last one.
@@ -151,8 +151,8 @@ class Saves:
             raise reason
         if reason:
             _log.warning("the last checkpoint could not be saved: %s", reason.what)
-        if self._fast:
-            self._fast.remove()
+        if self.fast:
+            self.fast.remove()
 
     def _agree(self, accelerator: Any, reasons: Sequence[UserError | None]) -> bool:
         """Whether this save fails on any process."""

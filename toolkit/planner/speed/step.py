@@ -193,9 +193,12 @@ class Step:
         return (SAVE_SECONDS[form] + seconds) / _GUESSED[self._rates]
 
     def snapshot_seconds(self, saved: Disk) -> float:
-        """A model that may be published, until the first process has it in the host's memory; it is written behind the
-        steps."""
-        return saved.model / min(link_rate(HOST, self._hardware), CORE_BANDWIDTH) / _GUESSED[self._rates]
+        """A model that may be published, until the first process has it in the host's memory; and until it is written,
+        unless that is done behind the steps, as checkpoints then are."""
+        seconds = saved.model / min(link_rate(HOST, self._hardware), CORE_BANDWIDTH)
+        if self._recipe.checkpoint.staging in ("auto", "none"):
+            seconds += saved.model / min(WRITE_BANDWIDTH["whole"], self._hardware.node.nvme)
+        return seconds / _GUESSED[self._rates]
 
     def _pass_seconds(self, each: Pass, load: Load, left: float = 1.0) -> float:
         """The roofline of one pass over a micro-batch, of whose element-wise work within layers a share is left."""
