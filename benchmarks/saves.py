@@ -83,7 +83,7 @@ def train(engine: str, file: Path) -> int:
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             session = self.session
             if session.leads:
-                session.trainer.saves.wait()
+                session.trainer.saves.settled()
                 places = [each for each in session.folder.checkpoints.rglob("*") if each.is_file()]
                 newest = max(session.folder.checkpoints.iterdir(), key=lambda place: int(place.name.split("-")[1]))
                 size = sum(each.stat().st_size for each in places if newest in each.parents)

@@ -253,11 +253,6 @@ class Seal(TrainerCallback):
         check_weights(self._session, state.global_step)
         trainer.saves.complete(trainer.accelerator, state.global_step)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # When training ends, the Trainer looks through folders that may be moved meanwhile.
-        if control.should_training_stop or state.global_step >= state.max_steps:
-            self._session.trainer.saves.wait()
-
 
 class CleanStop(TrainerCallback):
     """The first Ctrl-C (or SIGTERM) saves a checkpoint after the running step and stops; the second stops at once.

@@ -43,7 +43,8 @@ class Saves:
         fast: Where this machine takes checkpoints in; None for the run folder itself.
 
     Attributes:
-        place: The folder into which engines write.
+        place: The folder into which engines write; while they do not, one without checkpoints. Transformers looks through
+            it when training ends, and other processes may then move what is there.
         before: What must have ended before the next checkpoint counts, on the first process.
         failure: Why the newest checkpoint could not be written, on all processes.
     """
@@ -52,7 +53,8 @@ class Saves:
         self, folder: Path, recipe: Recipe, world_size: int, model: Mapping[str, Any], fast: FastFolder | None = None
     ) -> None:
         self.folder, self._recipe, self._world_size, self.model = folder, recipe, world_size, model
-        self.fast, self.place = fast, fast.place if fast else aside(folder)
+        self.fast, self.place = fast, folder.parent
+        self._written = fast.place if fast else aside(folder)
         self._behind: Future[None] | None = None
         self.before: Future[Any] | None = None
         self.failures = 0
@@ -80,7 +82,10 @@ class Saves:
         if not self._agree(accelerator, unready):
             # DeepSpeed has processes wait for those that raise.
             raises = accelerator.distributed_type == DistributedType.DEEPSPEED
-            self._agree(accelerator, _attempt(self._reason_here, write, room(self.place), raises))
+            self.place = self._written
+            failed = _attempt(self._reason_here, write, room(self.place), raises)
+            self.place = self.folder.parent
+            self._agree(accelerator, failed)
 
     def _clear(self) -> None:
         shutil.rmtree(aside(self.folder), ignore_errors=True)
@@ -90,14 +95,14 @@ class Saves:
     def _clear_here(self) -> None:
         assert self.fast
         self.fast.clear()
-        room(self.place).write_bytes(bytes(2**16))
+        room(self._written).write_bytes(bytes(2**16))
 
     def _reason(self, error: BaseException) -> UserError | None:
         return error if isinstance(error, UserError) else unwritable(self.folder.parent, error)
 
     def _reason_here(self, error: BaseException) -> UserError | None:
         """Why this machine cannot take a checkpoint in, if the disk is to blame."""
-        return unwritable(self.place, error, fast_folder.KEY) if self.fast else self._reason(error)
+        return unwritable(self._written, error, fast_folder.KEY) if self.fast else self._reason(error)
 
     def complete(self, accelerator: Any, step: int) -> None:
         """Has what was written last made to count, behind the steps that follow. All processes must call this."""
@@ -117,11 +122,6 @@ class Saves:
             complete(self.folder, values, self._recipe.checkpoint.save_total_limit)
         if self.fast:
             self.fast.clear()
-
-    def wait(self) -> None:
-        """Waits until nothing is on its way."""
-        if self._behind:
-            self._behind.exception()
 
     def settled(self) -> UserError | None:
         """Waits for the newest save; returns why it could not be made to count, if the disk is to blame."""
