@@ -43,8 +43,8 @@ class Saves:
         fast: Where this machine takes checkpoints in; None for the run folder itself.
 
     Attributes:
-        place: The folder into which engines write; while they do not, one without checkpoints. Transformers looks through
-            it when training ends, and other processes may then move what is there.
+        place: The folder into which engines write; while they do not, one without checkpoints. Transformers looks
+            through it when training ends, while other processes may move what they have written.
         before: What must have ended before the next checkpoint counts, on the first process.
         failure: Why the newest checkpoint could not be written, on all processes.
     """
