@@ -143,6 +143,13 @@ def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyP
     assert "rest on its peak" in notes(method={"name": "lora", "quantization": "fp8"})
     assert "int4: no such training was measured" in notes(method={"name": "lora", "quantization": "int4"})
     assert "`toolkit calibrate` there measures them" in notes("rtx3090")
+    often = {"schedule": {"max_steps": 1000}, "checkpoint": {"save_steps": 2}}
+    waits = "training waits for checkpoints 66% of the time"
+    assert waits in (found := notes(**often)) and "checkpoint.save_steps" in found and "checkpoint.staging" in found
+    in_memory = {**often, "checkpoint": {"save_steps": 2, "staging": "/dev/shm"}}
+    assert waits in notes(**in_memory) and "checkpoint.staging" not in notes(**in_memory)
+    rarely = {**often, "checkpoint": {"save_steps": 1000}}
+    assert "training waits" not in quiet and "training waits" not in notes(**rarely)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments" in notes()
     assert "PYTORCH_CUDA_ALLOC_CONF" not in notes("cpu")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import example_plan
+import faults
 import pytest
+from ranks import Ranks
 
 from toolkit.distributed.layout import World
-from toolkit.train import slow_disk
+from toolkit.recipe import Recipe
+from toolkit.train import fast_folder, slow_disk
+from toolkit.train.sealing import aside
 
 GIB = 2**30
 
@@ -48,6 +53,27 @@ def test_memory_is_taken_where_the_disk_is_slow_and_twice_as_much_is_left(
     staging, why = slow_disk._decided(plan, alone, tmp_path)
     assert said in why and bool(said) == bool(why) and rooms == [[limit * GIB, memory * GIB, 64 * GIB]]
     assert staging == ("/dev/shm" if "go through memory" in said else "none")
+
+
+@pytest.mark.parametrize("engine", ["single", pytest.param("fsdp", marks=pytest.mark.matrix)])
+def test_a_run_on_a_slow_disk_takes_memory_and_says_so(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+    processes, settings = faults.ENGINES[engine]
+    home = faults.home(tmp_path)
+    done = ranks.run(home, "recipe=small", *settings, processes=processes, entry="slow_disk")
+    assert done.returncode == 0, done.stderr
+    assert "takes 1,000 bytes/s, so checkpoints go through memory: " in " ".join(done.stdout.split())
+    manifest = json.loads((home / "runs" / "small" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["chosen"]["checkpoint.staging"].startswith("/dev/shm: the disk of ")
+    part = manifest["plan"]["disk"]["part"]
+    assert manifest["plan"]["host"]["parts"]["staging"] == part > 0
+    assert list(faults.saved(home / "runs" / "small")) == [4, 6]
+    run = fast_folder._place(Recipe.model_validate(RECIPE), aside(home / "runs" / "small" / "checkpoints"))
+    assert run.parent == Path("/dev/shm") and not run.exists()
+    again = ranks.run(home, "recipe=small", "checkpoint.staging=none", *settings, processes=processes)
+    assert again.returncode == 0 and "is finished" in again.stdout, "how checkpoints are saved is no other run"
+
+
+RECIPE = {"model": {"path": "m"}, "data": {"sources": ["d"]}}
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

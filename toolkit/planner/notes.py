@@ -60,7 +60,7 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> li
         notes.append("int4: no such training was measured on a GPU")
     waits, total = work.saves * work.save_seconds, work.total_seconds
     if total and waits > max(_NOTABLE * total.value, _LEAST):
-        faster = "" if recipe.checkpoint.in_memory else ", or checkpoint.staging on a faster disk than output.dir's"
+        faster = "" if recipe.checkpoint.in_memory else ", or with checkpoint.staging if output.dir is on a slow disk"
         waiting = f"training waits for checkpoints {waits / total.value:.0%} of the time"
         notes.append(f"{waiting}: less with a larger checkpoint.save_steps{faster}")
     return notes
