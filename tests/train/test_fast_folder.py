@@ -11,7 +11,7 @@ from pathlib import Path
 
 import faults
 import pytest
-from faults import engines, run, saved
+from faults import run, saved
 from harness import losses
 from nodes import two_nodes
 from ranks import Ranks
@@ -22,6 +22,8 @@ from toolkit.recipe import Recipe
 from toolkit.train import fast_folder
 from toolkit.train.fast_folder import FastFolder, remove_dead, take_left
 from toolkit.train.sealing import aside
+
+ENGINES = [name if name == "single" else pytest.param(name, marks=pytest.mark.matrix) for name in faults.ENGINES]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def fast(tmp_path: Path) -> Path:
     return tmp_path / "fast"
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", ENGINES)
 def test_steps_go_on_while_a_checkpoint_is_copied_and_a_kill_loses_none(
     ranks: Ranks, home: Path, fast: Path, engine: str
 ) -> None:
@@ -56,7 +58,7 @@ def test_steps_go_on_while_a_checkpoint_is_copied_and_a_kill_loses_none(
     assert [*fast.iterdir()] == []
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_folder_that_is_full_and_a_run_folder_that_is_full(ranks: Ranks, home: Path, fast: Path, engine: str) -> None:
     through = f"checkpoint.staging={fast}"
     folder, code, said = run(ranks, home, engine, f"{engine}-once", "2 all limit 100000\n3 all limit -1", through)
@@ -77,8 +79,10 @@ def test_a_folder_that_is_full_and_a_run_folder_that_is_full(ranks: Ranks, home:
     assert len(losses(folder)) == 6
 
 
-@pytest.mark.parametrize("choice", ["checkpoint.keep_best=eval_loss", "checkpoint.average_last=2"])
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(
+    "choice", ["checkpoint.keep_best=eval_loss", pytest.param("checkpoint.average_last=2", marks=pytest.mark.matrix)]
+)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_models_to_choose_from_are_written_behind_the_steps_too(
     ranks: Ranks, home: Path, fast: Path, engine: str, choice: str
 ) -> None:
@@ -109,6 +113,15 @@ def test_models_to_choose_from_are_written_behind_the_steps_too(
     _, code, said = run(ranks, home, engine, killed.name, "", *settings, f"checkpoint.staging={fast}")
     assert code == 0, said[-3000:]
     assert json.loads((killed / "manifest.json").read_text())["published"] == published[0]
+
+
+@pytest.mark.matrix
+def test_a_rehearsal_reads_what_was_copied(ranks: Ranks, home: Path, fast: Path) -> None:
+    settings = [f"checkpoint.staging={fast}", "checkpoint.save_steps=21", "max_steps=21"]
+    folder, code, said = run(ranks, home, "zero2", "rehearsed", "2 all kill", *settings)
+    assert code and list(saved(folder)) == [1], said[-3000:]
+    _, code, said = run(ranks, home, "zero2", "full-rehearsed", "1 0 fill 1000", *settings)
+    assert code == 1 and "its disk is full" in said and "Traceback" not in said, said[-3000:]
 
 
 def test_who_is_asked_to_stop_copies_what_is_saved(ranks: Ranks, home: Path, fast: Path) -> None:
@@ -184,7 +197,7 @@ def test_the_first_machine_waits_for_the_others_or_says_what_they_lack(
         sent.result(10)
     shutil.rmtree(target)
     target.mkdir()
-    monkeypatch.setattr(fast_folder, "_PATIENCE", 0.0)
+    first.patience = 0.0
     with pytest.raises(UserError, match="1 of 2 machines have not copied their part of checkpoint-3"):
         first.send(VALUES)
 

@@ -35,8 +35,7 @@ KEY = "checkpoint.staging"
 _FOLDERS, _NOTE = "toolkit-staging-", "staged.json"
 """How these folders are called, and a note in the run folder of what one holds in full."""
 _PATIENCE = 300.0
-"""Seconds without a byte more after which another machine's part is given up; clients of network file systems see each
-other's files up to a minute late."""
+"""Clients of network file systems see each other's files up to a minute late."""
 _STREAMS = 8
 """Files copied at once: a network's disk gives one of them only a part of its rate."""
 
@@ -54,11 +53,15 @@ class FastFolder:
         part: Bytes that they write of a checkpoint, by the plan; 0 where it is not known.
         target: The folder, in the run folder, into which it is copied.
 
+    Attributes:
+        patience: Seconds without a byte more after which another machine's part is given up.
+
     Raises:
         UserError: If it cannot be used, on the machine's first process.
     """
 
     def __init__(self, recipe: Recipe, world: World, part: int, target: Path) -> None:
+        self.patience = _PATIENCE
         self.place = _place(recipe, target)
         self.leads = world.local_rank == 0
         self._target, self._rank, self._machines = target, world.rank, world.num_nodes
@@ -138,7 +141,7 @@ class FastFolder:
                 return
             if (now := sum(_files(self._target).values())) != copied:
                 copied, since = now, time.monotonic()
-            if time.monotonic() - since > _PATIENCE:
+            if time.monotonic() - since > self.patience:
                 raise UserError(
                     f"{self._machines - 1 - len(parts)} of {self._machines} machines have not copied their part of "
                     f"{name} from {self.place} to {self._target}",
@@ -187,7 +190,7 @@ def _place(recipe: Recipe, target: Path) -> Path:
     """The folder of one run on this machine; others may share the disk."""
     staging = recipe.checkpoint.staging
     root = Path(MEMORY if staging == "auto" else staging)
-    run = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:16]
+    run = hashlib.sha256(os.fsencode(os.path.realpath(target))).hexdigest()[:16]
     return root / f"{_FOLDERS}{socket.gethostname()}-{os.geteuid()}-{run}"
 
 

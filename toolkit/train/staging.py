@@ -29,6 +29,8 @@ from toolkit.train.sealing import aside, complete, room
 from toolkit.train.storage import unwritable
 
 _log = logging.getLogger("toolkit.train")
+_LAST_PATIENCE = 10.0
+"""Seconds for which a process that ends early waits for another machine's part, which may be what has ended it."""
 MOST_FAILURES = 2
 """So many saves in a row that cannot be written end a run; after fewer the next one may work."""
 
@@ -134,6 +136,8 @@ class Saves:
     def close(self) -> None:
         """Waits for the newest save, after which a run ends early, and gives back what saving took, unless the next
         start is to copy it."""
+        if self.fast:
+            self.fast.patience = _LAST_PATIENCE
         self.settled()
         if self.fast and not fast_folder.is_left(aside(self.folder)):
             self.fast.remove()
