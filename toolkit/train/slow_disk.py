@@ -62,7 +62,8 @@ def open_folder(
         if guard:
             guard = dataclasses.replace(guard, loaded=loaded)
             folder.update_manifest(plan=guard.plan)
-    part = guard.plan.disk.part if guard else 0
+    # By the plan of the first process; other machines need no more.
+    part = rendezvous.exchange("part", None, lambda _: guard.plan.disk.part if guard else 0)
     return loaded, guard, FastFolder(loaded.recipe, rendezvous.world, part, aside(folder.checkpoints))
 
 
