@@ -347,6 +347,8 @@ def start_logging(options: argparse.Namespace, first: bool = True) -> None:
     # What libraries print, and stack traces, pass through here too.
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Shown):
+            # Of file names, as the system has them, not all are text.
+            stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Shown(stream))
     level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
     logger = logging.getLogger("toolkit")

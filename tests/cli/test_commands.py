@@ -224,6 +224,8 @@ def test_list_survives_files_that_are_no_recipes(capsys: pytest.CaptureFixture[s
     write_recipe(Path(), "broken", "[")
     Path("recipes/latin.yaml").write_bytes(b"description: caf\xe9\n")
     Path("recipes/dangling.yaml").symlink_to("nowhere")
+    Path("recipes/two\nlines.yaml").touch()
+    Path(b"recipes/\xff.yaml".decode("utf-8", "surrogateescape")).touch()
     assert main(["ls"]) == 0
     listed = capsys.readouterr().out
     assert re.search(r"^good +two lines$", listed, re.MULTILINE)

@@ -417,3 +417,9 @@ def test_built_in_data_has_one_name_and_one_split() -> None:
     assert "has only the split `train`, not `test`" in refused("builtin:stdlib-docstrings", split="test")
     (where, row), *_ = open_source(Source(path="builtin:stdlib-docstrings", max_samples=2)).rows()
     assert where == "builtin:stdlib-docstrings row 1" and list(row) == ["messages"]
+
+
+def test_names_of_files_need_not_be_text(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    os.rename(tmp_path / "a.jsonl", os.fsencode(tmp_path) + b"/\xff.jsonl")
+    assert read(tmp_path) == ROWS and open_source(Source(path=str(tmp_path))).fingerprint()

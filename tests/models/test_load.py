@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small import INT8, LORA, NF4, place_with, set_up
 from tiny import tiny_gguf, tiny_model
 
@@ -154,7 +159,7 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
 ) -> None:
     source = dataclasses.replace(ModelSource.open(recipe()), recipe=load("small", overrides).recipe)
     maps = []
-    monkeypatch.setattr(load_module, "_from_pretrained", lambda kind, of, arguments: maps.append(arguments) or None)
+    monkeypatch.setattr(load_module, "_with_all_weights", lambda of, arguments: maps.append(arguments) or None)
     monkeypatch.setattr(load_module, "keep_unpacked", lambda model: None)
     source.load(dtypes(source.recipe), "eager")
     monkeypatch.setattr(device, "kind", lambda: "cuda")
@@ -188,6 +193,7 @@ def test_stored_types_follow_the_recipe() -> None:
 
 
 CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+NORM = "model.layers.0.input_layernorm.weight"
 WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
 DEEP, BOM = b'{"a":' * 100_000, b"\xef\xbb\xbf{}"
 DAMAGES = [
@@ -206,6 +212,11 @@ DAMAGES = [
     (CONFIG, b'{"model_type": "llama", "quantization_config": "x"}'),
     (CONFIG, b'{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}'),
     (TOKENIZER, b'{"model": {"vocab": 3}, "added_tokens": "x"}'),
+    (
+        TOKENIZER,
+        b'{"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "abb": 2}, '
+        b'"merges": [["a", "b"]], "continuing_subword_prefix": "xxx"}}',
+    ),
     (SETTINGS, b'{"tokenizer_class": 3, "eos_token": ["x"]}'),
     (GENERATION, b"[]"),
     (GENERATION, b'{"eos_token_id": "x"}'),
@@ -245,3 +256,39 @@ def test_weights_that_are_pickles_are_not_read(place: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
         set_up("model.path=pickled", "model.tokenizer=llama")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda weights: weights.pop(NORM), f"lacks 1 of the model's 20 weights, such as {NORM}"),
+        (lambda weights: weights.clear(), "hollow lacks 2"),
+        (lambda weights: weights.update({NORM: torch.ones(3)}), f"{NORM} of hollow is 3, which its config makes 128"),
+        (lambda weights: weights.update({"\x1b[2J": torch.ones(3)}), ""),
+    ],
+    ids=["missing", "empty", "of another size", "unknown"],
+)
+def test_a_model_is_never_drawn_at_random(
+    change: Callable[[dict[str, Any]], Any],
+    says: str,
+    place: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hollow = place / "hollow"
+    shutil.copytree(place / "llama", hollow)
+    weights = load_file(hollow / "model.safetensors")
+    change(weights)
+    save_file(weights, hollow / "model.safetensors", metadata={"format": "pt"})
+    source = ModelSource.open(load("small", ["model.path=hollow"]).recipe)
+    types = dtypes(source.recipe)
+    try:
+        with pytest.raises(UserError, match=re.escape(says)) if says else contextlib.nullcontext():
+            source.load(types, "eager")
+        if "lacks" in says:
+            with pytest.raises(UserError, match="hollow lacks"):
+                source.in_files(types, tmp_path)
+        if not says:
+            assert "holds 1 weights that this model has no place for, such as" in caplog.text
+    finally:
+        shutil.rmtree(hollow)

@@ -68,3 +68,30 @@ def test_a_value_for_another_key_is_the_default_where_none_is_written() -> None:
     bare = load("mine", ["data=['${oc.env:HOME}/a.jsonl',b]"])
     first, second = yaml.safe_load(bare.to_yaml())["data"]["sources"]
     assert first == "${oc.env:HOME}/a.jsonl" and second["path"] == "b"
+
+
+@pytest.mark.parametrize("key", ["schedule.max_steps", "seed", "batch.seq_len", "method.r", "extra.lora.x"])
+def test_a_number_that_no_library_can_hold_is_refused(key: str) -> None:
+    write("own", BASE)
+    with pytest.raises(RecipeError, match="is a number of more than 64 bits") as refused:
+        load("own", ["method.name=lora", f"{key}={'9' * 30}"])
+    assert [problem.path for problem in refused.value.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("model.path", "model.path=\udcff"),
+        ("output.dir", "output.dir=\udcff"),
+        ("model.new_tokens.1", "model.new_tokens=[a, '\ud800']"),
+        ("data.sources.0", "data.sources=['\udcff.jsonl']"),
+        ("extra.lora.x", "extra.lora={x: '\udcff'}"),
+        ("evaluation.prompts.0", "evaluation.prompts=['\udcff']"),
+    ],
+)
+def test_what_is_no_text_is_refused(key: str, override: str) -> None:
+    """Libraries could neither encode it nor write it."""
+    write("own", BASE)
+    with pytest.raises(RecipeError, match="holds half a character, or bytes that are no UTF-8") as refused:
+        load("own", [override])
+    assert key in {problem.path for problem in refused.value.problems}

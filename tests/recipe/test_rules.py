@@ -49,7 +49,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("rwkv", {"model_type": "rwkv"}),
         ("mamba", {"model_type": "mamba", "num_hidden_layers": 2}),
         ("mixture", {"model_type": "deepseek_v3", "n_routed_experts": 8}),
-        *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded")),
+        *((name, {"model_type": "llama"}) for name in ("existing", "both", "rounded", "complex")),
         ("larger", {"model_type": "llama", "vocab_size": 49_152}),
         ("resized", {"model_type": "llama", "vocab_size": 49_153}),
         ("encoder", {"model_type": "roberta", "is_decoder": False}),
@@ -57,8 +57,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         Path(name).mkdir(exist_ok=True)
         Path(name, "config.json").write_text(json.dumps(config))
-    head = json.dumps({"model.norm.weight": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}).encode()
-    Path("rounded/model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"\1")
+    for name, dtype, size in (("rounded", "I8", 1), ("complex", "C64", 8)):
+        head = json.dumps({"model.norm.weight": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
+        Path(name, "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(size))
     Path("recipes/mine.yaml").write_text(BASE)
 
 

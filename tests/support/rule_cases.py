@@ -30,6 +30,7 @@ CASES = [
     ("model-is-adapter", ["model.path=both"], ["model.path=a/b", LORA, "model.adapter=both"]),
     ("model-is-adapter", ["model.path=both"], ["model.path=existing"]),
     ("model-whole-numbers", ["model.path=rounded"], ["model.path=existing"]),
+    ("model-whole-numbers", ["model.path=complex"], ["model.path=existing"]),
     ("model-other-file", ["model.path=recipes/mine.yaml"], ["model.path=a/b"]),
     ("tokenizer-no-folder", ["model.tokenizer=/no/where"], ["model.tokenizer=existing"]),
     ("tokenizer-vocabulary", ["model.tokenizer=larger"], ["~model.tokenizer"]),

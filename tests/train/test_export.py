@@ -90,6 +90,10 @@ def test_prompts_are_rendered_as_the_training_rows_were(
 
 def test_unfinished_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     run = trained("unfinished", *LORA)
+    audit = (run / "audit.json").read_bytes()
+    (run / "audit.json").write_bytes(b"\xef\xbb\xbf" + audit)
+    assert cli(["generate", str(run), "--prompt", "x"]) == 1
+    assert "audit.json, which says how prompts are written, cannot be read" in capsys.readouterr().err
     (run / "final").rename(run / "moved")
     assert cli(["generate", str(run), "--prompt", "x"]) == 1
     assert "not finished" in capsys.readouterr().err

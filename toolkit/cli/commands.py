@@ -64,7 +64,8 @@ def ls(options: argparse.Namespace) -> None:
     folders = recipe_folders(options.recipes)
     recipes = list_recipes(folders)
     shipped = shipped_recipes().resolve()
-    lines = table((name, description(file)) for name, file in recipes.items()).split("\n")
+    rows = [(name.replace("\n", "\\n"), description(file)) for name, file in recipes.items()]
+    lines = table(rows).split("\n")
     yours, ours = list[str](), list[str]()
     for line, file in zip(lines, recipes.values(), strict=True):
         if sys.stdout.isatty():

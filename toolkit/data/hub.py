@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import threading
-from pathlib import Path
 
 from toolkit.common import first_line
 
@@ -28,7 +27,7 @@ _log = logging.getLogger("toolkit.data")
 
 def ask_for(*names: str | None) -> None:
     """Asks, see `offline`, if one of these is on the hub: neither built in, nor here, nor at another address."""
-    on_hub = (name for name in names if name and _ON_HUB.fullmatch(name) and not Path(name).exists())
+    on_hub = (name for name in names if name and _ON_HUB.fullmatch(name) and not os.path.exists(name))
     if any(on_hub):
         offline()
 

@@ -13,6 +13,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ class _Local(Reader):
         for path in self.paths:
             try:
                 status = path.stat()
-                digest.update(f"{path.name}\n{status.st_size}\n".encode())
+                digest.update(os.fsencode(path.name) + f"\n{status.st_size}\n".encode())
                 if self.streaming:
                     digest.update(f"{status.st_mtime_ns}\n".encode())
                     continue

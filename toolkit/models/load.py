@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ class ModelSource:
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
             arguments["device_map"] = {"": device.current()}
         arguments |= {**self.location, **_only_safetensors(self.location), "config": self.config}
-        model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, arguments)
+        model = _with_all_weights(self.recipe, arguments)
         keep_unpacked(model)
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.
@@ -200,7 +200,7 @@ class ModelSource:
         if "gguf_file" in self.location:
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         arguments |= {"device_map": {"": "disk"}, "offload_folder": str(folder), **_only_safetensors(self.location)}
-        model = _from_pretrained(auto_class(self.recipe.objective), self.recipe, {**self.location, **arguments})
+        model = _with_all_weights(self.recipe, {**self.location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
         remove_hook_from_submodules(model)
@@ -264,6 +264,32 @@ def _only_safetensors(location: Mapping[str, Any]) -> dict[str, Any]:
     return {} if "gguf_file" in location else {"use_safetensors": True}
 
 
+def _with_all_weights(recipe: Recipe, arguments: dict[str, Any]) -> Any:
+    """A model that was read from files; Transformers draws at random what they lack, and passes over what they have
+    beyond it."""
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = _from_pretrained(auto_class(recipe.objective), recipe, arguments)
+    parameters = {name for name, _ in model.named_parameters()}
+    missing, other = sorted(parameters & found["missing_keys"]), sorted(found["mismatched_keys"], key=str)
+    change = f"set model.path to a model that is whole, or correct the config.json of {recipe.model.path}"
+    if missing:
+        what = f"{len(missing):,} of the model's {len(parameters):,} weights, such as {missing[0]}"
+        raise UserError(f"model.path: {recipe.model.path} lacks {what}", change)
+    if other:
+        name, stored, wanted = other[0]
+        sizes = f"is {_size(stored)}, which its config makes {_size(wanted)}"
+        also = f"; so are {len(other) - 1:,} others" if len(other) > 1 else ""
+        raise UserError(f"model.path: {name} of {recipe.model.path} {sizes}{also}", change)
+    if unknown := sorted(found["unexpected_keys"]):
+        what = f"{len(unknown):,} weights that this model has no place for, such as {unknown[0]}"
+        _log.warning("model.path: %s holds %s; they are left out", recipe.model.path, what)
+    return model
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(f"{size:,}" for size in shape) or "a number"
+
+
 def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> Any:
     path = (arguments := dict(arguments)).pop("pretrained_model_name_or_path")
     key = "model.tokenizer" if path == recipe.model.tokenizer != recipe.model.path else "model.path"
@@ -274,7 +300,9 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         return kind.from_pretrained(path, **arguments)
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # Files of others may hold anything, and the libraries raise anything for it.
+    except BaseException as error:  # Files of others may hold anything, and the libraries raise anything for it.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Of a library in Rust.
+            raise
         _log.debug("%s of %s", kind.__name__, path, exc_info=True)
         misspelt = key == "model.path" and not model_configs.known_model(recipe.model)
         close = model_configs.nearest(path) if misspelt else []

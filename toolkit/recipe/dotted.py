@@ -10,14 +10,19 @@ from typing import Any
 import yaml
 
 
-def interpolated(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def interpolated(values: Any) -> Iterator[tuple[str, str]]:
     """Dotted path and text of every value that is still to be filled in."""
+    texts = ((path, value) for path, value in parts(values) if isinstance(value, str))
+    return ((path, text) for path, text in texts if "${" in text or text == "???")
+
+
+def parts(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything in nested values, outer ones first."""
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
         below = f"{path}.{key}" if path else str(key)
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            yield below, value
-        yield from interpolated(value, below)
+        yield below, value
+        yield from parts(value, below)
 
 
 def value_at(data: Any, parts: Sequence[str]) -> Any:

@@ -317,7 +317,7 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
     if isinstance(node, yaml.ScalarNode) and "${" in node.value:
         try:
             grammar_parser.parse(node.value)
-        except OmegaConfBaseException:
+        except (OmegaConfBaseException, RecursionError):
             yield node, path, f"{node.value} is no interpolation that can be read", INTERPOLATION
     if node.tag not in _PLAIN_TAGS:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")

@@ -27,7 +27,7 @@ from toolkit.common import conceal
 from toolkit.recipe.adapter import start_from
 from toolkit.recipe.base import Section
 from toolkit.recipe.compose import compose_recipe
-from toolkit.recipe.dotted import interpolated, remove, value_at
+from toolkit.recipe.dotted import interpolated, parts, remove, value_at
 from toolkit.recipe.errors import ENOUGH, Origins, Problem, RecipeError, from_validation_error, origin_of
 from toolkit.recipe.files import INTERPOLATION, first_lines, read
 from toolkit.recipe.libraries import flat
@@ -130,7 +130,7 @@ def load_resolved(file: Path) -> Recipe:
 def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, str], earlier: list[Problem]) -> Recipe:
     """Resolves and validates; all problems are raised together, after the earlier ones."""
     data, written, problems = _resolve(unresolved, origins)
-    problems = earlier + problems
+    problems = earlier + problems + _unusable(data, origins)
     while True:
         try:
             recipe = Recipe.model_validate(data)
@@ -148,6 +148,29 @@ def _checked(name: str, unresolved: Any, origins: Origins, texts: Mapping[str, s
     if problems:
         raise RecipeError(name, problems, recipe, origins)
     return recipe
+
+
+def _unusable(data: Any, origins: Origins) -> list[Problem]:
+    """Values that no library can hold: numbers of more than 64 bits, and halves of surrogate pairs, as which bytes that
+    are no UTF-8 come from a shell. They are taken out."""
+    problems = []
+    for path, value in parts(data):
+        what = hint = ""
+        if _HALF.search(f"{path}{value}" if isinstance(value, str) else path):
+            what, hint = (
+                "holds half a character, or bytes that are no UTF-8",
+                "write UTF-8; rename files of other names",
+            )
+        elif isinstance(value, int) and value.bit_length() > 63:
+            what, hint = "is a number of more than 64 bits", "write a smaller number"
+        if what:
+            problems.append(Problem(path, what, origin_of(path, origins), hint=hint))
+    for problem in reversed(problems):
+        remove(data, problem.path)
+    return problems
+
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def _resolve(unresolved: Any, origins: Origins) -> tuple[Any, dict[str, str], list[Problem]]:

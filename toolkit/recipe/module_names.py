@@ -156,9 +156,10 @@ def _head_of(file: Path, modified: int) -> dict[str, Any]:
 
 
 def whole_numbers(folder: Path | None, config: Mapping[str, Any]) -> str:
-    """A weight in a model's folder that is stored as whole numbers without a word on what they stand for; else empty.
+    """A weight in a model's folder that is stored as complex numbers, or as whole ones and nothing says what they stand
+    for; else empty.
 
-    Transformers would take them for the weights themselves.
+    Transformers would take them, or their real parts, for the weights themselves.
     """
     if folder is None or "quantization_config" in config:
         return ""
@@ -166,6 +167,6 @@ def whole_numbers(folder: Path | None, config: Mapping[str, Any]) -> str:
     wrong = (
         f"{name} ({about['dtype']})"
         for name, about in tensors
-        if name.endswith(".weight") and str(about.get("dtype")).startswith(("I", "U", "BOOL"))
+        if name.endswith(".weight") and str(about.get("dtype")).startswith(("I", "U", "BOOL", "C"))
     )
     return next(wrong, "")

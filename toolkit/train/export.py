@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from toolkit.common import UserError, printable
+from toolkit.common import UserError, in_a_line, printable
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
 from toolkit.models import attention
@@ -48,7 +49,11 @@ def chat(
     if torch.cuda.is_available() and recipe.method.quantization == "none":
         model = model.cuda()
     stops = source.stop_tokens(tokenizer)
-    audit = Audit.model_validate_json((run / "audit.json").read_bytes())
+    try:
+        audit = Audit.model_validate_json((run / "audit.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        what = f"{run / 'audit.json'}, which says how prompts are written, cannot be read: {in_a_line(error)}"
+        raise UserError(what, "restore the file, or run the recipe again with another output.name") from None
     torch.manual_seed(seed)
 
     for prompt in prompts or _typed(run.name):

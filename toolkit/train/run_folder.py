@@ -329,9 +329,9 @@ def hash_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in sorted(files):
         blob = file.resolve()
-        digest.update(file.name.encode())
+        digest.update(os.fsencode(file.name))
         if file.is_symlink() and len(blob.name) == 64:
-            digest.update(blob.name.encode())
+            digest.update(os.fsencode(blob.name))
         else:
             with blob.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())

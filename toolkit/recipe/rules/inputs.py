@@ -80,7 +80,8 @@ INPUT_RULES = {
     "model-whole-numbers": Rule(
         "model.path",
         lambda r, c: not r.model.gguf_file and whole_numbers(model_configs.local_files(r.model), c),
-        "holds whole numbers for weights, such as {whole_numbers}, and no quantization_config that says what they mean",
+        "holds whole or complex numbers for weights, such as {whole_numbers}, and no quantization_config that says "
+        "what they mean",
         "set model.path to weights in floating point, or to a whole quantized model",
     ),
     "tokenizer-no-folder": Rule(
