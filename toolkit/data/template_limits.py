@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 from jinja2 import Environment, Template
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.filters import do_format, do_join, make_attrgetter
-from jinja2.nodes import Concat, EvalContext
-from jinja2.runtime import Context
+from jinja2.nodes import Compare, Concat, Dict, EvalContext
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import pass_eval_context
 from transformers.utils import chat_template_utils
@@ -27,6 +27,12 @@ _PRODUCT = 16 * _LARGEST
 """Characters where a text is put in at many places of another."""
 _BITS = 2**20
 """Of a number that is multiplied."""
+_COMPARING = (
+    *("eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge", ">="),
+    "in",
+)
+_SHALLOW = ("count", "default", "d", "first", "items", "last", "length", "list", "map", "rejectattr", "selectattr")
+"""Filters that look at no more than the entries of a list, which templates ask for at every message."""
 _FILTERS = ("batch", "center", "indent", "replace", "round", "slice", "truncate", "wordwrap")
 
 
@@ -50,14 +56,7 @@ class _Filters(dict[str, Callable[..., Any]]):
     def __setitem__(self, name: str, filter: Callable[..., Any]) -> None:
         @functools.wraps(filter)
         def measured(value: Any, *arguments: Any, **named: Any) -> Any:
-            left, length = [value], 0
-            while left:
-                each = left.pop()
-                length += len(each) if isinstance(each, str) else 1
-                if length > _LARGEST:
-                    raise SecurityError(f"it makes a text of more than {_LARGEST:,} characters")
-                left += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
-            return _counted(filter(value, *arguments, **named))
+            return _counted(filter(_measured(value), *arguments, **named))
 
         super().__setitem__(name, measured)
 
@@ -65,11 +64,33 @@ class _Filters(dict[str, Callable[..., Any]]):
 class _Code(CodeGenerator):
     def visit_Concat(self, node: Concat, frame: Frame) -> None:
         """`a ~ b`, which Jinja joins by a function of its own."""
-        self.write("environment.concat(map(str, (")
+        self.write("environment.concat(map(str, map(environment.finalize, (")
         for each in node.nodes:
             self.visit(each, frame)
             self.write(", ")
-        self.write(")))")
+        self.write("))))")
+
+    def visit_Compare(self, node: Compare, frame: Frame) -> None:
+        """`a < b`, which goes through lists in lists."""
+        self.write("(environment.finalize(")
+        self.visit(node.expr, frame)
+        self.write(")")
+        for each in node.ops:
+            self.write(f" {operators[each.op]} environment.finalize(")
+            self.visit(each.expr, frame)
+            self.write(")")
+        self.write(")")
+
+    def visit_Dict(self, node: Dict, frame: Frame) -> None:
+        """`{a: b}`, which goes through tuples in tuples that are a key."""
+        self.write("{")
+        for each in node.items:
+            self.write("environment.finalize(")
+            self.visit(each.key, frame)
+            self.write("): ")
+            self.visit(each.value, frame)
+            self.write(", ")
+        self.write("}")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -83,7 +104,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(*arguments, **named)
         self.binop_table |= {"+": _plus, "*": _times, "**": _power, "%": _modulo}
         self.filters |= {name: _bounded(self.filters[name]) for name in _FILTERS} | {"format": _format, "join": _join}
-        self.filters = _Filters({name: _counting(filter) for name, filter in self.filters.items()})
+        self.filters = _Filters({name: _counting(filter, name) for name, filter in self.filters.items()})
+        tests: dict[str, Any] = self.tests
+        tests |= {name: _counting(tests[name]) for name in _COMPARING}
+        # Of all that is written, joined and compared.
+        self.finalize = _measured
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
@@ -92,7 +117,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """An entry, or a part of a text."""
-        return _counted(super().getitem(obj, argument))
+        return _counted(super().getitem(obj, _measured(argument)))
 
     def call(self, context: Context, function: Any, /, *arguments: Any, **named: Any) -> Any:
         """Calls what a template calls."""
@@ -100,6 +125,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check(of, (*arguments, *named.values()))
             if isinstance(of, str) and getattr(function, "__name__", "") == "join":
                 arguments = tuple(list(_within(each, len(of))) for each in arguments)
+        if not isinstance(function, Macro):
+            for each in (of, *arguments, *named.values()):
+                _measured(each)
         return _counted(super().call(context, function, *arguments, **named))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -117,6 +145,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[misc]
 
 
+def _measured(value: Any) -> Any:
+    """What a template goes through in C, which no time limit ends: lists that hold one list twice, again and again,
+    have more entries than any number of lists."""
+    left, length = [value], 0
+    while left:
+        each = left.pop()
+        length += len(each) if isinstance(each, str) else 1
+        if length > _LARGEST:
+            raise SecurityError(f"it makes a text or list of more than {_LARGEST:,} entries")
+        left += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+    return value
+
+
 def _counted(result: Any) -> Any:
     """What a template has made."""
     if isinstance(result, str) and len(result) > _LARGEST:
@@ -128,9 +169,11 @@ def _counted(result: Any) -> Any:
     return result
 
 
-def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
+def _counting(filter: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     @functools.wraps(filter)
     def counting(*arguments: Any, **named: Any) -> Any:
+        for each in () if name in _SHALLOW else (*arguments, *named.values()):
+            _measured(each)
         return _counted(filter(*arguments, **named))
 
     return counting
@@ -190,6 +233,7 @@ def _power(left: Any, right: Any) -> Any:
 
 def _modulo(left: Any, right: Any) -> Any:
     if isinstance(left, str):
+        _measured(right)
         _check_values(left, right if isinstance(right, tuple) else (right,))
     return _counted(left % right)
 

@@ -247,7 +247,7 @@ class Step:
         work = seconds = 0.0
         for each in self._trace.tensors:
             lookup = each.place == "embeddings" and head
-            if len(each.shape) < 2 or each.kind == "adapter" or lookup:
+            if len(each.shape) < 2 or not each.numel or each.kind == "adapter" or lookup:
                 continue
             share = active / count if each.shape[0] == count > 1 else 1.0
             part = min(rows, chunk) if each.place in ("embeddings", "head") else rows * share
