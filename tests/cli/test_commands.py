@@ -15,6 +15,7 @@ from harness import environment, write_recipe
 from tiny import chat_rows, tiny_model
 
 from toolkit.cli.main import main
+from toolkit.common import printable
 from toolkit.recipe import RecipeError, list_recipes, shipped_recipes
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import json_schema
@@ -337,3 +338,37 @@ def test_options_of_other_launchers_are_answered_with_ours(
     with pytest.raises(SystemExit):
         main(["launch", "recipe=mine", option, "2"])
     assert ours in capsys.readouterr().err
+
+
+MANY = {
+    "recipes": lambda: [write_recipe(Path(), f"r{number}", "description: \x1b[2J\n") for number in range(500)],
+    "lines of extra": lambda: write_recipe(
+        Path(),
+        "many",
+        "defaults: smollm2_135m_lora_demo\nextra: {lora: {" + ", ".join(f"k{n}: 1" for n in range(500)) + "}}\n",
+    ),
+    "sources": lambda: write_recipe(
+        Path(),
+        "many",
+        "defaults: smollm2_135m_lora_demo\ndata: {sources: ["
+        + ", ".join(f"{{path: a/b{n}}}" for n in range(500))
+        + "]}\n",
+    ),
+    "a long value": lambda: write_recipe(
+        Path(), "many", f"defaults: smollm2_135m_lora_demo\ndescription: {'x' * 100_000}\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("many", MANY)
+@pytest.mark.parametrize("command", ["ls", "show recipe=many", "validate recipe=many", "validate --all"])
+def test_a_terminal_gets_no_flood(
+    command: str, many: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MANY[many]()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(command.split())
+    for text in capsys.readouterr():
+        own = 200 if command.startswith("show") else len(SHIPPED) if command == "ls" else 0
+        assert len(text.splitlines()) <= 45 + own and len(text) < 60_000
+        assert text == printable(text)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature, weights
-from toolkit.common import UserError, printable, table
+from toolkit.common import LINES, UserError, brief, fitted, printable, table
 
 Command = Callable[[argparse.Namespace], int | None]
 """Returns an exit code; None is success."""
@@ -72,6 +72,8 @@ def ls(options: argparse.Namespace) -> None:
             line.truncate(shutil.get_terminal_size().columns, overflow="ellipsis")
         (yours if len(folders) > 1 and not file.is_relative_to(shipped) else ours).append(line.plain)
     if len(folders) > 1:
+        if sys.stdout.isatty():
+            yours = fitted([yours], f"{options.recipes or 'recipes'}/").split("\n")
         print(f"# yours, in {options.recipes or 'recipes'}", *yours, f"\n# shipped, in {shipped}", sep="\n")
     print("\n".join(ours))
 
@@ -82,7 +84,11 @@ def show(options: argparse.Namespace) -> None:
     loaded = _load(options)
     from toolkit.recipe.show import with_origins
 
-    print(printable(with_origins(loaded)))
+    if sys.stdout.isatty():
+        print(brief(printable(with_origins(loaded, LINES)), sys.maxsize))
+    else:
+        # A file, or another program, gets a recipe that is whole.
+        print(printable(with_origins(loaded)))
 
 
 @_command(_RECIPE, _FOLDER, _flag("--all", "validate all your recipes (without any: the shipped ones)"))
@@ -109,7 +115,9 @@ def validate(options: argparse.Namespace) -> int:
             valid([f"recipe={name}", *options.arguments])
         except UserError as error:
             errors.append(error)
-            print(f"error: {error}\n", file=sys.stderr)
+    if errors:
+        whole = "toolkit validate recipe=NAME"
+        print(fitted([[*f"error: {error}".split("\n"), ""] for error in errors], whole), file=sys.stderr)
     print(f"{len(recipes)} recipes checked, {len(errors) or 'none'} with problems")
     return max((error.exit_code for error in errors), default=0)
 

@@ -38,32 +38,42 @@ def description(file: Path) -> str:
         return ""
 
 
-def with_origins(loaded: Loaded) -> str:
-    """The resolved recipe as YAML, each value followed by where it comes from. The result loads as YAML."""
+def with_origins(loaded: Loaded, most: int | None = None) -> str:
+    """The resolved recipe as YAML, each value followed by where it comes from. The result loads as YAML.
+
+    Args:
+        most: How many lines of what no schema limits, such as sources and keys of `extra`, are kept; None for all.
+    """
     # A section's own line says nothing about a key that the section leaves out.
     origins = {key: place for key, place in loaded.origins.items() if key not in sections()}
     if loaded.recipe.method.name != "full":
         origins.setdefault("optimizer.learning_rate", "default of adapters")
     lines = list(_lines(yaml.safe_load(loaded.to_yaml()), "", 0, origins))
-    width = min(60, max(len(text) for text, _ in lines))
-    return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
+    own = {*Recipe.model_fields} | {f"{name}.{key}" for name, kind in sections().items() for key in kind.model_fields}
+    others = [line for line in lines if line[0] not in own]
+    left_out = {id(line) for line in (others[most:] if most else ())}
+    lines = [line for line in lines if id(line) not in left_out]
+    width = min(60, max(len(text) for _, text, _ in lines))
+    texts = [f"{text:<{width}}  # {origin}" if origin else text for _, text, origin in lines]
+    return "\n".join([*texts, *([f"# … and {len(left_out):,} more lines: {loaded.file}"] if left_out else [])])
 
 
-def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Dotted key, text and origin of each line."""
     for key, value in values.items():
         path = f"{prefix}.{key}" if prefix else key
         indent = "  " * depth
         if isinstance(value, dict) and value:
-            yield f"{indent}{key}:", ""
+            yield path, f"{indent}{key}:", ""
             yield from _lines(value, path, depth + 1, origins)
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            yield f"{indent}{key}:", ""
+            yield path, f"{indent}{key}:", ""
             for index, item in enumerate(value):
                 place = origin_of(f"{path}.{index}", origins) or DEFAULT
                 stated = {name: part for name, part in item.items() if part is not None}
-                yield f"{indent}- {inline(stated)}", place
+                yield f"{path}.{index}", f"{indent}- {inline(stated)}", place
         else:
-            yield f"{indent}{key}: {inline(value)}", origin_of(path, origins) or DEFAULT
+            yield path, f"{indent}{key}: {inline(value)}", origin_of(path, origins) or DEFAULT
 
 
 def json_schema() -> dict[str, Any]:
