@@ -199,6 +199,7 @@ CASES = [
     ),
     ("batch-tokens-division", ["batch.tokens_per_step=5000"], ["batch.tokens_per_step=4096"]),
     ("batch-tokens-division", ["batch.tokens_per_step=100"], ["batch.tokens_per_step=2048"]),
+    ("batch-far-too-large", ["batch.global_batch_size=2000000"], ["batch.global_batch_size=16"]),
     ("batch-micro-over-global", ["batch.micro_batch_size=17"], ["batch.micro_batch_size=16"]),
     (
         "batch-micro-over-global",

@@ -78,6 +78,9 @@ def micro_batch(recipe: Recipe) -> int:
     return size if isinstance(size, int) else 1
 
 
+_MOST_SEQUENCES = 1_000_000
+"""Of a step: many times what the largest models were trained with; a plan draws and sorts them."""
+
 TRAINING_RULES = {
     "full-low-masters": Rule(
         "model.dtype",
@@ -250,6 +253,12 @@ TRAINING_RULES = {
         lambda r, _: r.batch.tokens_per_step and r.batch.tokens_per_step % r.batch.seq_len,
         "tokens_per_step must be a multiple of batch.seq_len",
         "set batch.tokens_per_step={nearest_tokens}",
+    ),
+    "batch-far-too-large": Rule(
+        "batch",
+        lambda r, _: r.batch.sequences_per_step > _MOST_SEQUENCES,
+        f"a step has {{r.batch.sequences_per_step:,}} sequences; {_MOST_SEQUENCES:,} are the most that are dealt",
+        "lower batch.global_batch_size or batch.tokens_per_step",
     ),
     "batch-micro-over-global": Rule(
         "batch.micro_batch_size",
