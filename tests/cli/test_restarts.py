@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import faults
 import psutil
 import pynvml
 import pytest
 from harness import environment, losses, write_recipe
+from matrix import Difference, Result
+from ranks import Ranks
 from small import RECIPE, populate
 
 from toolkit.cli import launch, restarts
@@ -141,6 +144,20 @@ def test_restarts_that_cannot_be_meant(
     assert words in capsys.readouterr().err and not Path("started").exists()
 
 
+def lose(lost: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for NVIDIA's driver, which has lost these GPUs."""
+
+    def memory(index: int) -> None:
+        if index in lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    for name, answer in (("Init", lambda: None), ("Shutdown", lambda: None)):
+        monkeypatch.setattr(pynvml, f"nvml{name}", answer)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+
+
 @pytest.mark.parametrize(
     ("lost", "gpus"), [(set(), 4), ({3}, 2), ({0, 1, 2}, 1), ({0, 1, 2, 3}, 0)], ids=lambda value: f"{value}"
 )
@@ -151,17 +168,8 @@ def test_lost_gpus_are_left_out_as_far_as_the_batch_divides(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def memory(index: int) -> None:
-        if index in lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-
-    # A stand-in for NVIDIA's driver.
-    for name, answer in (("Init", lambda: None), ("Shutdown", lambda: None)):
-        monkeypatch.setattr(pynvml, f"nvml{name}", answer)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+    lose(lost, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     asked = ["strategy=ddp", "batch.micro_batch_size=1", "--restarts", "1"]
     status, starts = started([(5, 4, "SIGKILL"), (6, "-", 0)], *asked)
     said = capsys.readouterr().err
@@ -210,3 +218,47 @@ def test_killed_rank_goes_on_to_the_same_losses_and_weights(
     assert first.keys() == second.keys() and all(first[key].equal(second[key]) for key in first)
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["restarts"] == 1 and "checkpoint-" in manifest["resumed_from"]
+
+
+TRIAL = """
+import sys
+sys.path.append({support!r})
+import faults
+from toolkit.train.process import leave
+
+if __name__ == "__main__":
+    leave(lambda: faults.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp"])
+def test_a_run_that_has_lost_a_gpu_goes_on_without_it(
+    engine: str,
+    tmp_path: Path,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From two processes to one, by real launchers; as the processes have no GPUs, they train on the CPU."""
+    straight, code, said = faults.run(ranks, faults.home(tmp_path), engine, "straight")
+    assert code == 0, said[-3000:]
+    (tmp_path / "trial.py").write_text(TRIAL.format(support=str(Path(faults.__file__).parent)), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, value in (environment() | {"CUDA_VISIBLE_DEVICES": "0,1"}).items():
+        monkeypatch.setenv(name, value)
+    lose({1}, monkeypatch)
+    happens, line = iter(["4 last kill", ""]), launch.line
+
+    def of_trial(*of_this_machine: Any) -> list[str]:
+        monkeypatch.setenv("FAULTS", next(happens))
+        return [word.replace("toolkit.run", "trial") for word in line(*of_this_machine)]
+
+    monkeypatch.setattr(launch, "line", of_trial)
+    arguments = ["--gpus", "2", "--restarts", "1", *faults.ENGINES[engine][1], "output.name=lost"]
+    assert main(["launch", "recipe=small", *arguments]) == 0
+    assert "restart 1 of 1, on 1 of 2 GPUs: " in capsys.readouterr().err
+    manifest = json.loads((tmp_path / "runs" / "lost" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["restarts"] == 1 and manifest["resumed_from"].endswith("checkpoint-2")
+    difference = Difference.between(Result.read(tmp_path / "runs" / "lost"), Result.read(straight))
+    assert max(vars(difference).values()) <= 1e-6, difference
