@@ -13,6 +13,7 @@ from ranks import Ranks
 
 SLOW = """
 import toolkit.train.main as run
+import toolkit.models.adapters as adapters
 import toolkit.train.setup as setup
 from toolkit.data.batches import MicroBatches
 from toolkit.models.output_head import HeadChoice
@@ -29,11 +30,12 @@ def by_number(arguments):
 def main(arguments):
     setup.choose = lambda *_: HeadChoice(fused=False, selects=False)
     setup.StepCasts = lambda: None
+    adapters.add_by_product = lambda model: None
     setup.ALIGNED = 1
     return by_number([*arguments, "compile=off", "model.attention=sdpa"])
 """
 """Rows as they come, cut by number and not by tokens; and all logits, attention over padded rows,
-without what compiled layers or adapters that are cast once in a step would save."""
+without what compiled layers, adapters that are cast once in a step or are added by their product would save."""
 
 # Nor do updates of a size of their own follow from rounding, see `matrix.py`.
 CAREFUL = ["optimizer.learning_rate=1e-3", "optimizer.eps=1e-5"]
