@@ -6,6 +6,7 @@ final model is saved, so that neither holds a model that is none; a look is one 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -80,6 +81,8 @@ def are_finite(parameters: Iterable[Any], rank: int = 0) -> bool:
 
 def ended(session: Session, what: str) -> UserError:
     """What to say of a run whose numbers have ended it."""
+    with contextlib.suppress(Exception):
+        session.trainer.saves.settled()  # The newest one may be on its way.
     recipe, (last, _) = session.recipe, newest(session.folder.checkpoints)
     changes = [f"set optimizer.learning_rate below {recipe.optimizer.learning_rate:g}"]
     if recipe.precision == "fp16":
