@@ -472,6 +472,8 @@ def test_chat_templates_come_by_name_or_file(tmp_path: Path) -> None:
     path = tmp_path / "own.jinja"
     path.write_text(ZEPHYR, encoding="utf-8")
     assert load_chat_template(str(path)) == ZEPHYR
+    path.write_text(ZEPHYR, encoding="utf-8-sig")
+    assert load_chat_template(str(path)) == ZEPHYR, "a byte order mark is no part of a conversation"
     path.write_text("fine\n{% for m in messages %}", encoding="utf-8")
     with pytest.raises(UserError, match=r"own\.jinja, line 2"):
         load_chat_template(str(path))

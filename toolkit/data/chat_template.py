@@ -53,7 +53,7 @@ def load_chat_template(name_or_path: str) -> str:
     if not path.is_file():
         raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
     try:
-        template = path.read_text(encoding="utf-8")
+        template = path.read_text(encoding="utf-8-sig")
         with in_time():
             _compile_jinja_template(template)
     except UnicodeDecodeError as error:

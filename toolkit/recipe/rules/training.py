@@ -78,7 +78,7 @@ def micro_batch(recipe: Recipe) -> int:
     return size if isinstance(size, int) else 1
 
 
-_MOST_SEQUENCES = 1_000_000
+_MOST_SEQUENCES = 2**20
 """Of a step: many times what the largest models were trained with; a plan draws and sorts them."""
 
 TRAINING_RULES = {
@@ -255,7 +255,7 @@ TRAINING_RULES = {
         "set batch.tokens_per_step={nearest_tokens}",
     ),
     "batch-far-too-large": Rule(
-        "batch",
+        "batch.global_batch_size",
         lambda r, _: r.batch.sequences_per_step > _MOST_SEQUENCES,
         f"a step has {{r.batch.sequences_per_step:,}} sequences; {_MOST_SEQUENCES:,} are the most that are dealt",
         "lower batch.global_batch_size or batch.tokens_per_step",
