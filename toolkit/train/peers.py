@@ -91,6 +91,8 @@ class Peers:
             # With the store's own process, or its launcher. A process is there a moment longer than its connections.
             time.sleep(0.5)
             dead = self._dead()
+            # Others that are gone too may have ended for want of it, a moment before this one looked.
+            dead = [0] if 0 in dead else dead
             where = self._who(dead) if dead else f"{self.name(0)}, or its launcher,"
             return self._error(dead or [0], f"{where} ended without a word: killed, or crashed", _KILLED)
 
