@@ -119,6 +119,14 @@ def test_tokenizer_takes_the_recipes_template_and_always_pads(place: Path) -> No
     assert ModelSource.open(recipe("model.path=bare")).tokenizer().pad_token is not None
 
 
+def test_a_byte_order_mark_is_no_part_of_a_models_template(place: Path) -> None:
+    shutil.copytree(place / "llama", marked := place / "marked")
+    (marked / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    tokenizer = ModelSource.open(recipe("model.path=marked")).tokenizer()
+    said = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "hi"
+
+
 def test_padding_that_the_model_has_no_embedding_for_is_refused(place: Path) -> None:
     source = ModelSource.open(recipe())
     tokenizer = source.tokenizer()

@@ -109,6 +109,9 @@ class ModelSource:
         tokenizer = _from_pretrained(AutoTokenizer, self.recipe, arguments)
         if model.chat_template and not saved:
             tokenizer.chat_template = load_chat_template(model.chat_template)
+        elif isinstance(tokenizer.chat_template, str):
+            # Transformers reads the mark with which some editors begin a file as a character of every conversation.
+            tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
         if tokenizer.pad_token is None:
             # Labels are masked by position, not by token, so any token can pad without being lost as a label.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
