@@ -239,9 +239,10 @@ ADVICE = {
     **dict.fromkeys(("processor_type", "image_max_pixels"), "remove it: models of images are not supported"),
     **dict.fromkeys(("token", "hub_token", "hf_token"), "remove it: log in with `hf auth login`, or export HF_TOKEN"),
     **dict.fromkeys(
-        ("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy"),
-        "remove it: scores are fused where that is exact",
+        ("use_liger_kernel", "enable_liger_kernel"),
+        "remove it: compile=auto takes Liger's kernels where layers are not compiled and liger-kernel is installed",
     ),
+    "cut_cross_entropy": "remove it: scores are fused where that is exact",
     **dict.fromkeys(("use_unsloth", "use_unsloth_gc"), "remove it; compile: layers fuses the work of a layer"),
     **dict.fromkeys(("interleave_probs", "mix_strategy"), "set the `weight` of each entry of data.sources"),
     "packing_strategy": "remove it: data.packing: true packs whole rows",

@@ -216,8 +216,9 @@ class Recipe(Section):
     on NVIDIA's GPUs from Ampere on."""
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(_off)] = "auto"
     """Whether torch compiles the model's layers while they are trained (`layers`), which fuses their element-wise work,
-    or runs them as they are (`off`). `auto`: where by the plan it saves more time than it takes. Results are
-    the same but for the order of rounding, and for which elements dropout draws."""
+    or runs them as they are (`off`). `auto`: where by the plan it saves more time than it takes; elsewhere on a GPU
+    Liger's kernels are used, where they are installed and compute the same. Results are the same but for the order of
+    rounding, and for which elements dropout draws."""
     strategy: Strategy = Strategy()
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()

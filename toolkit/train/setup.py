@@ -24,7 +24,7 @@ from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.models import attention, attention_kernels, compiled_layers, device
+from toolkit.models import attention, attention_kernels, compiled_layers, device, liger_kernels
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
@@ -148,6 +148,8 @@ def set_up(
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
+    if recipe.compile == "auto" and not compiles and device.kind() == "cuda":
+        _use_liger(base, arguments.device, rendezvous, progress)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
@@ -334,6 +336,15 @@ def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -
         return wanted == "layers" and not reason
 
     return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
+
+
+def _use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress) -> None:
+    """Has Liger's kernels compute parts of layers that are not compiled, where every process can."""
+    lacks = rendezvous.exchange("liger", liger_kernels.missing(), lambda every: next(filter(None, every.values()), ""))
+    if lacks:
+        return
+    reason = liger_kernels.use_liger(base, where)
+    progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
 
 
 def _for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> str:

@@ -1,0 +1,71 @@
+"""Liger's kernels under Triton's interpreter: equal to the models' own code, or not used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from toolkit.models import liger_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+PINNED = ("liger-kernel==0.8.5", "triton==3.9.0")
+"""Beside the environment of the other tests: TRL and PEFT import Liger wherever they find it."""
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What came of each architecture, see `tests/support/liger_interpreted.py`."""
+    folder = Path(os.environ["TOOLKIT_CACHE"], "installed", "_".join(PINNED))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            partial = folder.with_name("partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial, *PINNED]
+            subprocess.run(command, check=True, timeout=600)
+            partial.rename(folder)
+    paths = os.pathsep.join(map(str, (folder, ROOT)))
+    script = ROOT / "tests" / "support" / "liger_interpreted.py"
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(liger_kernels.ARCHITECTURES))
+def test_the_kernels_give_the_logits_and_gradients_of_a_models_own_code(outcomes, kind):
+    outcome = outcomes[kind]
+    assert outcome["reason"] == ""
+    assert outcome["replaced"] >= 5  # Two norms of each of two layers, and the last one, at least.
+    assert outcome["distance"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_kernel_that_computes_something_else_is_not_used(outcomes):
+    outcome = outcomes["wrong"]
+    assert outcome["reason"].startswith("the result of a tiny copy differs by 0.0")
+    assert (outcome["replaced"], outcome["distance"]) == (0, 0.0)
+
+
+@pytest.mark.slow
+def test_an_architecture_that_was_not_tried_keeps_its_own_code(outcomes):
+    assert outcomes["opt"] == {"reason": "they have not been tried with opt", "distance": 0.0, "replaced": 0}
+
+
+@pytest.mark.slow
+def test_the_tiny_copy_is_whole_where_zero3_divides_models(outcomes):
+    assert outcomes["under ZeRO-3"] == ""
+
+
+def test_without_triton_or_liger_nothing_is_replaced(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert liger_kernels.missing() == "liger_kernel and triton not installed"

@@ -1,0 +1,98 @@
+"""Prints as JSON what came of Liger's kernels for each architecture, under Triton's interpreter on a CPU.
+
+Run as a process of its own: `TRITON_INTERPRET` counts when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy
+import torch
+import triton.language as tl
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
+
+from toolkit.models import liger_kernels
+
+own_conversion, own_exp, own_rsqrt = interpreter._implicit_cvt, tl.math.exp, tl.math.rsqrt
+
+
+def converted(argument: Any) -> Any:
+    """Triton 3.9's interpreter leaves out floats, which a compiled kernel gets as fp32."""
+    if isinstance(argument, float):
+        handle = interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+    return own_conversion(argument)
+
+
+def rsqrt(x: Any) -> Any:
+    """CUDA's library of functions has no interpreted form."""
+    return own_rsqrt(x, _semantic=interpreter.interpreter_semantic)
+
+
+def tanh(x: Any) -> Any:
+    return 2.0 / (1.0 + own_exp(x * -2.0, _semantic=interpreter.interpreter_semantic)) - 1.0
+
+
+interpreter._implicit_cvt, libdevice.rsqrt, libdevice.tanh = converted, rsqrt, tanh
+
+
+def model_of(kind: str) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads)).float().eval()
+
+
+def replaced(model: Any) -> int:
+    """How many modules compute by Liger's code."""
+    forwards = (getattr(each.forward, "__func__", each.forward) for each in model.modules())
+    return sum("liger_kernel" in getattr(each, "__module__", "") for each in forwards)
+
+
+def outcome(kind: str) -> dict[str, Any]:
+    model, ids = model_of(kind), torch.randint(5, 60, (2, 17))
+    wanted = liger_kernels._logits_and_gradients(model, ids)
+    reason = liger_kernels.use_liger(model, "cpu")
+    got = liger_kernels._logits_and_gradients(model, ids)
+    distance = max(((got[each] - wanted[each]).abs().max() / wanted[each].abs().max()).item() for each in wanted)
+    return {"reason": reason, "distance": distance, "replaced": replaced(model)}
+
+
+def wrong() -> dict[str, Any]:
+    """The same where a kernel of Liger's computes something else."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    own = LigerRMSNorm.forward
+    LigerRMSNorm.forward = lambda self, x: own(self, x) * 1.01
+    try:
+        return outcome("llama")
+    finally:
+        LigerRMSNorm.forward = own
+
+
+def under_zero3() -> str:
+    """The reason where ZeRO-3 would divide what Transformers makes."""
+    model = model_of("llama")
+    _alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_batch_size": 1})
+    reason = liger_kernels.use_liger(model, "cpu")
+    assert is_deepspeed_zero3_enabled(), "the engine's settings are as before"
+    return reason
+
+
+# First, before anything is replaced.
+answer: dict[str, Any] = {"wrong": wrong(), "opt": outcome("opt")}
+for each in sorted(liger_kernels.ARCHITECTURES):
+    try:
+        answer[each] = outcome(each)
+    except Exception as error:
+        answer[each] = {"reason": repr(error), "distance": -1.0, "replaced": 0}
+answer["under ZeRO-3"] = under_zero3()
+print(json.dumps(answer))
