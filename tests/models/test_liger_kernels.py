@@ -62,6 +62,11 @@ def test_an_architecture_that_was_not_tried_keeps_its_own_code(outcomes):
 
 
 @pytest.mark.slow
+def test_remote_code_under_a_known_name_is_left_as_it_is(outcomes):
+    assert outcomes["own code"] == "the model has code of its own"
+
+
+@pytest.mark.slow
 def test_the_tiny_copy_is_whole_where_zero3_divides_models(outcomes):
     assert outcomes["under ZeRO-3"] == ""
 

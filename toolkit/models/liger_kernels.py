@@ -47,11 +47,13 @@ def use_liger(model: Any, device: torch.device | str) -> str:
     Returns:
         Why its own code computes them; empty if Liger's kernels do.
     """
-    kind = model.config.model_type
+    kind, place = model.config.model_type, type(model).__module__
     if kind not in ARCHITECTURES:
         return f"they have not been tried with {kind}"
+    if not place.startswith("transformers.models."):
+        return "the model has code of its own"
     # Liger also replaces names in the module of the architecture's code, such as its function of rotary positions.
-    code = vars(sys.modules[type(model).__module__])
+    code = vars(sys.modules[place])
     own = dict(code)
     try:
         if reason := _differs(model.config, device):
