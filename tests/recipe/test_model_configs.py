@@ -105,7 +105,7 @@ def test_broken_local_config_names_the_file(tmp_path: Path) -> None:
         ('{"model_type": "llama", "text_config": [1]}', "text_config"),
         ('{"model_type": "llama", "hidden_size": "96"}', 'hidden_size is "96"'),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
-        ('{"model_type": "llama", "vocab_size": 2000001}', "at most 2,000,000"),
+        ('{"model_type": "llama", "vocab_size": 1000001}', "at most 1,000,000"),
         ('{"model_type": "llama", "max_position_embeddings": "512"}', "max_position_embeddings"),
         ('{"model_type": "gemma3", "text_config": {"num_hidden_layers": [1]}}', "num_hidden_layers"),
     ],
@@ -115,6 +115,12 @@ def test_a_config_with_nonsense_names_the_file_and_the_key(text: str, words: str
     with pytest.raises(UserError, match=r"config\.json") as caught:
         model_configs.config_of(Model(path=str(tmp_path)))
     assert words in caught.value.what
+
+
+def test_a_config_that_was_changed_is_read_anew(tmp_path: Path) -> None:
+    for layers in (2, 3, 4):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "num_hidden_layers": {layers}}}')
+        assert model_configs.num_layers(model_configs.config_of(Model(path=str(tmp_path))) or {}) == layers
 
 
 def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
@@ -196,7 +202,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def test_every_name_of_a_size_is_read_and_must_be_a_number(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for key in (*LAYERS, *POSITIONS, *SIZES, *BOTH_STACKS):
-        for value, fits in ((3, True), (1, True), ("3", False), (2.5, False), (True, False), (0, key in POSITIONS)):
+        for value, fits in (
+            (3, True),
+            (1, True),
+            ("3", False),
+            (2.5, False),
+            (True, False),
+            (0, key in (*POSITIONS, "head_dim")),
+        ):
             for config in ({key: value}, {"text_config": {key: value}}):
                 file.write_text(json.dumps({"model_type": "llama", **config}), encoding="utf-8")
                 if fits:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError
+from toolkit.recipe.config_limits import EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
 from toolkit.recipe.schema import Model
 
 QUANTIZED_SHARE = 0.9
@@ -26,9 +26,6 @@ BUILTIN_MODELS = {"builtin:smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-I
 """Names of built-in weights to the hub id they come from."""
 
 _BUNDLE = Path(__file__).resolve().parent / "bundled"
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ENCODERS = {
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), "is_decoder"),
     **dict.fromkeys(("ernie", "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm"), "is_decoder"),
@@ -58,15 +55,6 @@ _NO_LINEAR_LAYERS = ("ctrl", "gpt-sw3", "gpt2", "gpt_neox_japanese", "openai-gpt
 """Architectures of Transformers 5.23 whose layers have none of `torch.nn.Linear`, or are not marked as layers."""
 _READING = ("longcat_flash", "mamba")
 """Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
-_SIZE_KEYS = (
-    *("hidden_size", "vocab_size", "head_dim", "num_attention_heads"),
-    *("decoder_layers", "encoder_layers", "num_decoder_layers"),
-)
-
-
-_MOST_LAYERS, _MOST_TOKENS, _LARGEST_SIZE = 1_000, 2_000_000, 10**8
-"""Several times what the deepest and the widest released models have, and those with the largest vocabulary: 901,629
-(XLM-V). A plan builds every layer and goes through the vocabulary, both in outline."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +111,11 @@ def config_of(model: Model) -> dict[str, Any] | None:
     """The `config.json` of a recipe's model: from a local folder, the hub's cache on disk, or the bundle.
 
     Returns:
-        The config, or None when it is not known without a download (or lies inside a GGUF file).
+        The config, or None when it is not known without a download (or lies inside a GGUF file). Shared: whoever
+        changes it works on a copy.
 
     Raises:
-        UserError: A local `config.json` is not valid JSON, or something in it is not what it must be.
+        UserError: As `read_config`, of a file on this disk.
     """
     files = local_files(model)
     config = _read(files / "config.json") if files else None
@@ -170,7 +159,7 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     text = text_config(config)
     if "relative_attention_num_buckets" in text:  # T5: distances are bucketed, whatever `n_positions` says.
         return None
-    return next((text[key] for key in _POSITION_KEYS if (text.get(key) or 0) > 0), None)
+    return next((text[key] for key in POSITION_KEYS if (text.get(key) or 0) > 0), None)
 
 
 def num_layers(config: Mapping[str, Any]) -> int | None:
@@ -178,7 +167,7 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
     text = text_config(config)
     if "decoder_layers" in text:
         return text["decoder_layers"] + text.get("encoder_layers", 0)
-    layers = next((text[key] for key in _LAYER_KEYS if text.get(key)), None)
+    layers = next((text[key] for key in LAYER_KEYS if text.get(key)), None)
     if layers and is_encoder_decoder(config):
         return layers + (text.get("num_decoder_layers") or layers)
     return layers
@@ -206,7 +195,7 @@ def attention_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
 def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
     text = text_config(config)
-    count = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 1)
+    count = next((int(text[key]) for key in EXPERT_KEYS if text.get(key)), 1)
     return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
 
 
@@ -217,7 +206,7 @@ def fused_experts(config: Mapping[str, Any]) -> int:
         return 0
     inside = text.get("ffn_config")
     places = (text, inside) if isinstance(inside, Mapping) else (text,)
-    numbers = [place[key] for place in places for key in (*_EXPERT_KEYS, "moe_num_experts") if place.get(key)]
+    numbers = [place[key] for place in places for key in (*EXPERT_KEYS, "moe_num_experts") if place.get(key)]
     # Of models with several kinds of layers some state a number for each.
     return max((number for number in numbers if type(number) is int and number > 1), default=0)
 
@@ -299,33 +288,13 @@ def _hub_snapshot(model: Model) -> Path | None:
 def _read(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
-    change = "correct the file, or set model.path to another model"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON: {error}", change) from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} holds no object, as a model's config is", change)
-    text = text_config(config)
-    if not isinstance(text, dict):
-        raise UserError(f"{file}: text_config is {_shown(text)}, not an object", change)
-    for part in (config, text):
-        for key in (*_LAYER_KEYS, *_POSITION_KEYS, *_SIZE_KEYS):
-            value = part.get(key)
-            if value is not None and (type(value) is not int or (value < 1 and key not in _POSITION_KEYS)):
-                raise UserError(f"{file}: {key} is {_shown(value)}, not a whole number above 0", change)
-            most = _MOST_LAYERS if "layer" in key else _MOST_TOKENS if key == "vocab_size" else _LARGEST_SIZE
-            if value is not None and value > most and key not in _POSITION_KEYS:
-                raise UserError(f"{file}: {key} is {_shown(value)}, which no model has: at most {most:,}", change)
+    state = file.stat()
+    return _as_of(file, (state.st_dev, state.st_ino, state.st_mtime_ns, state.st_size))
+
+
+@functools.lru_cache(8)
+def _as_of(file: Path, version: tuple[int, ...]) -> dict[str, Any] | None:
+    """A plan asks for the same file hundreds of times."""
+    config = read_config(file)
     # Without its kind Transformers may still know what it is, or says what is missing.
     return config if isinstance(config.get("model_type"), str) else None
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def _float(part: dict[str, Any]) -> Any:
-    """What JSON has no word for, as Transformers writes it: `{"__float__": "Infinity"}`."""
-    return float(part["__float__"]) if part.keys() == {"__float__"} else part
