@@ -65,6 +65,13 @@ def test_what_a_sequence_keeps_is_what_the_model_really_keeps(objective: str, ki
         assert sum(each.at(context) for each in caches) == pytest.approx(real, rel=1e-9)
 
 
+def test_of_models_deeper_than_any_no_cache_is_filled() -> None:
+    """It would take longer than all else in a plan; what is kept then follows from the config."""
+    config = models_doc.configuration("llama")
+    config.num_hidden_layers = 401
+    assert generation.kept(config, "sft") is None
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

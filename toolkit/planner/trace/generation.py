@@ -16,10 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from toolkit.planner.trace.shallow import depth_of
 from toolkit.planner.trace.types import Cache
 
 _LENGTHS = (16, 32)
 """Tokens of the prompts: loops over tokens take as long as the prompt, and windows are longer."""
+_DEEPEST = 400
+"""Layers up to which a cache is filled: of a thousand it takes longer than all else in a trace. Released models have up
+to 315 (BigLlama 3.1)."""
 _OUTPUTS = ("past_key_values", "cache_params", "state", "past_buckets_states", "mems")
 
 
@@ -31,8 +35,10 @@ def kept(config: Any, objective: str, trust_remote_code: bool = False) -> tuple[
         objective: As in the recipe.
 
     Returns:
-        None where the model's code needs numbers to run, or has no cache.
+        None where the model's code needs numbers to run, or has no cache, or where it has more layers than any.
     """
+    if depth_of(config) > _DEEPEST:
+        return None
     kind = AutoModelForSeq2SeqLM if objective == "seq2seq" else AutoModelForCausalLM
     # Fake tensors know the numbers that a model makes from others, but take twice as long.
     for mode, device in ((torch.device("meta"), "meta"), (FakeTensorMode(allow_non_fake_inputs=True), "cpu")):

@@ -92,7 +92,7 @@ class Setting:
 
     def key(self) -> str:
         """A name for the trace of this setting; changes with the libraries that are traced."""
-        content = {"format": FORMAT, "versions": _versions(), **dataclasses.asdict(self)}
+        content: dict[str, Any] = {"format": FORMAT, "versions": _versions(), **vars(self)}
         if self.device == "cpu":
             content["chunk_on_cpu"] = self.chunk  # Of TRL's own head they would make another trace.
         if self.objective == "seq2seq":
