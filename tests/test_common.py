@@ -23,6 +23,7 @@ from toolkit.common import (
     duration,
     first_line,
     in_background,
+    on_screen,
     printable,
     quiet_libraries,
     start_logging,
@@ -194,3 +195,13 @@ def test_writers_of_one_file_never_leave_it_empty(tmp_path: Path, monkeypatch: p
     while not all(writer.done() for writer in writers):
         assert file.read_text() in texts
     assert [writer.result() for writer in writers] and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_terminal_gets_what_a_person_reads_and_a_file_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, long, wide = "line\n" * 39 + "end", "line\n" * 40 + "end", "x" * 5000
+    assert [on_screen(text, "how") for text in (fits, long, wide)] == [fits, long, wide]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert on_screen(fits, "how") == fits
+    for text in (long, wide):
+        shown = on_screen(text, "how").splitlines()
+        assert len(shown) <= 40 and len("".join(shown)) < 1100 and shown[-1] == "all of it: how"

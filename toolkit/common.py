@@ -102,6 +102,19 @@ def fitted(blocks: Sequence[Sequence[str]], whole: str) -> str:
     return text if fits else brief(text, LINES - 1) + f"\nall of it: {whole}" * bool(whole)
 
 
+def on_screen(text: str, whole: str) -> str:
+    """Text for standard output: a terminal gets as much as a person reads, a file or another program all of it.
+
+    Args:
+        whole: How to see all of it, for a last line where something was left out.
+    """
+    short = brief(text, LINES - 1)
+    return text if text in (short, brief(text)) or not sys.stdout.isatty() else f"{short}\nall of it: {whole}"
+
+
+PAGED = "the same command with `| less`"
+
+
 _CONCEALED: dict[str, str] = {}
 """Values to what is shown in their place."""
 _LEAST, _LEAST_ANYWHERE = 4, 8

@@ -281,7 +281,9 @@ def test_wrong_recipe_ends_with_code_2() -> None:
     assert "did you mean `batch.seq_len`?" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_data_is_audited_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_is_audited_and_shown(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_model("HuggingFaceTB/SmolLM2-135M-Instruct", place / "model")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
     write_recipe(place, "mine", f"model: {{path: {model}}}\ndata: {{sources: [rows.jsonl], over_long: truncate}}\n")
@@ -289,6 +291,14 @@ def test_data_is_audited_and_shown(place: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "rows" in text and "rows.jsonl" in text
     assert "what does str." in text
+    assert main(["data", "recipe=mine", "--show", "20"]) == 0
+    every = capsys.readouterr().out
+    assert "── row 20: " in every and len(every.splitlines()) > 80
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["data", "recipe=mine", "--show", "20"]) == 0
+    *_, rows = (shown := capsys.readouterr().out).partition("── row 1: ")
+    assert len(rows.splitlines()) <= 40 and shown.endswith("all of it: the same command with `| less`\n")
+    assert all(line.count("\x1b[0m") == len(re.findall(r"\x1b\[3?2m", line)) for line in rows.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,14 @@ def test_a_sweep_is_a_row_for_each_value_and_says_why_one_is_refused(capsys: pyt
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_terminal_gets_no_flood_of_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["--sweep", f"seed={','.join(map(str, range(30)))}"]
+    assert len(planned(*SMALL, *sweep, capsys=capsys).splitlines()) > 60
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = planned(*SMALL, *sweep, capsys=capsys).splitlines()
+    assert len(lines) == 40 and "more lines" in lines[-2] and "all of it: the same command with `| less`" in lines[-1]
+
+
 def test_hybrid_sharding_is_planned_over_nodes_and_advised_on(capsys: pytest.CaptureFixture[str]) -> None:
     """One of fewer devices, on a single node, cannot take it; that must not end the plan."""
     wide = ["recipe=smollm2_135m_lora", "max_steps=100", "hardware=h200x8x2", "strategy=fsdp_hybrid"]

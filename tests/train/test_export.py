@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -86,6 +87,33 @@ def test_prompts_are_rendered_as_the_training_rows_were(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nHello\n"))
     assert cli(["generate", str(run), "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out.count(answer.strip()) >= 2
+
+
+def test_a_terminal_gets_no_flood_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("long", *LORA)
+    monkeypatch.setattr("toolkit.train.export.answer", lambda *_: ["word\n" * 5000])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    capsys.readouterr()
+    assert cli(["generate", str(run), "--prompt", "Hello"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and lines[-1] == "all of it: the same command with `| less`"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert cli(["generate", str(run), "--prompt", "Hello"]) == 0
+    assert capsys.readouterr().out.count("word\n") == 5000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are any bytes there alone")
+def test_a_folder_whose_name_is_no_text_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained("named", *LORA)
+    other = run.rename(Path(os.fsdecode(os.fsencode(run.parent) + b"/na\xefve")))
+    capsys.readouterr()
+    for command in (["generate", str(other), "--prompt", "Hello"], ["merge", str(other)]):
+        assert cli(command) == 1
+        error = capsys.readouterr().err
+        assert "is no name in UTF-8" in error and "rename the folder" in error and len(error.splitlines()) == 2
+    assert cli(["report", str(other)]) == 0
 
 
 def test_unfinished_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature, weights
-from toolkit.common import LINES, UserError, brief, fitted, printable, table
+from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
 
 Command = Callable[[argparse.Namespace], int | None]
 """Returns an exit code; None is success."""
@@ -212,7 +212,8 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
-        terminal.write(text, terminal.console_of(sys.stdout))
+        several = PAGED if len(rows) > 1 else ""
+        terminal.write(text, terminal.console_of(sys.stdout), several)
     if options.html:
         from toolkit.report.plan_page import plan_page
 
@@ -313,7 +314,8 @@ def data(options: argparse.Namespace) -> None:
     whole = str(prepared.path / "audit.json")
     print(render(check_batch(prepared.audit, loaded.recipe.batch.sequences_per_step), whole))
     if options.show:
-        print("\n" + show(prepared, tokenizer, options.show, color=sys.stdout.isatty()))
+        rows = show(prepared, tokenizer, options.show, color=sys.stdout.isatty())
+        print(f"\n{on_screen(rows, PAGED)}")
 
 
 @_command(_RUN)

@@ -51,7 +51,10 @@ def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list
         if position < len(ids):
             so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
         opening, closing = delimiters[is_trained]
-        result.append(f"{opening}{printable(so_far[len(before) :])}{closing}")
+        shown = printable(so_far[len(before) :])
+        if color:  # Of each line, so that any of them may be left out.
+            shown = shown.replace("\n", f"{closing}\n{opening}")
+        result.append(f"{opening}{shown}{closing}")
         before = so_far
     return "".join(result)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from toolkit.common import compact, duration, fitted, perplexity_of, perplexity_text, printable, table
+from toolkit.common import LINES, compact, duration, fitted, perplexity_of, perplexity_text, printable, table
 from toolkit.data.rows import Sample
 
 PLAIN_LINE_SECONDS = 10.0
@@ -179,11 +179,18 @@ def console_of(stream: TextIO) -> Console:
     return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def write(text: Text, console: Console) -> None:
+def write(text: Text, console: Console, whole: str = "") -> None:
     """Writes text with its colours to a terminal; a log gets plain text, whatever its encoding.
 
     Text that would steer the terminal is escaped, and loses its colours.
+
+    Args:
+        whole: How to see all of a text of which a terminal gets no more than a person reads.
     """
+    lines = text.split("\n")
+    if whole and console.is_terminal and (left := len(lines) - LINES) > 0:
+        rest = [f"… and {left + 2:,} more lines", f"all of it: {whole}"]
+        text = Text("\n").join([*lines[: LINES - 2], *map(Text, rest)])
     if (escaped := printable(text.plain)) != text.plain:
         text = Text(escaped)
     if console.is_terminal and not console.is_dumb_terminal:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from toolkit.common import UserError, in_a_line, printable
+from toolkit.common import PAGED, UserError, in_a_line, on_screen, printable
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
 from toolkit.models import attention
@@ -59,7 +59,7 @@ def chat(
     for prompt in prompts or _typed(run.name):
         ids = as_prompt(tokenizer, prompt, audit, stops, recipe.data.chat_template_kwargs)
         texts = answer(model, tokenizer, [ids], max_new_tokens, stops, dtypes(recipe).autocast, sample)
-        print(printable(texts[0]), flush=True)
+        print(on_screen(printable(texts[0]), PAGED), flush=True)
 
 
 def _typed(name: str) -> Iterator[str]:
@@ -79,9 +79,11 @@ def final_model(run: Path) -> Path:
     """The folder of a run's trained model or adapter.
 
     Raises:
-        UserError: If the run has none, or its files are not as they were written.
+        UserError: If the run has none, its files are not as they were written, or no library can open them.
     """
     final = RunFolder(run).final
+    if str(final) != str(final).encode(errors="replace").decode():
+        raise UserError(f"{final} is no name in UTF-8, and safetensors opens no other", "rename the folder")
     if not final.is_dir():
         raise UserError(f"{run} has no final model: the run is not finished", "run its recipe again, it continues")
     check_final(str(final))
