@@ -842,6 +842,13 @@ HOSTILE = {
             "5|round(-10**10)",
         )
     },
+    **{
+        name: (
+            f"{{{{ ('<' * 2**21)|{name} }}}}",
+            f"has `{name.partition('(')[0]}` work on a text of more than 1,048,576 characters",
+        )
+        for name in ("pprint", "striptags", "title", "urlize", "wordwrap(10)")
+    },
     "replacing": ("{{ ('a' * 10**7)|replace('a', 'b' * 10**7) }}", "a text of 10000000 characters"),
     "joining": ("{{ ('a' * 10**7).join('b' * 10**7) }}", "a text of 10000000 characters"),
     "long numbers": (

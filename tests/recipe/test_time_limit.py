@@ -40,6 +40,29 @@ def test_endless_work_is_ended_in_any_thread_and_only_it() -> None:
             pass
 
 
+def test_what_takes_long_on_its_way_out_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second end would come after the block, where nobody expects it."""
+    nap = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: nap(min(seconds, 0.005)))
+
+    def endless(_: object) -> None:
+        while True:
+            pass
+
+    for _ in range(4):
+        held = [iter([[] for _ in range(10**6)])]  # Takes a while to be freed, with no Python code in between.
+        with pytest.raises(UserError, match="too long"), TimeLimit(0.3, lambda: UserError("too long")):
+            list(map(endless, held.pop()))
+
+
+def test_what_swallows_its_end_is_ended_again() -> None:
+    with pytest.raises(UserError, match="too long"), TimeLimit(0.2, lambda: UserError("too long")):
+        for _ in range(2):
+            with contextlib.suppress(BaseException):
+                while True:
+                    pass
+
+
 def test_a_forked_process_has_limits_of_its_own() -> None:
     with TimeLimit(60, lambda: UserError("never")):
         process = os.fork()

@@ -34,6 +34,8 @@ _COMPARING = (
 _SHALLOW = ("count", "default", "d", "first", "items", "last", "length", "list", "map", "rejectattr", "selectattr")
 """Filters that look at no more than the entries of a list, which templates ask for at every message."""
 _FILTERS = ("batch", "center", "indent", "replace", "round", "slice", "truncate", "wordwrap")
+_SLOW, _SLOWLY = ("pprint", "striptags", "title", "urlize", "wordwrap"), 2**20
+"""Filters that take up to half a second for a million characters, in one call into C, and the most that they get."""
 
 
 class _Made(threading.local):
@@ -174,6 +176,8 @@ def _counting(filter: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     def counting(*arguments: Any, **named: Any) -> Any:
         for each in () if name in _SHALLOW else (*arguments, *named.values()):
             _measured(each)
+            if name in _SLOW and isinstance(each, str) and len(each) > _SLOWLY:
+                raise SecurityError(f"it has `{name}` work on a text of more than {_SLOWLY:,} characters")
         return _counted(filter(*arguments, **named))
 
     return counting

@@ -36,7 +36,7 @@ class TimeLimit:
                 _WATCHERS.append(threading.Thread(target=_end_late, daemon=True))
                 _WATCHERS[0].start()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         thread = threading.get_ident()
         while True:
             try:
@@ -45,11 +45,11 @@ class TimeLimit:
                         _LIMITED[thread] = self._around
                     else:
                         _LIMITED.pop(thread, None)
-                    if self.ended and kind is not _TooLate:
+                    if self.ended:  # While one was on its way out, another may have been sent.
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
                 break
             except _TooLate:  # It came on the way out.
-                kind = _TooLate
+                continue
         if self.ended:
             raise self.error() from None
 
@@ -86,6 +86,8 @@ def _end_late() -> None:
             for thread, limit in _LIMITED.items():
                 if _worked(thread) - began[limit] > limit.seconds:
                     limit.ended = True
+                    # What swallows it gets another; on its way out, which may take as long, it must not meet one.
+                    began[limit] = _worked(thread) + limit.seconds
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLate))
 
 
