@@ -37,6 +37,7 @@ from toolkit.distributed.engines import Dtypes, loads_on_device
 from toolkit.models import attention, attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
+from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe, model_configs
 
 _log = logging.getLogger("toolkit.models")
@@ -107,6 +108,7 @@ class ModelSource:
             trusted = model.trust_remote_code and Path(other).is_dir()
             arguments = {"pretrained_model_name_or_path": str(other), "trust_remote_code": trusted}
         tokenizer = _from_pretrained(AutoTokenizer, self.recipe, arguments)
+        check_growth(tokenizer, f"the tokenizer of {arguments['pretrained_model_name_or_path']}")
         if model.chat_template and not saved:
             tokenizer.chat_template = load_chat_template(model.chat_template)
         elif isinstance(tokenizer.chat_template, str):

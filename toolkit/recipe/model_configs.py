@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.common import UserError
 from toolkit.recipe.config_limits import EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
 from toolkit.recipe.schema import Model
 
@@ -55,6 +56,8 @@ _NO_LINEAR_LAYERS = ("ctrl", "gpt-sw3", "gpt2", "gpt_neox_japanese", "openai-gpt
 """Architectures of Transformers 5.23 whose layers have none of `torch.nn.Linear`, or are not marked as layers."""
 _READING = ("longcat_flash", "mamba")
 """Architectures of Transformers 5.23 whose code multiplies by the weight of a linear layer instead of calling it."""
+_MOST_ADDED = 2**17
+"""Twice as many as tokenizers for speech have. Transformers takes a second for 20,000, and copies them all."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +265,15 @@ def _tokens(file: Path, modified: int) -> tuple[dict[str, int], dict[str, int]]:
         if isinstance(vocabulary, list):  # Of [token, score].
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        if len(added) > _MOST_ADDED:
+            raise UserError(
+                f"{file} adds {len(added):,} tokens to its vocabulary: at most {_MOST_ADDED:,}",
+                "put them into the vocabulary, or set model.tokenizer to another",
+            )
         numbers = {type(number) for number in (*added.values(), *vocabulary.values())}
         return (added, vocabulary) if numbers <= {int} else ({}, {})
+    except UserError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}, {}  # What is wrong with it is said when it is loaded.
 
