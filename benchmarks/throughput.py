@@ -97,12 +97,14 @@ class Result:
     Args:
         rates: Tokens per second after the warm-up.
         start_up: Seconds from the command to the end of the first step.
+        planned: Tokens per second that the toolkit's plan expected.
         memory: Largest bytes on the device, or of the process on a CPU.
         error: Last words where it failed.
     """
 
     rates: list[float] = field(default_factory=list)
     start_up: list[float] = field(default_factory=list)
+    planned: list[float] = field(default_factory=list)
     memory: int = 0
     error: str = ""
 
@@ -150,6 +152,9 @@ class Bench:
         seconds = sum(row.get("step_seconds") or tokens / row["tokens_per_second"] for tokens, row in steps)
         result.rates.append(sum(tokens for tokens, _ in steps) / seconds)
         result.start_up.append(first or 0.0)
+        manifest = metrics.with_name("manifest.json")
+        if manifest.is_file():
+            result.planned.append(json.loads(manifest.read_text(encoding="utf-8"))["plan"]["work"]["tokens_per_second"])
         result.memory = max(result.memory, *(row.get("device_memory_bytes", 0) for row in rows))
 
     def _steps(self, metrics: Path) -> list[dict[str, Any]]:
@@ -217,19 +222,20 @@ def _resident(pid: int) -> int:
 
 def table(results: dict[str, dict[str, Result]]) -> str:
     """Markdown: a row per job and contestant; rates are medians with the range of the repetitions."""
-    lines = ["| job | who | tokens/s | range | of the toolkit | start-up, s | memory, GiB |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    lines = ["| job | who | tokens/s | range | planned | of the toolkit | start-up, s | memory, GiB |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for job, found in results.items():
         own = found.get("toolkit")
         for who, result in found.items():
             if not result.rates:
-                lines.append(f"| {job} | {who} | {result.error} | | | | |")
+                lines.append(f"| {job} | {who} | {result.error} | | | | | |")
                 continue
             rate = statistics.median(result.rates)
             share = f"{rate / statistics.median(own.rates):.2f}" if own and own.rates else ""
             spread = f"{min(result.rates):,.0f} to {max(result.rates):,.0f}"
             start = statistics.median(result.start_up)
-            cells = [job, who, f"{rate:,.0f}", spread, share, f"{start:.1f}", f"{result.memory / GIB:.1f}"]
+            planned = f"{statistics.median(result.planned):,.0f}" if result.planned else ""
+            cells = [job, who, f"{rate:,.0f}", spread, planned, share, f"{start:.1f}", f"{result.memory / GIB:.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

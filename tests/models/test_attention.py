@@ -9,11 +9,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import models_doc
 import pytest
 import torch
+import transformers
 from small import loss_and_gradients, place_with, set_up
 from tiny import tiny_model
 from torch.torch_version import TorchVersion
@@ -24,12 +27,14 @@ from toolkit.common import UserError
 from toolkit.data.collate import Collator
 from toolkit.distributed.engines import dtypes
 from toolkit.models import attention, attention_kernels, device
+from toolkit.models.document_attention import document_attention
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import OutputHead
 from toolkit.models.tiny import tiny_model as tiny_copy
 from toolkit.recipe import model_configs
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.schema import ATTENTION_BACKENDS
+from toolkit.train.evaluate import _generating_attention
 
 GEMMA2 = model_configs.bundled()["google/gemma-2-2b-it"].config
 LLAMA = model_configs.bundled()["meta-llama/Llama-3.2-1B"].config
@@ -234,6 +239,66 @@ def test_variable_length_attention_equals_masked_attention_on_packed_documents(
     flat = ModelSource.open(recipe).load(dtypes(recipe), "torch_varlen")(**Collator(0, "flat")([row])).logits
     assert flat.shape == masked.shape
     torch.testing.assert_close(flat, masked, rtol=1e-4, atol=1e-5)
+
+
+FLASH_REPOSITORY = "kernels-community/flash-attn2"
+
+
+def hub_kernel(*, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of FlashAttention as `kernels` loads it, that computes on a CPU, in the hub's cache or not."""
+    from transformers import modeling_flash_attention_utils as flash
+    from transformers.integrations import hub_kernels
+
+    def varlen(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Any:  # fmt: skip
+        assert causal and not dropout_p and cu_seqlens_q is cu_seqlens_k and softmax_scale
+        heads = (each.transpose(0, 1) for each in (q, k, v))
+        return document_attention(*heads, cu_seqlens_q, softmax_scale, max(0, window_size[0] + 1))
+
+    def get_kernel(name: str, revision: str | None, version: int, allow_all_kernels: bool) -> Any:
+        assert huggingface_hub.constants.HF_HUB_OFFLINE, "the hub is asked"
+        if (name, cached) != (FLASH_REPOSITORY, True):
+            raise ValueError(f"'{name}' is not available in the local cache")
+        return SimpleNamespace(flash_attn_func=varlen, flash_attn_varlen_func=varlen)
+
+    for place in (transformers.utils, hub_kernels):
+        monkeypatch.setattr(place, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn"):
+        monkeypatch.setattr(flash, name, None)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_a_build_of_flash_attention_in_the_hubs_cache_is_taken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_kernel(cached=True, monkeypatch=monkeypatch)
+    recipe = load_checked("small", [f"model.path={model}"]).recipe
+    row = {"input_ids": [7 + n % 90 for n in range(60)], "labels": [-100] * 60, "seq_lengths": [25, 3, 32]}
+    masked = ModelSource.open(recipe).load(dtypes(recipe), "sdpa")(**Collator(0, "packed")([row])).logits
+    flash = ModelSource.open(recipe).load(dtypes(recipe), "flash_attention_2")
+    assert flash.config._attn_implementation == attention_kernels.implementation("flash_attention_2")
+    assert flash.config._attn_implementation == FLASH_REPOSITORY
+    batch = Collator(0, "flat")([row])
+    torch.testing.assert_close(flash(**batch).logits, masked, rtol=1e-4, atol=1e-5)
+    # Prompts are padded while it answers, and then it goes on as before.
+    with _generating_attention(flash):
+        assert flash.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(flash(**batch).logits, masked, rtol=1e-4, atol=1e-5)
+    assert attention_kernels.hub_build("flash_attention_3") == ""
+
+
+def test_a_build_of_flash_attention_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_kernel(cached=False, monkeypatch=monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(device, "capability", lambda: "9.0")
+    before = huggingface_hub.constants.HF_HUB_OFFLINE
+    assert "hub's cache" in attention_kernels.available()["flash_attention_2"]
+    assert before == huggingface_hub.constants.HF_HUB_OFFLINE
+    hub_kernel(cached=True, monkeypatch=monkeypatch)
+    assert attention_kernels.available()["flash_attention_2"] == "ok"
 
 
 @pytest.mark.usefixtures("as_on_gpu")

@@ -19,7 +19,7 @@ from harness import leave_unmeasured
 from toolkit.common import UserError
 from toolkit.distributed.layout import World
 from toolkit.planner.hardware import Hardware, between, driver_version, find, once_measured, this_machine, visible_gpus
-from toolkit.planner.hardware.calibration import path_of
+from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, path_of
 from toolkit.planner.hardware.catalogue import shipped
 from toolkit.planner.hardware.detect import amd, cpu, detect, ram
 from toolkit.recipe import RecipeError, list_recipes
@@ -614,3 +614,11 @@ def test_broken_figures_of_a_cpu_are_set_aside_and_measured_again(
     once_measured(find("cpu"))
     assert path.read_text() == whole and path.with_name(f"{path.name}.damaged").read_text() == content
     assert caplog.text.count("not a calibration") == 1
+
+
+def test_layers_that_were_measured_otherwise_are_measured_again() -> None:
+    layers = {"matmul": 1e12, "half": 10, "bandwidth": 1e10, "launch_seconds": 1e-5, "attention": {}}
+    facts = {"device": "cpu", "title": "x", "processes": 1, "date": "2026-01-01", "versions": {}}
+    older = Calibration.model_validate({**facts, "layers": {"fp32": layers}})
+    assert older.again and not older.model_copy(update={"layers_version": LAYERS_VERSION}).again
+    assert not Calibration.model_validate(facts).again

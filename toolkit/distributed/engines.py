@@ -338,6 +338,8 @@ class EngineState(Partial):
     fsdp_units: int | None = None
     compile: str | None = None
     """Whether the layers are compiled, as `compile` of the recipe says it."""
+    liger_modules: int | None = None
+    """Modules whose forward is one of Liger's kernels."""
     num_workers: int | None = None
     """Processes that make batches ahead."""
     compiled_graphs: int | None = None

@@ -11,13 +11,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 from toolkit.models import attention, device
 from toolkit.models.document_attention import document_attention
 
+_log = logging.getLogger(__name__)
 _SMALL_BLOCKS = {
     **{"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 4},
     **dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32),
@@ -40,8 +45,59 @@ def available(compute: str = "bfloat16") -> dict[str, str]:
     if not torch.cuda.is_available():
         return reasons | dict.fromkeys(_FLASH_MODULES, "needs a GPU")
     for name, module in _FLASH_MODULES.items():
-        reasons[name] = attention.in_16_bits(compute) or ("ok" if _imports(module) else f"{module} does not import")
+        there = _imports(module) or hub_build(name)
+        lacks = f"{module} does not import, and no build of it from kernels-community is in the hub's cache"
+        reasons[name] = attention.in_16_bits(compute) or ("ok" if there else lacks)
     return reasons
+
+
+def hub_build(backend: str) -> str:
+    """The repository on the hub whose build of FlashAttention Transformers takes where a backend's package is missing.
+
+    Empty where the package is there, `kernels` is not, or the build for this machine is not in the hub's cache: what a
+    run computes with is not downloaded in its midst, nor because a server answers.
+    """
+    from transformers.integrations.hub_kernels import load_and_register_attn_kernel
+    from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
+    from transformers.utils import is_kernels_available
+
+    if backend not in _FLASH_MODULES or _imports(_FLASH_MODULES[backend]) or not is_kernels_available():
+        return ""
+    try:
+        with _from_cache():
+            load_and_register_attn_kernel(FLASH_ATTN_KERNEL_FALLBACK[backend])
+    except Exception as error:
+        # A build for other versions of torch or CUDA raises anything on its shared library.
+        _log.debug("%s: %s", FLASH_ATTN_KERNEL_FALLBACK[backend], error)
+        return ""
+    return FLASH_ATTN_KERNEL_FALLBACK[backend]
+
+
+def implementation(backend: str) -> str:
+    """What Transformers calls a backend here; a build from the hub is loaded for it, from the hub's cache.
+
+    Args:
+        backend: A key of `attention.IMPLEMENTATIONS` that `available` calls ok.
+    """
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
+    repository = hub_build(backend)
+    if not repository:
+        return attention.IMPLEMENTATIONS[backend]
+    # Transformers asks the hub for it once more, but only where another one was loaded last.
+    with _from_cache():
+        lazy_import_flash_attention(repository)
+    return repository
+
+
+@contextmanager
+def _from_cache() -> Iterator[None]:
+    """While this lasts, what is on the hub is taken from its cache, and the hub is not asked."""
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def register() -> None:

@@ -66,6 +66,12 @@ def use_liger(model: Any, device: torch.device | str) -> str:
     return ""
 
 
+def modules_with(model: Any) -> int:
+    """How many modules compute by Liger's code."""
+    forwards = (getattr(each.forward, "__func__", each.forward) for each in model.modules())
+    return sum(getattr(each, "__module__", "").startswith("liger_kernel.") for each in forwards)
+
+
 def _apply(model: Any) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

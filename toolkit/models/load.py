@@ -34,7 +34,7 @@ from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
 from toolkit.distributed.engines import Dtypes, loads_on_device
-from toolkit.models import attention, attention_kernels, device, experts
+from toolkit.models import attention_kernels, device, experts
 from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_config
 from toolkit.models.blockwise import Weights
 from toolkit.models.tokenizer_limits import check_growth
@@ -164,7 +164,7 @@ class ModelSource:
             attention_kernels.repeat_shared_heads(device.capability())
         arguments: dict[str, Any] = {
             "dtype": getattr(torch, dtypes.load),
-            "attn_implementation": attention.IMPLEMENTATIONS[backend],
+            "attn_implementation": attention_kernels.implementation(backend),
         }
         method = self.recipe.method
         quantization = quantization_config(self.recipe, dtypes)

@@ -79,7 +79,9 @@ class Model(Section):
     """Type in which weights are stored while training. `auto`: fp32 masters for full fine-tuning (bf16 under
     `precision: pure_bf16`); for adapters the frozen base is stored in the type of `precision`."""
     attention: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one."""
+    """Attention kernels. `auto` picks the fastest that really runs on this device; the other values insist on one. Of
+    FlashAttention, where its package is missing and `kernels` is installed, the build of kernels-community that lies in
+    the hub's cache is taken."""
     trust_remote_code: bool = False
     """Whether Python code from the model's repository may run; of one on the hub only at the full commit in
     `revision`."""

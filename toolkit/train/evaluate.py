@@ -19,7 +19,7 @@ from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
-from toolkit.models.attention import IMPLEMENTATIONS, VARLEN, with_mask
+from toolkit.models.attention import IMPLEMENTATIONS, with_mask
 from toolkit.models.sequence_parallel import sharing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
@@ -185,7 +185,7 @@ def _generating_attention(model: Any) -> Iterator[None]:
     """Generation pads on the left and keeps a cache, which document-boundary backends do not read; flex attention has
     no kernel for prompts shorter than a block."""
     trained_with = model.config._attn_implementation
-    if trained_with not in (*VARLEN, IMPLEMENTATIONS["flex"]):
+    if trained_with in (IMPLEMENTATIONS["eager"], IMPLEMENTATIONS["sdpa"]):
         yield
         return
     model.set_attn_implementation(IMPLEMENTATIONS[with_mask(model.config.to_dict())])

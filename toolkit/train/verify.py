@@ -27,7 +27,7 @@ from toolkit.data.batches import MicroBatches
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
-from toolkit.models import attention, compiled_layers, coverage, device, head_choice
+from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
 from toolkit.models.sequence_parallel import sharing
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
@@ -75,7 +75,8 @@ class Verify(TrainerCallback):
     def _check(self) -> None:
         session = self._session
         recipe, (kind, _) = session.recipe, session.trainer.optimizer_cls_and_kwargs
-        expected = expected_state(recipe, session.layout, kind.__name__, attention.IMPLEMENTATIONS[session.attention])
+        attends = attention_kernels.implementation(session.attention)
+        expected = expected_state(recipe, session.layout, kind.__name__, attends)
         if recipe.strategy.name == "fsdp":
             mesh = fsdp_mesh(recipe, session.world)
             expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
@@ -214,6 +215,7 @@ def read(trainer: Any) -> EngineState:
         "tf32": device.computes_tf32(),
         "fp8_products": next((each.fp8_scaling for each in model.modules() if hasattr(each, "fp8_scaling")), "none"),
         "compile": "layers" if compiled_layers.compiled(model) else "off",
+        "liger_modules": liger_kernels.modules_with(model),
         "micro_batch_size": _micro_batch_size(loader.batch_sampler),
         "num_workers": loader.num_workers,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,

@@ -29,7 +29,7 @@ from toolkit.cache import writable
 from toolkit.common import UserError, first_line, write_atomically
 from toolkit.models import device
 from toolkit.planner.hardware import layer
-from toolkit.planner.hardware.calibration import Calibration, busy, describe, known, path_of
+from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, busy, describe, known, path_of
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Figure
 
@@ -130,7 +130,8 @@ class _Bench:
         """All figures of `Calibration` that one process can know, and why others are missing."""
         if not self.on_gpu:
             layers, self.skipped = layer.measure(("fp32", "bf16"), self.seconds / 2)
-            return {"layers": layers, "skipped": self.skipped, **self._tried({"optimizer": self._optimizer})}
+            figures = {"layers": layers, "layers_version": LAYERS_VERSION, "skipped": self.skipped}
+            return {**figures, **self._tried({"optimizer": self._optimizer})}
         products = {dtype: functools.partial(self._products, dtype) for dtype in self.dtypes}
         attention = {dtype: functools.partial(self._attention, dtype) for dtype in self.dtypes[:1]}
         others = {"bandwidth": self._bandwidth, "optimizer": self._optimizer, "launch_seconds": self._launches}

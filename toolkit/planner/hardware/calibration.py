@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 from toolkit.cache import cache_dir, find, locked, writable
 from toolkit.common import UserError, set_aside
 from toolkit.planner.hardware.detect import detect
-from toolkit.planner.hardware.specs import DOCUMENTS, Device, Dtype, Efficiency, Figure, Hardware, Rate
+from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Figure, Hardware, Rate
 from toolkit.planner.trace.store import apart
 from toolkit.recipe import Section
 
@@ -25,7 +25,9 @@ _log = logging.getLogger("toolkit.planner")
 _UNSURE = 0.15
 """Half of the range of what is measured in layers: their model is not the one that is planned."""
 
-
+LAYERS_VERSION = 1
+"""Of what `layer` measures; figures of an earlier one are measured again. 1 reads products and attention off a profile
+of layers whose hidden states are in their dtype; 0 measured products alone, and had fp32 under bf16 layers."""
 _UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
 
 
@@ -76,6 +78,8 @@ class Calibration(Section):
     """Python and dispatch of one operation, seconds."""
     layers: dict[Dtype, Layers] = Field(default_factory=dict)
     """Of a CPU, in place of products, attention, bandwidth and launches."""
+    layers_version: int = 0
+    """Which `LAYERS_VERSION` measured them."""
     busy: bool = False
     """Whether other programs ran meanwhile."""
     skipped: dict[str, str] = Field(default_factory=dict)
@@ -84,7 +88,7 @@ class Calibration(Section):
     @property
     def again(self) -> bool:
         """Whether to measure once more: what other programs slowed down, and what earlier versions did not measure."""
-        older = any(DOCUMENTS not in each.attention for each in self.layers.values())
+        older = bool(self.layers) and self.layers_version < LAYERS_VERSION
         return older or (self.busy and not busy())
 
 

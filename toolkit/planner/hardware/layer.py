@@ -2,9 +2,10 @@
 
 A plan adds up products, attention, element-wise work and launches, each at a rate of its own. Kernels alone are faster
 than in a model, where caches are cold, every operation starts threads, and views, autocast and autograd cost time for
-which no kernel is counted. So products and attention are measured alone, and what is left of the layers' time is what
-all else takes: of narrow ones at 4 tokens launches, of real ones at 200 the bytes that they move. Work is counted as a
-trace counts it. The alternative, the recipe's own model, would need its weights.
+which no kernel is counted: of a CPU with AMX small products alone ran 1.7 times as fast. So what products and attention
+take is read off a profile of the layers, and what is left of their time is what all else takes: of narrow ones at 4
+tokens launches, of real ones at as many as a micro-batch has the bytes that they move. Work is counted as in a trace.
+The alternative, the recipe's own model, would need its weights.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from toolkit.models.attention_kernels import varlen_attention
 from toolkit.planner.hardware.calibration import busy
-from toolkit.planner.hardware.specs import DOCUMENTS, between
+from toolkit.planner.hardware.specs import DOCUMENTS
 from toolkit.planner.speed.step import REFERENCE, product_speed
 from toolkit.planner.trace.tracker import Tracker
 
 Work = Callable[[], object]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_TOKENS, _FEW = 200, 4
+_ROWS, _FEW = (4, 160), (1, 4)
+"""Rows and tokens of each: of a micro-batch, and of what takes only launches."""
 _LENGTHS = (32, 64, 128, 256, 512, 1024)
 """Of rows, for which attention is measured; the longest are of a batch of one."""
 _MODEL = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -106,14 +109,13 @@ class _Layers:
         narrow, few = self._layers(_NARROW, _FEW)
         with threads(1):  # Nothing in it is worth sharing.
             launch = self._seconds(narrow) / few["launches"]
-        layers, work = self._layers(_MODEL, _TOKENS)
-        took, products = self._seconds(layers), self._products()
-        half, matmul = _size(products, self._large())
+        layers, work = self._layers(_MODEL, _ROWS)
+        took, (products, attending) = self._seconds(layers), _shares(layers)
+        half, matmul = _size(work["matmul"] / (products * took), self._large())
         attention = {name: {length: self._attention(name, length) for length in _LENGTHS} for name in _KERNELS}
-        # What the layers take beside these.
-        known = work["matmul"] / products + work["attention"] / between(attention["sdpa"], _TOKENS)
-        # Nothing, or nearly all, is left of no model.
-        left = min(max(took - known - work["launches"] * launch, 0.05 * took), 0.6 * took)
+        # What the layers take beside these. Nothing, or nearly all, is left of no model.
+        left = (1 - products - attending) * took - work["launches"] * launch
+        left = min(max(left, 0.05 * took), 0.8 * took)
         return {
             "matmul": self.scale * matmul,
             "half": half,
@@ -124,7 +126,7 @@ class _Layers:
             },
         }
 
-    def _layers(self, shape: dict[str, int], tokens: int) -> tuple[Work, dict[str, float]]:
+    def _layers(self, shape: dict[str, int], rows: tuple[int, int]) -> tuple[Work, dict[str, float]]:
         """Two layers forward and backward, and the work of that."""
         settings: dict[str, Any] = {**shape, "attn_implementation": "sdpa"}
         config = LlamaConfig(**settings, num_hidden_layers=2, vocab_size=8)
@@ -134,8 +136,9 @@ class _Layers:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        inputs = torch.randn(1, tokens, shape["hidden_size"], requires_grad=True)
-        upstream = torch.ones_like(inputs)
+        # Hidden states have the dtype of the embeddings, which is that of the frozen weights.
+        inputs = torch.randn(*rows, shape["hidden_size"], dtype=self.kind, requires_grad=True)
+        upstream = torch.ones(inputs.shape)
 
         def work() -> None:
             model.zero_grad()
@@ -147,19 +150,6 @@ class _Layers:
         with tracker:
             work()
         return work, tracker.timeline.work
-
-    def _products(self) -> float:
-        """FLOP/s of the products of these layers alone, with the gradients of their inputs."""
-        weights = [torch.randn(shape).to(self.kind) for _ in range(2) for shape in _linear(_MODEL).values()]
-        inputs = {size: torch.randn(_TOKENS, size).to(self.kind) for weight in weights for size in weight.shape}
-
-        def work() -> None:
-            for weight in weights:
-                inputs[weight.shape[1]] @ weight.T
-            for weight in weights:
-                inputs[weight.shape[0]] @ weight
-
-        return 4.0 * _TOKENS * sum(each.numel() for each in weights) / self._seconds(work)
 
     def _large(self) -> float:
         rows, width, inner = _LARGE
@@ -206,6 +196,19 @@ class _Layers:
         return statistics.median(times)
 
 
+def _shares(layers: Work) -> tuple[float, float]:
+    """Which share of their time products and attention have, by a profile."""
+    layers()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        started = time.perf_counter()
+        for _ in range(3):
+            layers()
+        whole = time.perf_counter() - started
+    own = {each.key: each.self_cpu_time_total / 1e6 for each in seen.key_averages()}
+    products = own.get("aten::mm", 0.0) + own.get("aten::addmm", 0.0)
+    return products / whole, sum(took for name, took in own.items() if "scaled_dot_product" in name) / whole
+
+
 def _linear(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
     """Rows and columns of a layer's weights."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
@@ -223,7 +226,7 @@ def _size(products: float, large: float) -> tuple[float, float]:
 
     def small(half: float) -> float:
         shapes = list(_linear(_MODEL).values())
-        seconds = sum(math.prod(each) / product_speed(_TOKENS, *each, half=half) for each in shapes)
+        seconds = sum(math.prod(each) / product_speed(math.prod(_ROWS), *each, half=half) for each in shapes)
         return sum(map(math.prod, shapes)) / seconds
 
     low, high = 1e-3, 1e3
