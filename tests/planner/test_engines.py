@@ -116,8 +116,8 @@ def test_peaks_fall_with_the_processes_that_share_a_row(way, method, folder, ran
         after = [0, *(step["tokens"] for step in steps if "tokens" in step)]
         # Of each step filled up to a multiple of eight.
         part = sum(-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)) // processes
-        # In four layers, in fp32, of its part to each other process: an Nth of queries, keys and values of four and twice
-        # two heads (of four processes two need a copy of each), and of the results; or the keys and values, twice
+        # In four layers, in fp32, of its part to each other process: an Nth of queries, keys and values of four and
+        # twice two heads (of four processes two need a copy of each), and of the results; or the keys and values, twice
         # backwards, and all their gradients.
         copies = max(1, processes // 2)
         heads = {"sequence": (4 + 2 * 2 * copies + 4) / processes, "context": 2 * 2}[way]

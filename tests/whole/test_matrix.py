@@ -249,7 +249,9 @@ SHARED = [
         (4,),
         ("zero2", "zero3", "fsdp", "ddp4"),
     ),
-    *itertools.product(("sequence", "context"), ("llama",), ("full", "lora"), (True,), (1,), ("zero3", "zero2_offload")),
+    *itertools.product(
+        ("sequence", "context"), ("llama",), ("full", "lora"), (True,), (1,), ("zero3", "zero2_offload")
+    ),
     *itertools.product(("context",), ("three_heads",), ("full", "lora"), (False, True), (1, 4), ("ddp", "zero1")),
 ]
 """How rows are shared, model, method, packing, micro-batches of a step, and engine; with 4, on four processes, of which

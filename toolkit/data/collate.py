@@ -214,7 +214,7 @@ def _chunk(boundaries: NDArray[np.int32], first: int, end: int) -> dict[str, Any
     """How tokens `first` to `end` of a row attend to it.
 
     Returns:
-        `tokens` of the chunk; `first` and `end` of the tokens of its documents up to its own end; and of these documents
+        `tokens` of the chunk; `first` and `end` of the tokens of its documents up to its own end; of these documents
         `cu_seq_lens_q`, `max_length_q` of their tokens in the chunk, and `cu_seq_lens_k`, `max_length_k` of all.
     """
     begins, stops = boundaries[:-1], np.minimum(boundaries[1:], end)

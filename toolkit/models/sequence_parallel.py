@@ -17,6 +17,7 @@ from toolkit.common import UserError
 from toolkit.models.attention_kernels import to_compute
 from toolkit.models.shared_rows import Attention, group, sharing
 
+
 def exchange(attend: Attention) -> Attention:
     """An attention function of Transformers that works on parts of rows, of one that takes boundaries of documents."""
 

@@ -1,7 +1,7 @@
 """Rows whose tokens are divided over the processes of a group, each of which computes a part of them.
 
-To engines this is plain data parallelism: the loss is a sum over the tokens of all processes, so its gradients add up as
-they do for different rows, and DDP, ZeRO and FSDP spread the model over all processes as ever. Only attention looks
+To engines this is plain data parallelism: the loss is a sum over the tokens of all processes, so its gradients add up
+as they do for different rows, and DDP, ZeRO and FSDP spread the model over all processes as ever. Only attention looks
 beyond a part: `sequence_parallel` and `context_parallel` are two ways to let it.
 """
 

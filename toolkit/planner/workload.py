@@ -88,7 +88,7 @@ class Workload:
         width = size * WIDTH[self.types.compute]
         if self.layout.context > 1:
             # Keys and values go to all others; backwards they do once more, and the gradients come back.
-            once = 2 * shared * width * (parts - 1)
+            once = 2.0 * shared * width * (parts - 1)
             return once, 2 * once
         # Queries, keys and values with their copies, and what attention returns; each process keeps its own heads.
         copies = parts // math.gcd(shared or 1, parts)

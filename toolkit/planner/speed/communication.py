@@ -143,7 +143,8 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
     link = NETWORK if across else inner_link(hardware)
     once = workload.trace.layers * latency(hardware, across=across) * (2 if layout.context > 1 else 4)
     forward, backward = workload.exchanged
-    for during, sent in (("forward", forward), ("backward", backward)):
+    passes: dict[During, float] = {"forward": forward, "backward": backward}
+    for during, sent in passes.items():
         size, waiting = workload.trace.layers * tokens * sent, once * sent / forward if forward else 0.0
         yield Transfer(during, layout.gradient_accumulation_steps, {link: size}, hidden=False, latency=waiting)
 
