@@ -92,7 +92,12 @@ toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 batch.seq_len=131072 batch
 
 Each computes a part of the tokens. For attention they exchange parts of rows for attention heads and back (Ulysses,
 Jacobs et al. 2023), so N must divide the model's heads, and the backend must take boundaries of documents, which
-`model.attention=auto` then sees to. Activations, logits and batches of a device are an Nth; what `strategy` divides is
+`model.attention=auto` then sees to. With `parallel.context=N` instead, each keeps the queries of its tokens and gathers
+the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2), in the backward pass once more,
+so that no layer keeps them. N need not divide the heads. Each has a piece from the front of the row and one as far from
+its end, so that all attend to equally many keys. With h heads and k of keys, gathering sends less than exchanging
+where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two.
+Either way activations, logits and batches of a device are an Nth; what `strategy` divides is
 divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of
 one process, packed or not. Neighbouring ranks share rows, so that with N up to the devices of a node the exchange stays
 within it. The balance loss of a mixture's routers is that of whole rows. Before the first step the model is asked

@@ -269,3 +269,24 @@ def test_a_part_in_which_every_token_is_trained_scores_each_once() -> None:
     row = {"input_ids": np.arange(1, 25), "labels": np.append(IGNORE, np.arange(2, 25)), "seq_lengths": [24]}
     first = PartCollator(Collator(0, "flat"), 0, 2)([row])
     assert first["label_positions"].tolist() == list(range(12))
+
+
+def test_a_part_of_two_pieces_is_told_what_each_of_them_sees() -> None:
+    row = {"input_ids": list(range(16)), "labels": [IGNORE, *range(1, 16)], "seq_lengths": [3, 9, 4]}
+    row["labels"][3] = row["labels"][12] = IGNORE
+    whole = Collator(0, "flat", 4)
+    parts = [PartCollator(whole, index, 2, 2)([row]) for index in range(2)]
+    assert [part["input_ids"][0].tolist() for part in parts] == [
+        [0, 1, 2, 3, 12, 13, 14, 15],
+        [4, 5, 6, 7, 8, 9, 10, 11],
+    ]
+    # Of each token the label that follows it, rolled by one.
+    assert parts[0]["labels"][0].roll(-1).tolist() == [1, 2, IGNORE, 4, 13, 14, 15, IGNORE]
+    front, end = parts[0]["row_chunks"]
+    assert (front["first"], front["end"], end["first"], end["end"]) == (0, 4, 12, 16)
+    assert front["cu_seq_lens_q"].tolist() == front["cu_seq_lens_k"].tolist() == [0, 3, 4]
+    front, end = parts[1]["row_chunks"]
+    # Tokens 4 to 7 and 8 to 11 of the document that begins at 3.
+    assert (front["first"], front["end"], end["first"], end["end"]) == (3, 8, 3, 12)
+    assert (front["cu_seq_lens_q"].tolist(), front["cu_seq_lens_k"].tolist()) == ([0, 4], [0, 5])
+    assert (end["max_length_q"], end["max_length_k"]) == (4, 9)

@@ -254,9 +254,9 @@ def hub_kernel(*, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
     ) -> Any:  # fmt: skip
-        assert causal and not dropout_p and cu_seqlens_q is cu_seqlens_k and softmax_scale
+        assert causal and not dropout_p and softmax_scale
         heads = (each.transpose(0, 1) for each in (q, k, v))
-        return document_attention(*heads, cu_seqlens_q, softmax_scale, max(0, window_size[0] + 1))
+        return document_attention(*heads, cu_seqlens_q, cu_seqlens_k, softmax_scale, max(0, window_size[0] + 1))
 
     def get_kernel(name: str, revision: str | None, version: int, allow_all_kernels: bool) -> Any:
         assert huggingface_hub.constants.HF_HUB_OFFLINE, "the hub is asked"

@@ -39,7 +39,7 @@ def test_results_and_gradients_are_those_of_each_document_alone(
     inputs = [each.detach().to(dtype).requires_grad_() for each in exact]
 
     expected = alone(*exact, scale=0.3, window=window)
-    out = document_attention(*inputs, boundaries, 0.3, window)
+    out = document_attention(*inputs, boundaries, boundaries, 0.3, window)
     wanted = torch.autograd.grad(expected, exact, upstream.float())
     found = torch.autograd.grad(out, inputs, upstream)
 
@@ -59,10 +59,11 @@ def test_scores_are_not_kept_for_the_backward_pass() -> None:
 
     heads = [torch.randn(2, 512, 8, requires_grad=True) for _ in range(3)]
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        document_attention(*heads, torch.tensor([0, 512]), 1.0, 0)
+        document_attention(*heads, *2 * [torch.tensor([0, 512])], 1.0, 0)
     assert kept <= 3 * heads[0].nbytes + 64
 
 
 def test_compilers_leave_it_whole_and_check_what_they_are_told_of_it() -> None:
     heads = [torch.randn(2, 6, 8, requires_grad=True) for _ in range(3)]
-    torch.library.opcheck(document_attention, (*heads, torch.tensor([0, 4, 6], dtype=torch.int32), 1.0, 0))
+    boundaries = torch.tensor([0, 4, 6], dtype=torch.int32)
+    torch.library.opcheck(document_attention, (*heads, boundaries, boundaries.clone(), 1.0, 0))

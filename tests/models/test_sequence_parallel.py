@@ -11,17 +11,17 @@ import torch.distributed as dist
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from toolkit.common import UserError
-from toolkit.models import sequence_parallel
+from toolkit.models import sequence_parallel, shared_rows
 from toolkit.models.attention_kernels import register, varlen_attention
 
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of this process, which shares rows with itself."""
-    monkeypatch.setattr(sequence_parallel, "_GROUP", {})
+    monkeypatch.setattr(shared_rows, "_GROUP", {})
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     register()
-    sequence_parallel.share_rows(1)
+    shared_rows.share_rows("sequence", 1, sequence_parallel.exchange)
     yield
     dist.destroy_process_group()
     register()
@@ -49,11 +49,11 @@ def test_attention_of_a_whole_row_is_that_of_the_backend(alone: None) -> None:
 
 
 def test_without_a_group_no_rows_are_shared() -> None:
-    assert sequence_parallel.sharing() == 1
+    assert shared_rows.sharing() == 1
 
 
 def test_a_balance_loss_that_is_not_known_is_refused() -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     with pytest.raises(UserError, match="balance loss of a llama would be that of parts of rows") as caught:
-        sequence_parallel.share_balance(LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)))
+        shared_rows.share_balance(LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), "parallel.sequence")
     assert caught.value.change == "remove parallel.sequence"

@@ -90,30 +90,40 @@ def test_planned_peaks_are_those_of_the_engine(case, folder, ranks, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.matrix)])
-def test_peaks_fall_with_the_processes_that_share_a_row(method, folder, ranks, monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [
+        ("sequence", "full"),
+        ("context", "full"),
+        *(pytest.param(way, "lora", marks=pytest.mark.matrix) for way in ("sequence", "context")),
+    ],
+)
+def test_peaks_fall_with_the_processes_that_share_a_row(way, method, folder, ranks, monkeypatch):
     """As planned, within 3%; rows weigh more than the weights."""
     monkeypatch.chdir(folder)
     rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=512", "batch.global_batch_size=1", *_FP32]
     peaks = {}
     for processes in (1, 2, 4):
-        arguments = ["recipe=wide", f"method.name={method}", *rows, f"parallel.sequence={processes}"]
-        done = ranks.run(folder, *arguments, f"output.name={method}-{processes}", processes=processes, entry="tracker")
+        arguments = ["recipe=wide", f"method.name={method}", *rows, f"parallel.{way}={processes}"]
+        name = f"{way}-{method}-{processes}"
+        done = ranks.run(folder, *arguments, f"output.name={name}", processes=processes, entry="tracker")
         assert done.returncode == 0, done.stderr[-2000:]
         plan, real = planned(*arguments, processes=processes).phases, measured(Path(folder), processes)
         for phase in ("forward", "backward"):
             assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), (processes, phase)
         peaks[processes] = real["forward"] - real["save"]
-        # Queries, keys and values of four and twice two heads, and the results, in four layers, in fp32: each process
-        # sends what is not its own of its part.
-        steps = metrics(folder / "runs" / f"{method}-{processes}")
+        steps = metrics(folder / "runs" / name)
         after = [0, *(step["tokens"] for step in steps if "tokens" in step)]
         # Of each step filled up to a multiple of eight.
         part = sum(-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)) // processes
+        # In four layers, in fp32, of its part to each other process: an Nth of queries, keys and values of four and
+        # twice two heads (of four processes two need a copy of each), and of the results; or the keys and values, twice
+        # backwards, and all their gradients.
         copies = max(1, processes // 2)
-        sent = 4 * part * (4 + 2 * 2 * copies + 4) * 64 * 4 * (processes - 1) // processes
-        for phase in ("forward", "backward") if processes > 1 else ():
-            assert real[f"exchanged {phase}"] == sent == _exchange(arguments, processes, phase, part)
+        heads = {"sequence": (4 + 2 * 2 * copies + 4) / processes, "context": 2 * 2}[way]
+        sent = 4 * part * heads * 64 * 4 * (processes - 1)
+        for phase, times in (("forward", 1), ("backward", 1 + (way == "context"))) if processes > 1 else ():
+            assert real[f"exchanged {phase}"] == times * sent == _exchange(arguments, processes, phase, part)
     assert peaks[1] > 1.6 * peaks[2] > 2.4 * peaks[4]
 
 

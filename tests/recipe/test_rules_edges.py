@@ -24,7 +24,8 @@ NF4, INT8, FP8, INT4 = (LORA + f"method.quantization={kind} " for kind in ("nf4"
 OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
-SHARED, NOISE = "parallel.sequence=2 ", "extra.training_arguments='{neftune_noise_alpha: 5}' "
+SHARED, GATHERED = "parallel.sequence=2 ", "parallel.context=2 "
+NOISE = "extra.training_arguments='{neftune_noise_alpha: 5}' "
 LOCAL = each("model.path", "builtin:x x.gguf .")
 
 # Rule, what all its recipes have, what breaks it beside that, and what does not.
@@ -297,6 +298,13 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("sequence-eva", LORA + "method.init_lora_weights=eva ", [SHARED], ["", "parallel.sequence=1"]),
     ("sequence-eva", SHARED, [], [LORA, LORA + "method.init_lora_weights=pissa", "method.init_lora_weights=eva"]),
     ("sequence-neftune", NOISE, [SHARED], ["", "parallel.sequence=1"]),
+    ("context-sequence", SHARED, [GATHERED], ["", "parallel.context=1"]),
+    ("context-sequence", GATHERED, [], ["", "parallel.sequence=1"]),
+    ("context-seq2seq", SEQ2SEQ, [GATHERED], ["", "parallel.context=1"]),
+    ("context-attention", GATHERED, each("model.attention", "eager sdpa flex"), ["", *VARLEN]),
+    ("context-streaming", STREAM, [GATHERED], ["", "parallel.context=1"]),
+    ("context-eva", LORA + "method.init_lora_weights=eva ", [GATHERED], ["", "parallel.context=1"]),
+    ("context-neftune", NOISE, [GATHERED], ["", "parallel.context=1"]),
     ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),
     ("zero-offload-paged", OFFLOAD + "optimizer.name=paged_lion_8bit ", STAGES, [DDP]),
     ("zero-offload-paged", "optimizer.name=paged_lion_8bit ", [], STAGES),

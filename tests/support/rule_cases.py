@@ -19,7 +19,8 @@ SCHEDULE_FREE = ["optimizer=schedule_free_adamw", "schedule.name=constant"]
 AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
-SHARED, NOISE = ["parallel.sequence=3"], "extra.training_arguments.neftune_noise_alpha=5"
+SHARED, GATHERED = ["parallel.sequence=3"], ["parallel.context=4"]
+NOISE = "extra.training_arguments.neftune_noise_alpha=5"
 
 # Rule, what breaks it, and the fix: what its message says to change, as overrides that replace those of the same key.
 CASES = [
@@ -308,6 +309,18 @@ CASES = [
     ("sequence-eva", [*SHARED, LORA, "method.init_lora_weights=eva"], ["~parallel.sequence"]),
     ("sequence-neftune", [*SHARED, NOISE], ["~extra.training_arguments.neftune_noise_alpha"]),
     ("sequence-neftune", [*SHARED, NOISE], ["~parallel.sequence"]),
+    ("sequence-heads", [*SHARED, "parallel.sequence=4"], ["parallel.context=4", "~parallel.sequence"]),
+    ("context-sequence", [*SHARED, "parallel.context=2"], ["~parallel.context"]),
+    ("context-sequence", [*SHARED, "parallel.context=2"], ["~parallel.sequence"]),
+    ("context-seq2seq", [*SEQ2SEQ, "parallel.context=2"], ["~parallel.context"]),
+    ("context-attention", [*GATHERED, "model.attention=sdpa"], ["model.attention=auto"]),
+    ("context-attention", [*GATHERED, "model.attention=eager"], ["~parallel.context"]),
+    ("context-streaming", [*GATHERED, *STREAM], ["data.streaming=false", "data.eval_split=null"]),
+    ("context-streaming", [*GATHERED, *STREAM], ["~parallel.context"]),
+    ("context-eva", [*GATHERED, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    ("context-eva", [*GATHERED, LORA, "method.init_lora_weights=eva"], ["~parallel.context"]),
+    ("context-neftune", [*GATHERED, NOISE], ["~extra.training_arguments.neftune_noise_alpha"]),
+    ("context-neftune", [*GATHERED, NOISE], ["~parallel.context"]),
     ("zero3-selective", [*ZERO3, *SELECTIVE], ["activation_checkpointing.mode=full"]),
     ("zero3-selective", [*ZERO3, LORA, *SELECTIVE], ["strategy.name=fsdp"]),
     ("zero-optimizer", [*ZERO2, "optimizer=adafactor"], ["optimizer.name=adamw_8bit"]),

@@ -53,9 +53,11 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # One of the parts stays.
         if str(func) == "toolkit.all_to_all.default":
-            parts = args[0]  # One of them stays.
-            self.exchanged[self.phase] += parts.nbytes * (len(parts) - 1) // len(parts)
+            self.exchanged[self.phase] += args[0].nbytes * (len(args[0]) - 1) // len(args[0])
+        elif str(func) in ("toolkit.all_gather.default", "toolkit.reduce_scatter.default"):
+            self.exchanged[self.phase] += abs(args[0].nbytes - result.nbytes)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))

@@ -95,7 +95,7 @@ FULL = [
 def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher:
     """A folder with tiny models and data, and the processes to train them on."""
     folder = tmp_path_factory.mktemp("matrix")
-    models_and_rows(folder, ARCHITECTURES)
+    models_and_rows(folder, ARCHITECTURES | {"three_heads": "meta-llama/Llama-3.2-3B-Instruct"})
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)
 
@@ -227,28 +227,46 @@ def test_compiled_recomputed_and_quantized_layers_train_alike_on_every_engine(
 
 
 SHARED = [
-    ("llama", "full", True, 1, "fsdp"),
-    ("qwen3_moe", "lora", False, 4, "zero3"),
-    ("llama", "lora", True, 4, "ddp4"),
+    ("sequence", "llama", "full", True, 1, "fsdp"),
+    ("sequence", "qwen3_moe", "lora", False, 4, "zero3"),
+    ("sequence", "llama", "lora", True, 4, "ddp4"),
+    ("context", "three_heads", "full", True, 1, "fsdp"),
+    ("context", "mistral", "lora", False, 4, "zero2"),
+    ("context", "qwen3_moe", "lora", True, 4, "ddp4"),
     *itertools.product(
-        ("llama", "qwen3", "gemma3", "mistral", "qwen3_moe"), ("full", "lora"), (False, True), (1, 4), ("ddp",)
+        ("sequence", "context"),
+        ("llama", "qwen3", "gemma3", "mistral", "qwen3_moe"),
+        ("full", "lora"),
+        (False, True),
+        (1, 4),
+        ("ddp",),
     ),
     *itertools.product(
-        ("llama", "qwen3_moe"), ("full", "lora"), (False, True), (4,), ("zero2", "zero3", "fsdp", "ddp4")
+        ("sequence", "context"),
+        ("llama", "qwen3_moe"),
+        ("full", "lora"),
+        (False, True),
+        (4,),
+        ("zero2", "zero3", "fsdp", "ddp4"),
     ),
-    *itertools.product(("llama",), ("full", "lora"), (True,), (1,), ("zero3", "zero2_offload")),
+    *itertools.product(
+        ("sequence", "context"), ("llama",), ("full", "lora"), (True,), (1,), ("zero3", "zero2_offload")
+    ),
+    *itertools.product(("context",), ("three_heads",), ("full", "lora"), (False, True), (1, 4), ("ddp", "zero1")),
 ]
-"""Model, method, packing, micro-batches of a step, and engine; with 4, on four processes, of which two share rows."""
+"""How rows are shared, model, method, packing, micro-batches of a step, and engine; with 4, on four processes, of which
+two share rows. Three heads are not divided by two processes."""
 
 
 @pytest.mark.parametrize(
-    ("model", "method", "packing", "accumulation", "engine"),
+    ("way", "model", "method", "packing", "accumulation", "engine"),
     [
-        pytest.param(*each, id="-".join(map(str, each)), marks=[] if place < 3 else [pytest.mark.matrix])
+        pytest.param(*each, id="-".join(map(str, each)), marks=[] if place < 6 else [pytest.mark.matrix])
         for place, each in enumerate(dict.fromkeys(SHARED))
     ],
 )
 def test_processes_that_share_rows_equal_one_process(
+    way: str,
     model: str,
     method: str,
     packing: bool,
@@ -264,12 +282,12 @@ def test_processes_that_share_rows_equal_one_process(
     reference = launcher.result(alike, "single", *common, f"batch.micro_batch_size={size}")
     processes, replicas = (4, 2) if engine.endswith("4") else (2, 1)
     micro_batch = f"batch.micro_batch_size={size if accumulation >= replicas else size // replicas}"
-    changed = [*common, micro_batch, "parallel.sequence=2"]
-    run = launcher.result(f"{alike}-{engine}", engine.removesuffix("4"), *changed, processes=processes)
+    changed = [*common, micro_batch, f"parallel.{way}=2"]
+    run = launcher.result(f"{alike}-{way}-{engine}", engine.removesuffix("4"), *changed, processes=processes)
     difference, limits = Difference.between(run, reference), vars(LIMITS["fp32"])
     record(
         record_property, "Processes that share rows: largest difference from one process",
-        run=f"{model}-{method}-{'packed' if packing else 'padded'}-{size}x{accumulation}-{engine}",
+        run=f"{way}-{model}-{method}-{'packed' if packing else 'padded'}-{size}x{accumulation}-{engine}",
         **difference.figures(),
     )  # fmt: skip
     assert not {key: value for key, value in vars(difference).items() if not value <= limits[key]}

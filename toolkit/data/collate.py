@@ -160,18 +160,23 @@ class PartCollator:
     """What one of several processes that share rows gets of a batch: as many tokens as each of them, in order.
 
     `input_ids`, `labels` and `position_ids` are (1, T / size). Boundaries and lengths of documents stay those of the
-    whole row, in which attention sees them, and `row_tokens`, a host integer, is T. The first label is the one that
-    follows the last token, so that labels rolled by one follow their tokens, and each label is in one part.
+    whole row, in which attention sees them. The first label is the one that follows the last token, so that labels
+    rolled by one follow their tokens, and each label is in one part. Attention is told by
+
+    - `row_tokens`, a host integer, that is T, where the part is one piece of the row;
+    - `row_chunks`, where it is two, of each what `_chunk` says.
 
     Args:
-        whole: Lays documents end to end, filled up to a multiple of `size`.
+        whole: Lays documents end to end, filled up to a multiple of `size * chunks`.
         index: Which part.
         size: Number of parts.
+        chunks: 1 for a piece of the row; 2 for one of its front and one as far from its end.
     """
 
     whole: Collator
     index: int
     size: int
+    chunks: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -182,15 +187,44 @@ class PartCollator:
         """As of the whole."""
         return self.whole.width(lengths)
 
+    def pieces(self, tokens: int) -> list[tuple[int, int]]:
+        """First token and end of each piece of a row that is this part."""
+        width = tokens // (self.size * self.chunks)
+        places = [self.index, 2 * self.size - 1 - self.index][: self.chunks]
+        return [(place * width, (place + 1) * width) for place in places]
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(1, T / size) of (1, T)."""
+        return torch.cat([tensor[:, first:end] for first, end in self.pieces(tensor.shape[1])], 1)
+
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """The part of a batch."""
         batch = self.whole(examples)
         tokens = batch["input_ids"].shape[1]
-        part = slice(self.index * tokens // self.size, (self.index + 1) * tokens // self.size)
-        batch |= {key: batch[key][:, part] for key in ("input_ids", "position_ids")}
-        batch["labels"] = batch["labels"].roll(-1, 1)[:, part].roll(1, 1)
+        batch |= {key: self.part(batch[key]) for key in ("input_ids", "position_ids")}
+        batch["labels"] = self.part(batch["labels"].roll(-1, 1)).roll(1, 1)
         batch["label_positions"] = _label_positions(batch["labels"].numpy(), pairs=False)
-        return batch | {"row_tokens": tokens}
+        if self.chunks == 1:
+            return batch | {"row_tokens": tokens}
+        boundaries = batch["cu_seq_lens_q"].numpy()
+        return batch | {"row_chunks": [_chunk(boundaries, first, end) for first, end in self.pieces(tokens)]}
+
+
+def _chunk(boundaries: NDArray[np.int32], first: int, end: int) -> dict[str, Any]:
+    """How tokens `first` to `end` of a row attend to it.
+
+    Returns:
+        `tokens` of the chunk; `first` and `end` of the tokens of its documents up to its own end; of these documents
+        `cu_seq_lens_q`, `max_length_q` of their tokens in the chunk, and `cu_seq_lens_k`, `max_length_k` of all.
+    """
+    begins, stops = boundaries[:-1], np.minimum(boundaries[1:], end)
+    here = (stops > first) & (begins < end)
+    begins, stops = begins[here], stops[here]
+    told: dict[str, Any] = {"tokens": end - first, "first": int(begins[0]), "end": end}
+    for name, lengths in (("q", stops - np.maximum(begins, first)), ("k", stops - begins)):
+        told[f"cu_seq_lens_{name}"] = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
+        told[f"max_length_{name}"] = int(lengths.max())
+    return told
 
 
 def _label_positions(labels: NDArray[np.int64], pairs: bool) -> torch.Tensor:

@@ -329,7 +329,9 @@ class EngineState(Partial):
     offload_optimizer: str | None = None
     offload_param: str | None = None
     sequence: int | None = None
-    """Processes that share each row."""
+    """Processes that share each row by exchanging heads."""
+    context: int | None = None
+    """Processes that share each row by gathering keys and values."""
     sharded_over: int | None = None
     """Processes over which FSDP shards."""
     reshard_after_forward: bool | None = None
@@ -367,6 +369,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "engine": "ddp" if several else "none",
         "world_size": layout.world_size,
         "sequence": layout.sequence,
+        "context": layout.context,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "num_workers": recipe.data.decided_workers,

@@ -133,12 +133,19 @@ class BatchLayout:
     world_size: int
     seq_len: int
     sequence: int = 1
-    """Processes that share each row, see `parallel.sequence` of the recipe."""
+    """Processes that share each row by exchanging heads, see `parallel.sequence` of the recipe."""
+    context: int = 1
+    """Processes that share each row by gathering keys and values, see `parallel.context`."""
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share each row, in whichever way."""
+        return self.sequence * self.context
 
     @property
     def data_parallel_size(self) -> int:
         """Groups of processes that each get rows of their own."""
-        return self.world_size // self.sequence
+        return self.world_size // self.sharing
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -158,15 +165,15 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     Raises:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
-    batch, sequence = recipe.batch, recipe.parallel.sequence
-    replicas = _replicas(world_size, sequence)
+    batch, parallel = recipe.batch, recipe.parallel
+    replicas = _replicas(world_size, parallel.sharing, parallel.shares_by)
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
     unit = replicas * (stated or 1)
     if total % unit:
         parts = f"{world_size} process" + ("es" if world_size > 1 else "")
-        parts += f", {sequence} to a row," if sequence > 1 else ""
+        parts += f", {parallel.sharing} to a row," if parallel.sharing > 1 else ""
         parts += f" x batch.micro_batch_size {stated}" if stated else ""
         nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
         scale = batch.seq_len if tokens else 1
@@ -180,22 +187,23 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         fewer = next(number for number in range(replicas, 0, -1) if total % number == 0)
         if fewer < replicas:
             # What is continued keeps its global batch.
-            change += f", or start {fewer * sequence} process" + ("es" if fewer * sequence > 1 else "")
+            change += f", or start {fewer * parallel.sharing} process" + ("es" if fewer * parallel.sharing > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, sequence)
+    every = share // micro_batch
+    return BatchLayout(total, micro_batch, every, world_size, batch.seq_len, parallel.sequence, parallel.context)
 
 
-def _replicas(world_size: int, sequence: int) -> int:
+def _replicas(world_size: int, sharing: int, key: str) -> int:
     """Groups of processes that share rows."""
-    if world_size % sequence == 0:
-        return world_size // sequence
-    smaller = [str(size) for size in range(1, min(sequence, world_size + 1)) if world_size % size == 0]
-    start = [size for size in (world_size // sequence * sequence, (world_size // sequence + 1) * sequence) if size]
+    if world_size % sharing == 0:
+        return world_size // sharing
+    smaller = [str(size) for size in range(1, min(sharing, world_size + 1)) if world_size % size == 0]
+    start = [size for size in (world_size // sharing * sharing, (world_size // sharing + 1) * sharing) if size]
     raise UserError(
-        f"parallel.sequence={sequence} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
-        f"set parallel.sequence={' or '.join(smaller[-2:])}, or start {' or '.join(map(str, start))} processes",
+        f"{key}={sharing} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
+        f"set {key}={' or '.join(smaller[-2:])}, or start {' or '.join(map(str, start))} processes",
     )
 
 
@@ -205,9 +213,9 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     Args:
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
-    sequence = recipe.parallel.sequence
-    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // sequence))
-    largest = max(1, int(sequence * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
+    sharing = recipe.parallel.sharing
+    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // sharing))
+    largest = max(1, int(sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 

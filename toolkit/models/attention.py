@@ -55,7 +55,7 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attent
 
 
 def resolve(
-    requested: str, config: Mapping[str, Any], compute: str, available: Mapping[str, str], parts: int = 1
+    requested: str, config: Mapping[str, Any], compute: str, available: Mapping[str, str], shares_by: str = ""
 ) -> str:
     """The backend that will run.
 
@@ -64,7 +64,7 @@ def resolve(
         config: The model's config as a dictionary; may be empty.
         compute: Name of the compute dtype, e.g. `bfloat16`.
         available: Every backend with `ok`, or why it does not run, see `attention_kernels.available`.
-        parts: `parallel.sequence` of the recipe.
+        shares_by: The key of the recipe by which processes share rows; empty if they do not.
 
     Returns:
         A key of `IMPLEMENTATIONS`.
@@ -75,14 +75,14 @@ def resolve(
     reasons = {
         name: unfit(name, config, compute) or "ok" if reason == "ok" else reason for name, reason in available.items()
     }
-    if parts > 1:
+    if shares_by:
         reasons |= {name: "it does not take parts of rows" for name in reasons if name not in VARLEN}
     usable = [name for name, reason in reasons.items() if reason == "ok"]
-    if parts > 1 and not usable:
+    if shares_by and not usable:
         raise UserError(
-            "parallel.sequence needs attention that takes the boundaries of documents, which is none here: "
+            f"{shares_by} needs attention that takes the boundaries of documents, which is none here: "
             + reasons["torch_varlen"],
-            "remove parallel.sequence",
+            f"remove {shares_by}",
         )
     if requested == "auto":
         return _best(usable, config, compute)
@@ -116,13 +116,13 @@ def in_16_bits(compute: str) -> str:
 
 
 def planned(
-    requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None, parts: int = 1
+    requested: str, config: Mapping[str, Any], compute: str, kind: str, capability: str | None, shares_by: str = ""
 ) -> str:
     """The backend that `resolve` will choose on a device that is not here; what else is installed there is not known.
 
     Args:
         kind: See `on_device`, and so `capability`. Where it is not known, what the recipe asks for is taken.
-        parts: See `resolve`.
+        shares_by: See `resolve`.
 
     Raises:
         UserError: If what the recipe asks for cannot run there, or computes something else.
@@ -134,7 +134,7 @@ def planned(
         rocm = in_16_bits(compute) or "ok"
         flash = {"cpu": "needs a GPU", "rocm": rocm}.get(kind, there["torch_varlen"])
         there |= {name: flash for name in VARLEN if name not in there}
-    return resolve(requested, config, compute, there, parts)
+    return resolve(requested, config, compute, there, shares_by)
 
 
 def _best(usable: Collection[str], config: Mapping[str, Any], compute: str) -> str:

@@ -162,7 +162,9 @@ def varlen_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
     """Causal attention within documents, through torch's variable-length FlashAttention where it runs.
@@ -172,7 +174,9 @@ def varlen_attention(
         attention_mask: (batch, tokens) where rows are padded, which is refused.
         sliding_window: Tokens a query may look back to, itself included.
         cu_seq_lens_q: (documents + 1,) int32, cumulative lengths of one row; without them rows are documents.
+        cu_seq_lens_k: Those of the keys, where they differ; a document's queries are then those of its last tokens.
         max_length_q: Longest document, a host integer.
+        max_length_k: The same of the keys.
 
     Returns:
         (batch, tokens, num_heads, head_dim), and no attention weights.
@@ -184,31 +188,43 @@ def varlen_attention(
         if attention_mask is not None or key.shape[2] != tokens:
             raise ValueError("torch_varlen attention takes cu_seq_lens, no padding and no cache; use sdpa for these")
         cu_seq_lens_q = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=query.device)
-    # Norms of queries and keys (Qwen3, Gemma 3) with fp32 masters give fp32 under autocast; the kernels take 16 bits.
-    where = query.device.type
-    dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
-    q, k, v = (each.transpose(0, 1).flatten(1, 2).to(dtype) for each in (query, key, value))
+    q, k, v = (each.transpose(0, 1).flatten(1, 2) for each in to_compute(query, key, value))
     scale = size**-0.5 if scaling is None else scaling
-    compute = _on_cpu if where == "cpu" else _on_gpu
-    out = compute(q, k, v, cu_seq_lens_q, max_length_q or tokens, scale, sliding_window or 0)
+    boundaries = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+    longest = (max_length_q or tokens, max_length_k or max_length_q or tokens)
+    compute = _on_cpu if query.device.type == "cpu" else _on_gpu
+    out = compute(q, k, v, boundaries, longest, scale, sliding_window or 0)
     return out.unflatten(0, (batch, tokens)), None
 
 
-def _on_gpu(query: Any, key: Any, value: Any, boundaries: Any, longest: int, scale: float, window: int) -> Any:
-    """Arguments and result are those of `document_attention`, but for the longest document."""
+def to_compute(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """In the dtype that attention computes in.
+
+    Rotary embeddings and norms of queries and keys with fp32 masters give fp32 under autocast; kernels take 16 bits.
+    """
+    where = query.device.type
+    dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _on_gpu(
+    query: Any, key: Any, value: Any, boundaries: tuple[Any, Any], longest: tuple[int, int], scale: float, window: int
+) -> Any:
+    """Arguments and result are those of `document_attention`, but for the longest document of queries and of keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     # Heads may share keys and values in every version; from torch 2.12 on this has to be said.
     shared = {"enable_gqa": query.shape[0] != key.shape[0]} if torch.__version__ >= "2.12" else {}
     q, k, v = (each.transpose(0, 1) for each in (query, key, value))
-    window_size = (window - 1, 0)
-    out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=window_size, **shared)
+    out = varlen_attn(q, k, v, *boundaries, *longest, scale=scale, window_size=(window - 1, 0), **shared)
     assert not isinstance(out, tuple)
     return out
 
 
-def _on_cpu(query: Any, key: Any, value: Any, boundaries: Any, longest: int, scale: float, window: int) -> Any:
-    return document_attention(query, key, value, boundaries, scale, window)
+def _on_cpu(
+    query: Any, key: Any, value: Any, boundaries: tuple[Any, Any], longest: tuple[int, int], scale: float, window: int
+) -> Any:
+    return document_attention(query, key, value, *boundaries, scale, window)
 
 
 def _imports(module: str) -> bool:

@@ -24,21 +24,34 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries `first` to `end`, which see keys from `low` on, of a document."""
+    """Queries `first` to `end` of a document, which see its keys from `low` on.
+
+    A query's own key lies `ahead` places behind it, as there may be keys of earlier tokens without queries.
+    """
 
     first: int
     end: int
     low: int
+    ahead: int
     window: int
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.first, self.end)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.low, self.end + self.ahead)
 
     def weights(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Attention weights (shared heads, groups, queries, keys) in fp32 of scaled queries (…, queries, size)."""
         shared, groups, rows, size = queries.shape
         scores = torch.bmm(queries.reshape(shared, groups * rows, size), keys.transpose(1, 2))
         scores = scores.view(shared, groups, rows, keys.shape[1])
-        scores[..., self.first - self.low :] += _later(rows, scores.dtype)
-        if self.window and self.end - self.window > self.low:
-            gone = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(self.first - self.low - self.window)
+        before = self.first + self.ahead - self.low
+        scores[..., before:] += _later(rows, scores.dtype)
+        if self.window and before + rows > self.window:
+            gone = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(before - self.window)
             scores.masked_fill_(gone, -math.inf)
         return torch.softmax(scores, -1, dtype=torch.float32)
 
@@ -48,16 +61,24 @@ def _later(rows: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((rows, rows), -math.inf, dtype=dtype).triu(1)
 
 
-def _blocks(boundaries: torch.Tensor, window: int) -> Iterator[_Block]:
-    for begin, stop in itertools.pairwise(boundaries.tolist()):
+def _blocks(boundaries: torch.Tensor, key_boundaries: torch.Tensor, window: int) -> Iterator[_Block]:
+    documents = zip(*(itertools.pairwise(each.tolist()) for each in (boundaries, key_boundaries)), strict=True)
+    for (begin, stop), (key_begin, key_stop) in documents:
+        ahead = key_stop - stop
         for first in range(begin, stop, _BLOCK):
-            low = max(begin, first - window + 1) if window else begin
-            yield _Block(first, min(first + _BLOCK, stop), low, window)
+            low = max(key_begin, first + ahead - window + 1) if window else key_begin
+            yield _Block(first, min(first + _BLOCK, stop), low, ahead, window)
 
 
 @torch.library.custom_op("toolkit::document_attention", mutates_args=(), device_types="cpu")
 def document_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, scaling: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    key_boundaries: torch.Tensor,
+    scaling: float,
+    window: int,
 ) -> torch.Tensor:
     """Attention of documents that lie end to end; an operation of its own, so that compilers leave it whole.
 
@@ -65,7 +86,8 @@ def document_attention(
         query: (heads, tokens, size).
         key: (shared heads, tokens, size); heads that share one are neighbours.
         value: (shared heads, tokens, size of values).
-        boundaries: (documents + 1,) integers, cumulative lengths.
+        boundaries: (documents + 1,) integers, cumulative lengths of the queries.
+        key_boundaries: The same of the keys: as many, or more, of which a document's queries are those of the last.
         scaling: Of the scores.
         window: Tokens a query may look back to, itself included; 0 for all.
 
@@ -74,11 +96,10 @@ def document_attention(
     """
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     queries, outs = _grouped(query * scaling, key), _grouped(out.transpose(0, 1), key)
-    for block in _blocks(boundaries, window):
-        seen = slice(block.low, block.end)
-        weights = block.weights(queries[:, :, block.first : block.end], key[:, seen]).to(value.dtype)
-        products = torch.bmm(weights.flatten(1, 2), value[:, seen])
-        outs[:, :, block.first : block.end] = products.view(*weights.shape[:3], -1)
+    for block in _blocks(boundaries, key_boundaries, window):
+        weights = block.weights(queries[:, :, block.queries], key[:, block.keys]).to(value.dtype)
+        products = torch.bmm(weights.flatten(1, 2), value[:, block.keys])
+        outs[:, :, block.queries] = products.view(*weights.shape[:3], -1)
     return out
 
 
@@ -89,6 +110,7 @@ def _backward(
     key: torch.Tensor,
     value: torch.Tensor,
     boundaries: torch.Tensor,
+    key_boundaries: torch.Tensor,
     scaling: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,8 +120,8 @@ def _backward(
     to_key, to_value = (torch.zeros(each.shape, dtype=torch.float32) for each in (key, value))
     queries, to_queries = _grouped(query * scaling, key), _grouped(to_query, key)
     gradients = _grouped(gradient.transpose(0, 1), key)
-    for block in _blocks(boundaries, window):
-        here, seen = slice(block.first, block.end), slice(block.low, block.end)
+    for block in _blocks(boundaries, key_boundaries, window):
+        here, seen = block.queries, block.keys
         weights = block.weights(queries[:, :, here], key[:, seen])
         wanted = gradients[:, :, here].flatten(1, 2)
         to_weights = torch.bmm(wanted, value[:, seen].transpose(1, 2)).view_as(weights).float()
@@ -117,12 +139,12 @@ def _grouped(each: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 @document_attention.register_fake
-def _(query: Any, key: Any, value: Any, boundaries: Any, scaling: float, window: int) -> Any:
+def _(query: Any, key: Any, value: Any, *args: Any) -> Any:
     return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
 
 
 @_backward.register_fake
-def _(gradient: Any, query: Any, key: Any, value: Any, boundaries: Any, scaling: float, window: int) -> Any:
+def _(gradient: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:
     return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
 
 
@@ -132,7 +154,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return *_backward(gradient, *ctx.saved_tensors, ctx.scaling, ctx.window), None, None, None
+    return *_backward(gradient, *ctx.saved_tensors, ctx.scaling, ctx.window), None, None, None, None
 
 
 document_attention.register_autograd(_gradients, setup_context=_keep)

@@ -1,83 +1,24 @@
 """Attention over rows whose tokens are divided over processes (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-Every process computes its part of the tokens; before attention the processes of a group exchange these parts for heads,
-so that each attends with its share of the heads over the whole row, and after it the other way round. To engines this
-is plain data parallelism: the loss is a sum over the tokens of all processes, so its gradients add up as they do for
-different rows, and DDP, ZeRO and FSDP spread the model over all processes as ever.
+Before attention the processes of a group exchange their parts for heads, so that each attends with its share of the
+heads over the whole row, and after it the other way round.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as collectives
 
 from toolkit.common import UserError
-from toolkit.models.attention import VARLEN
-
-_GROUP: dict[str, Any] = {}
-_BALANCE = "load_balancing_loss_func"
+from toolkit.models.attention_kernels import to_compute
+from toolkit.models.shared_rows import Attention, group, sharing
 
 
-def share_rows(size: int) -> None:
-    """Puts each `size` processes of neighbouring ranks into a group that shares rows. All processes call this.
-
-    From then on backends that take boundaries of documents attend over whole rows where they are given parts of them.
-    """
-    from transformers import AttentionInterface
-
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
-    _GROUP["rows"] = groups[dist.get_rank() // size]
-    known = AttentionInterface()
-    for name in VARLEN:
-        if name in known:
-            AttentionInterface.register(name, exchange(known[name]))
-
-
-def share_balance(model: Any) -> None:
-    """Has a mixture's model compute the balance of its routers over whole rows, not over the part of this process.
-
-    Args:
-        model: A causal language model without adapters around it.
-
-    Raises:
-        UserError: If it computes that in another way than Transformers' models do.
-    """
-    from transformers.models.mixtral import modeling_mixtral
-
-    # Theirs for all mixtures is Mixtral's where the fused head scores, and the model's own elsewhere.
-    own = sys.modules[type(model).__module__]
-    if not hasattr(own, _BALANCE):
-        raise UserError(
-            f"with parallel.sequence the balance loss of a {model.config.model_type} would be that of parts of rows",
-            "remove parallel.sequence",
-        )
-    for code in {modeling_mixtral, own}:
-        setattr(code, _BALANCE, _of_rows(getattr(code, _BALANCE)))
-
-
-def _of_rows(balance: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(balance)
-    def gathered(routed: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        # Every process scores the whole rows, and the gradients of their parts are summed over as many.
-        whole = (collectives.all_gather_single_autograd(each, 0, _GROUP["rows"]) for each in routed)
-        return balance(tuple(whole), *args, **kwargs)
-
-    return gathered
-
-
-def sharing() -> int:
-    """How many processes share rows with this one, itself included."""
-    return dist.get_world_size(_GROUP["rows"]) if _GROUP else 1
-
-
-def exchange(attend: Callable[..., tuple[Any, None]]) -> Callable[..., tuple[Any, None]]:
+def exchange(attend: Attention) -> Attention:
     """An attention function of Transformers that works on parts of rows, of one that takes boundaries of documents."""
 
     @functools.wraps(attend)
@@ -91,8 +32,9 @@ def exchange(attend: Callable[..., tuple[Any, None]]) -> Callable[..., tuple[Any
             # Of layers that differ, no config says it before.
             raise UserError(
                 f"parallel.sequence={size} does not divide the {query.shape[1]} attention heads of a layer",
-                "remove parallel.sequence, or set it to a number that divides the heads of every layer",
+                "set parallel.context instead, or a number that divides the heads of every layer",
             )
+        query, key, value = to_compute(query, key, value)
         # Heads that share a key go together; where there are fewer keys than processes, copies of them go to several.
         copies = size // math.gcd(key.shape[1], size)
         if copies > 1:
@@ -128,7 +70,7 @@ def _all_to_all(parts: torch.Tensor) -> torch.Tensor:
     """
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=_GROUP["rows"])
+    dist.all_to_all_single(received, parts, group=group())
     return received
 
 

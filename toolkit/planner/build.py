@@ -114,7 +114,7 @@ class _Question:
             gradient_accumulation_steps=layout.gradient_accumulation_steps,
             global_batch_size=layout.global_batch_size,
             seq_len=layout.seq_len,
-            sequence=layout.sequence,
+            sequence=layout.sharing,
             num_workers=workers,
             chosen=chosen,
             memory=ranks,

@@ -30,8 +30,8 @@ def backend(
     It is decided for the longest row of a usual micro-batch, or full rows where the data is not known.
     """
     requested, compute, device = recipe.model.attention, dtypes(recipe).compute, hardware.device
-    parts = recipe.parallel.sequence
-    best = attention.planned(requested, config, compute, device.kind, device.capability, parts)
+    shares_by = recipe.parallel.shares_by
+    best = attention.planned(requested, config, compute, device.kind, device.capability, shares_by)
     # Selective checkpointing keeps what fused kernels return. Encoders' attention has not been measured.
     open_to_eager = recipe.activation_checkpointing.mode != "selective" and recipe.objective != "seq2seq"
     if (requested, best) != ("auto", "sdpa") or not (open_to_eager and hardware.attention):

@@ -77,19 +77,24 @@ class Workload:
     def shape(self) -> Shape:
         """Of a micro-batch, or of the part of it that a process has."""
         longest = self.longest or self.layout.seq_len
-        tokens = self.layout.micro_batch_size * self.layout.seq_len / self.layout.sequence
+        tokens = self.layout.micro_batch_size * self.layout.seq_len / self.layout.sharing
         return Shape(self.trace.layers, tokens / longest, longest, self.target_len)
 
     @functools.cached_property
-    def exchanged(self) -> tuple[int, int]:
-        """Bytes of a token that processes exchange in a layer before its attention (queries, and keys and values with
-        their copies) and after it; none where they share no rows (`models.sequence_parallel`)."""
-        (heads, shared, size), parts = self.heads, self.layout.sequence
-        if parts == 1:
-            return 0, 0
-        copies = parts // math.gcd(shared or 1, parts)
+    def exchanged(self) -> tuple[float, float]:
+        """Bytes of a token of a process's part that go to others in the forward pass of a layer, and in the backward
+        pass; none where processes share no rows."""
+        (heads, shared, size), parts = self.heads, self.layout.sharing
         width = size * WIDTH[self.types.compute]
-        return (heads + 2 * shared * copies) * width, heads * width
+        if self.layout.context > 1:
+            # Keys and values go to all others; backwards they do once more, and the gradients come back.
+            once = 2.0 * shared * width * (parts - 1)
+            return once, 2 * once
+        # Queries, keys and values with their copies, and what attention returns; each process keeps its own heads.
+        copies = parts // math.gcd(shared or 1, parts)
+        once = (2 * heads + 2 * shared * copies) * width * (parts - 1) / parts
+        checkpointing = self.recipe.activation_checkpointing
+        return once, once * (1 if checkpointing.mode == "none" else 1 + 1 / checkpointing.every_n_layers)
 
     @property
     def accumulates(self) -> bool:

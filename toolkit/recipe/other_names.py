@@ -12,6 +12,7 @@ SAME = {
         *("sequence_parallel_size", "sequence_parallel_degree", "ulysses_sequence_parallel_size", "sp_size"),
         "ulysses_degree",
     ),
+    "parallel.context": ("context_parallel_size", "cp_size", "context_parallel_degree", "ring_attn_size"),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (
@@ -214,13 +215,11 @@ _OPTIONS = {
     "--head HOST": ("main_process_ip", "master_addr"),
     "--port P": ("main_process_port", "master_port"),
 }
-_ROWS = "set parallel.sequence: {given}, which divides rows by attention heads"
 _UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
 _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
 ADVICE = {
     **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
     **dict.fromkeys(("max_prompt_length", "max_completion_length", "reward_funcs"), _NO_PREFERENCES),
-    **dict.fromkeys(("context_parallel_size", "cp_size", "context_parallel_degree"), _ROWS),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
@@ -299,6 +298,7 @@ ADVICE = {
 """Keys that have no counterpart of their own."""
 
 OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
+_GATHERS = "set parallel.context to the number of devices that share a row and gather its keys and values"
 _NO_TENSORS = "set strategy.name to zero3 or fsdp: tensors and stages of a model are not split over devices"
 _NO_EVALUATION = "set data.eval_split: null and evaluation.num_prompts: 0, and leave out its other keys"
 HABITS: dict[str, dict[str, str]] = {
@@ -314,7 +314,8 @@ HABITS: dict[str, dict[str, str]] = {
         **{"deepspeed": "strategy.name: zero2", "dp": "strategy.name: ddp", "fsdp2": "strategy.name: fsdp"},
         **dict.fromkeys(("none", "no", "false"), "strategy.name: ddp"),
         **dict.fromkeys(("tp", "pp", "ep", "tensor_parallel", "megatron"), _NO_TENSORS),
-        **dict.fromkeys(("cp", "sp", "ulysses"), "set parallel.sequence to the number of devices that share a row"),
+        **dict.fromkeys(("sp", "ulysses"), "set parallel.sequence to the number of devices that share a row"),
+        **dict.fromkeys(("cp", "ring_attention", "ring"), _GATHERS),
     },
     "evaluation": {
         **dict.fromkeys(("false", "none", "null"), _NO_EVALUATION),

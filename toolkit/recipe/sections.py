@@ -186,6 +186,20 @@ class Parallel(Section):
     """How many processes share each row: every one computes a part of its tokens, and in attention a part of the heads
     over all of them (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). Activations and logits of a process shrink with
     it. Divides the model's attention heads; needs an attention backend that takes the boundaries of documents."""
+    context: PositiveInt = 1
+    """How many processes share each row, as with `sequence`, but in attention each keeps the queries of its tokens and
+    gathers the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2). It need not divide
+    the heads, and less is sent where few of them have keys of their own."""
+
+    @property
+    def sharing(self) -> int:
+        """How many processes share each row, in whichever way."""
+        return self.sequence * self.context
+
+    @property
+    def shares_by(self) -> str:
+        """The key by which processes share rows; empty if they do not."""
+        return "parallel.context" if self.context > 1 else "parallel.sequence" if self.sequence > 1 else ""
 
 
 ADAPTER_LEARNING_RATE = 2e-4

@@ -10,6 +10,9 @@ from toolkit.data.collate import Collator, Layout, PartCollator
 from toolkit.data.prepare import sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device
+from toolkit.models.context_parallel import gather
+from toolkit.models.sequence_parallel import exchange
+from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
 
 
@@ -26,14 +29,35 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
     layout: Layout = "packed" if recipe.data.packing else "padded"
     on_cpu = device.kind() == "cpu"
     if backend in attention.VARLEN:
-        parts = recipe.parallel.sequence
-        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts, ALIGNED if on_cpu else 1))
-        return flat if parts == 1 else PartCollator(flat, part, parts)
+        parts, chunks = recipe.parallel.sharing, 2 if recipe.parallel.context > 1 else 1
+        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts * chunks, ALIGNED if on_cpu else 1))
+        return flat if parts == 1 else PartCollator(flat, part, parts, chunks)
     if backend == "flex":
         return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
     # By itself a row that is packed has a mask all the same.
     lone = compiles or recipe.data.packing or on_cpu
     return Collator(tokenizer.pad_token_id, layout, ALIGNED, longest=recipe.batch.seq_len, lone=lone)
+
+
+def share(layout: BatchLayout) -> None:
+    """Has attention see whole rows where processes have parts of them. All processes call this."""
+    if layout.context > 1:
+        share_rows("context", layout.context, gather)
+    elif layout.sequence > 1:
+        share_rows("sequence", layout.sequence, exchange)
+
+
+def score_parts(trainer: Any, shares_by: str) -> None:
+    """Has a trainer take each label for that of the token before it in the part, and routers be balanced by whole rows.
+
+    Args:
+        shares_by: The key of the recipe by which rows are shared.
+    """
+    # The first label of a part is that of its last token.
+    trainer._loss_shifts_labels = False
+    if trainer.aux_loss_enabled:
+        wrapped = hasattr(trainer.model, "get_base_model")
+        share_balance(trainer.model.get_base_model() if wrapped else trainer.model, shares_by)
 
 
 def micro_batches(
@@ -50,5 +74,5 @@ def micro_batches(
         accumulation=layout.gradient_accumulation_steps,
         world_size=layout.data_parallel_size,
         flat=collates.layout == "flat",
-        sharing=layout.sequence,
+        sharing=layout.sharing,
     )

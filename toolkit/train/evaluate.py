@@ -20,7 +20,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, with_mask
-from toolkit.models.sequence_parallel import sharing
+from toolkit.models.shared_rows import sharing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 

@@ -32,7 +32,6 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.sequence_parallel import share_balance, share_rows
 from toolkit.models.step_casts import StepCasts
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
@@ -47,7 +46,7 @@ from toolkit.report.terminal import Progress
 from toolkit.train import checkpoint, optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.batch_guard import BatchGuard
-from toolkit.train.batching import collator, micro_batches
+from toolkit.train.batching import collator, micro_batches, score_parts, share
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
 from toolkit.train.finite import Finite
@@ -108,7 +107,7 @@ def set_up(
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
     kinds = attention_kernels.available(types.compute)
     backend = attention.resolve(
-        recipe.model.attention, source.config.to_dict(), types.compute, kinds, recipe.parallel.sequence
+        recipe.model.attention, source.config.to_dict(), types.compute, kinds, recipe.parallel.shares_by
     )
     tokenizer = source.tokenizer()
     stops = source.stop_tokens(tokenizer)
@@ -143,8 +142,7 @@ def set_up(
     set_seed(recipe.seed)
     begins = source_of(source, folder)
     base = begins.load(types, backend)
-    if layout.sequence > 1:
-        share_rows(layout.sequence)
+    share(layout)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
@@ -168,14 +166,11 @@ def set_up(
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=train.with_format("numpy"),
         eval_dataset=prepared.eval,
-        data_collator=collator(recipe, backend, tokenizer, compiles, world.rank % layout.sequence),
+        data_collator=collator(recipe, backend, tokenizer, compiles, world.rank % layout.sharing),
         processing_class=tokenizer,
     )
-    if layout.sequence > 1:
-        # The first label of a part is that of its last token.
-        trainer._loss_shifts_labels = False
-        if trainer.aux_loss_enabled:
-            share_balance(trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model)
+    if layout.sharing > 1:
+        score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
     notes = [_BALANCE] if getattr(trainer, "aux_loss_enabled", False) else []
     if recipe.method.name == "lora":

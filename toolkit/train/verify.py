@@ -28,7 +28,7 @@ from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
-from toolkit.models.sequence_parallel import sharing
+from toolkit.models.shared_rows import sizes
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
@@ -49,7 +49,7 @@ class Verify(TrainerCallback):
         self._check()
         if self._session.recipe.data.packing or self._session.attention in attention.VARLEN:
             check_isolation(self._session)
-        if self._session.layout.sequence > 1:
+        if self._session.layout.sharing > 1:
             check_parts(self._session)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -138,7 +138,7 @@ def check_parts(session: Session) -> None:
     Raises:
         UserError: If they do not, on any process.
     """
-    trainer, size = session.trainer, session.layout.sequence
+    trainer, size = session.trainer, session.layout.sharing
     collator, model = trainer.data_collator, trainer.model_wrapped
     ids = [1, 2, 3, 4, 5, 6, 7, 8] * size
     row = {"input_ids": ids, "labels": [IGNORE] * len(ids), "seq_lengths": [len(ids) // 2] * 2}
@@ -147,7 +147,7 @@ def check_parts(session: Session) -> None:
             model(**trainer.output_head.plain(send_to_device(collate([row]), trainer.args.device))).logits[0].double()
             for collate in (collator.whole, collator)
         )
-    mine = whole[collator.index * len(part) :][: len(part)]
+    mine = torch.cat([whole[first:end] for first, end in collator.pieces(len(whole))])
     difference = ((part - mine).norm() / mine.norm()).reshape(1)
     largest = trainer.accelerator.gather(difference).max().item()
     # Rounding in another order; tokens that other parts do not see are off by as much as the logits are large.
@@ -156,7 +156,7 @@ def check_parts(session: Session) -> None:
         raise UserError(
             f"{type(session.module).__name__} computes other logits for parts of rows than for whole ones: they differ "
             f"by {largest:.1g} of their size",
-            "remove parallel.sequence",
+            f"remove {session.recipe.parallel.shares_by}",
         )
 
 
@@ -203,7 +203,7 @@ def read(trainer: Any) -> EngineState:
         "engine": _engine(engine, deepspeed),
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        "sequence": sharing(),
+        **sizes(),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),

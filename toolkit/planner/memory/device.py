@@ -140,7 +140,7 @@ class _RankMemory:
         if phase == "evaluation":
             batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
             length = self.workload.evaluation_len or shape.seq_len
-            shape = dataclasses.replace(shape, batch=batch / self.layout.sequence, seq_len=length)
+            shape = dataclasses.replace(shape, batch=batch / self.layout.sharing, seq_len=length)
             moments = self.engine.evaluating
         candidates = [
             _add(
@@ -159,14 +159,15 @@ class _RankMemory:
         return _add(fullest, {"casts": self._cast(), "activations": compiled + self._exchanged()})
 
     def _exchanged(self) -> float:
-        """What attention returned, which is kept twice where processes share rows: as parts of heads for its own
-        backward pass, and as parts of rows for that of the layer after it. On a CPU attention keeps none."""
-        if self.on_cpu:
+        """What attention returned, which is kept twice where processes share rows: as it left the kernel for its own
+        backward pass, and as the part of this process for that of the layer after it. On a CPU attention keeps none."""
+        (heads, _, size), layout = self.workload.heads, self.layout
+        if self.on_cpu or layout.sharing == 1:
             return 0.0
         checkpointing = self.recipe.activation_checkpointing
         recomputed = 0.0 if checkpointing.mode == "none" else 1 / checkpointing.every_n_layers
         layers = max(1.0, self.trace.layers * (1 - recomputed))
-        return layers * self.engine.shape.tokens * self.workload.exchanged[1]
+        return layers * self.engine.shape.tokens * heads * size * WIDTH[self.types.compute]
 
     def _cast(self) -> float:
         """The adapters' 16-bit copies, which stay for a whole step (`models.step_casts`). Without checkpointing a trace

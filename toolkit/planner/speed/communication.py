@@ -136,16 +136,17 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
 
 
 def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
-    """Parts of rows for heads, before each attention and back after it; in the backward pass their gradients, and where
-    layers are recomputed both again. Of what it holds each process keeps its own part."""
-    parts, hardware, every = workload.layout.sequence, workload.hardware, workload.layout.gradient_accumulation_steps
-    size = workload.trace.layers * tokens * sum(workload.exchanged) * (parts - 1) / parts
-    link = inner_link(hardware) if parts <= hardware.devices_per_node else NETWORK
-    waiting = 4 * workload.trace.layers * latency(hardware, across=parts > hardware.devices_per_node)
-    checkpointing = workload.recipe.activation_checkpointing
-    again = 1 / checkpointing.every_n_layers if checkpointing.mode != "none" else 0.0
-    yield Transfer("forward", every, {link: size}, hidden=False, latency=waiting)
-    yield Transfer("backward", every, {link: (1 + again) * size}, hidden=False, latency=(1 + again) * waiting)
+    """Between processes that share rows, in each layer's attention: parts of rows for heads and back
+    (`models.sequence_parallel`), or keys and values (`models.context_parallel`)."""
+    layout, hardware = workload.layout, workload.hardware
+    across = layout.sharing > hardware.devices_per_node
+    link = NETWORK if across else inner_link(hardware)
+    once = workload.trace.layers * latency(hardware, across=across) * (2 if layout.context > 1 else 4)
+    forward, backward = workload.exchanged
+    passes: dict[During, float] = {"forward": forward, "backward": backward}
+    for during, sent in passes.items():
+        size, waiting = workload.trace.layers * tokens * sent, once * sent / forward if forward else 0.0
+        yield Transfer(during, layout.gradient_accumulation_steps, {link: size}, hidden=False, latency=waiting)
 
 
 def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:

@@ -166,7 +166,7 @@ def micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | No
 
     Where processes share rows, each has a part of the tokens, and its heads' part of the pairs of all.
     """
-    return _micro_load(recipe, layout, counted, backend).divided(layout.sequence)
+    return _micro_load(recipe, layout, counted, backend).divided(layout.sharing)
 
 
 def _micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | None, backend: str) -> Load:
@@ -251,7 +251,7 @@ def _total(
         mean = counted.eval_tokens / counted.eval_rows
         # Never packed, and sorted by length, so that there is little padding.
         trained = counted.trained_tokens / counted.tokens
-        load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained).divided(workload.layout.sequence)
+        load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained).divided(workload.layout.sharing)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
     saves, kept = _saves(length), _snapshots(workload.recipe, length)
     return Range(

@@ -142,7 +142,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         checkpointing=checkpointing.mode,
         every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
         # Loops over chunks look different from one chunk; on a GPU, where they work in place, one trace serves both.
-        long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK * layout.sequence,
+        long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK * layout.sharing,
         trust_remote_code=recipe.model.trust_remote_code,
         path=recipe.model.path if recipe.model.trust_remote_code else None,
     )

@@ -1,0 +1,96 @@
+"""Rows whose tokens are divided over the processes of a group, each of which computes a part of them.
+
+To engines this is plain data parallelism: the loss is a sum over the tokens of all processes, so its gradients add up
+as they do for different rows, and DDP, ZeRO and FSDP spread the model over all processes as ever. Only attention looks
+beyond a part: `sequence_parallel` and `context_parallel` are two ways to let it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+
+from toolkit.common import UserError
+from toolkit.models.attention import VARLEN
+
+Attention = Callable[..., tuple[Any, None]]
+"""An attention function of Transformers."""
+_GROUP: dict[str, Any] = {}
+_BALANCE = "load_balancing_loss_func"
+
+
+def share_rows(way: str, size: int, over_parts: Callable[[Attention], Attention]) -> None:
+    """Puts each `size` processes of neighbouring ranks into a group that shares rows. All processes call this.
+
+    From then on backends that take boundaries of documents attend over whole rows where they are given parts of them.
+
+    Args:
+        way: `sequence` or `context`, the key of `parallel` in the recipe.
+        size: Processes of a group.
+        over_parts: Makes attention over parts of rows of one over whole rows: `sequence_parallel.exchange` or
+            `context_parallel.gather`.
+    """
+    from transformers import AttentionInterface
+    from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
+
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    _GROUP["way"] = way
+    _GROUP["rows"] = groups[dist.get_rank() // size]
+    known = AttentionInterface()
+    for name in (*VARLEN, *FLASH_ATTN_KERNEL_FALLBACK.values()):
+        if name in known:
+            AttentionInterface.register(name, over_parts(known[name]))
+
+
+def group() -> Any:
+    """The processes that share rows with this one."""
+    return _GROUP["rows"]
+
+
+def sharing() -> int:
+    """How many processes share rows with this one, itself included."""
+    return dist.get_world_size(group()) if _GROUP else 1
+
+
+def sizes() -> dict[str, int]:
+    """`sharing` by the way in which they do."""
+    return {"sequence": 1, "context": 1} | ({_GROUP["way"]: sharing()} if _GROUP else {})
+
+
+def share_balance(model: Any, key: str) -> None:
+    """Has a mixture's model compute the balance of its routers over whole rows, not over the part of this process.
+
+    Args:
+        model: A causal language model without adapters around it.
+        key: Of the recipe, for which rows are shared.
+
+    Raises:
+        UserError: If it computes that in another way than Transformers' models do.
+    """
+    from transformers.models.mixtral import modeling_mixtral
+
+    # Theirs for all mixtures is Mixtral's where the fused head scores, and the model's own elsewhere.
+    own = sys.modules[type(model).__module__]
+    if not hasattr(own, _BALANCE):
+        raise UserError(
+            f"with {key} the balance loss of a {model.config.model_type} would be that of parts of rows",
+            f"remove {key}",
+        )
+    for code in {modeling_mixtral, own}:
+        setattr(code, _BALANCE, _of_rows(getattr(code, _BALANCE)))
+
+
+def _of_rows(balance: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(balance)
+    def gathered(routed: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        # Every process scores the whole rows, and the gradients of their parts are summed over as many.
+        whole = (collectives.all_gather_single_autograd(each, 0, group()) for each in routed)
+        return balance(tuple(whole), *args, **kwargs)
+
+    return gathered
