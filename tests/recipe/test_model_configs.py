@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from second_user import as_nobody, shared
 from tiny import tiny_model
 
 from toolkit.common import UserError
 from toolkit.recipe import compilation, model_configs, module_names
 from toolkit.recipe.schema import Model
 
+__all__ = ["shared"]
 PUBLISHED_PARAMETERS = {
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
@@ -335,3 +337,40 @@ def test_the_cache_lies_where_the_hub_puts_it(
     assert model_configs.tokenizer_file(Model(path="c/d", revision="x", tokenizer="a/b")) == snapshot / "tokenizer.json"
     assert model_configs.local_files(Model(path="a/b", revision="other")) is None
     assert model_configs.tokenizer_file(Model(path="a/b", tokenizer="c/d")) is None
+
+
+@pytest.mark.parametrize(
+    ("closed", "named"),
+    [
+        ("", ""),
+        (".", "refs/main"),
+        ("models--a--b", "refs/main"),
+        ("models--a--b/refs/main", "refs/main"),
+        (SNAPSHOT := f"models--a--b/snapshots/{'c' * 40}", SNAPSHOT),
+        (f"{SNAPSHOT}/config.json", "config.json"),
+        (f"{SNAPSHOT}/model.safetensors", "model.safetensors"),
+    ],
+)
+def test_a_hub_cache_of_another_user_is_read_or_its_closed_part_named(closed: str, named: str, shared: Path) -> None:
+    """Nothing in it can be written; where something cannot be read either, libraries would say that it is missing."""
+    hub = shared / "hub"
+    tiny_model("meta-llama/Llama-3.2-1B", hub / SNAPSHOT)
+    (hub / "models--a--b" / "refs").mkdir()
+    (hub / "models--a--b" / "refs" / "main").write_text("c" * 40, encoding="utf-8")
+    for place in (hub, *hub.rglob("*")):
+        place.chmod(0o755 if place.is_dir() else 0o644)
+    (hub / closed).chmod(0 if closed else 0o755)
+    imports = "from toolkit.common import UserError; from toolkit.recipe import model_configs, schema"
+    code = """
+try:
+    print(model_configs.config_of(schema.Model(path="a/b"))["model_type"])
+except UserError as error:
+    print(error)
+"""
+    done = as_nobody(shared, imports, code, HF_HUB_CACHE=str(hub))
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    if not closed:
+        assert done.stdout == "llama\n"
+    else:
+        said, change = done.stdout.splitlines()
+        assert f"{named} in the hub's cache is not this user's to read" in said and "set HF_HUB_CACHE to" in change

@@ -117,6 +117,33 @@ def _signal(session: Any, name: str) -> None:
     os.kill(os.getpid(), getattr(signal, name))
 
 
+def _signal_in_save(session: Any, name: str) -> None:
+    """When a part of the next checkpoint is written, and only then."""
+    import torch
+
+    save = torch.save
+
+    def save_and_signal(*args: Any, **kwargs: Any) -> None:
+        torch.save = save
+        save(*args, **kwargs)
+        _signal(session, name)
+
+    torch.save = save_and_signal
+
+
+def _signal_in_evaluation(session: Any, name: str) -> None:
+    """Where the first rows of the next evaluation enter the model."""
+
+    def signal_once(module: Any, args: Any) -> None:
+        if not module.training:
+            hook.remove()
+            _signal(session, name)
+
+    model = session.module
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hook = base.model.norm.register_forward_pre_hook(signal_once)
+
+
 def _limit_files(session: Any, size: str) -> None:
     """Files may be no larger, as on a disk with so little room; `-1` lifts it."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -282,6 +309,8 @@ FAULTS: dict[str, Callable[..., None]] = {
     **{
         "kill": _kill,
         "signal": _signal,
+        "signal_in_save": _signal_in_save,
+        "signal_in_evaluation": _signal_in_evaluation,
         "limit": _limit_files,
         "delete": _delete,
         "hang": _hang,

@@ -60,6 +60,7 @@ class Fault:
         happens: See `faults.main`.
         ends_well: Whether the exit code is 0, as of a clean stop.
         lost: Most steps that are trained again.
+        taken: How far the first start comes, where the moment of the fault is to be shown by it.
         settings: Of the recipe, in both starts.
         then: Done to the run folder before it is started again.
         others: Whether that has another number of processes.
@@ -69,6 +70,7 @@ class Fault:
     happens: str
     ends_well: bool = False
     lost: int = SAVE_STEPS
+    taken: int | None = None
     settings: tuple[str, ...] = ()
     then: Callable[[Path], object] = lambda run: None
     others: bool = False
@@ -76,12 +78,21 @@ class Fault:
 
 
 SPIKES = ("faults.on_spike=stop", "faults.spike_window=2", "faults.spike_sigmas=20")
+EVALUATES = ("evaluation.every_steps=2",)
 HANGS = ("faults.hang_minutes=0.1",)
 FAULTS = {
     "killed in a step": Fault("4 all kill"),
     "killed in a save": Fault("4 all kill_in_save", lost=SAVE_STEPS),
     "SIGTERM to one": Fault("4 last signal SIGTERM", ends_well=True, lost=0),
     "SIGTERM to all": Fault("4 all signal SIGTERM", ends_well=True, lost=0),
+    "SIGTERM to one in a save": Fault("4 last signal_in_save SIGTERM", ends_well=True, lost=0, taken=5),
+    "SIGTERM to all in a save": Fault("4 all signal_in_save SIGTERM", ends_well=True, lost=0, taken=5),
+    "SIGTERM to one in an evaluation": Fault(
+        "4 last signal_in_evaluation SIGTERM", ends_well=True, lost=0, taken=5, settings=EVALUATES
+    ),
+    "SIGTERM to all in an evaluation": Fault(
+        "4 all signal_in_evaluation SIGTERM", ends_well=True, lost=0, taken=5, settings=EVALUATES
+    ),
     "SIGINT to all": Fault("4 all signal SIGINT", ends_well=True, lost=0),
     "one process dies": Fault("4 last kill"),
     "no room for saves": Fault("4 all limit 20000", lost=2 * SAVE_STEPS),
@@ -109,11 +120,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return faults.home(tmp_path_factory.mktemp("home"))
 
 
-def straight(ranks: Ranks, home: Path, engine: str) -> Path:
+def straight(ranks: Ranks, home: Path, engine: str, evaluates: bool) -> Path:
     """A run to which nothing happens."""
-    folder = home / "runs" / engine
+    folder = home / "runs" / f"{engine}{'-evaluates' * evaluates}"
     if not folder.is_dir():
-        _, code, said = faults.run(ranks, home, engine, engine)
+        _, code, said = faults.run(ranks, home, engine, folder.name, "", *EVALUATES * evaluates)
         assert code == 0, said[-3000:]
     return folder
 
@@ -155,6 +166,7 @@ def test_nothing_is_lost(
         assert (code == 0) == fault.ends_well, f"{engine}: {said[-3000:]}"
         assert not (run / "final").exists(), engine
         taken = steps_taken(run, said)
+        assert fault.taken in (None, taken), f"{engine} came to step {taken}"
         fault.then(run)
         then, processes = of_other_processes(engine) if fault.others else (engine, 0)
         _, code, said = faults.run(ranks, home, then, named, "", *fault.settings, processes=processes)
@@ -162,7 +174,8 @@ def test_nothing_is_lost(
         resumed = json.loads((run / "manifest.json").read_text(encoding="utf-8"))["resumed_from"]
         lost = taken - int(resumed.rpartition("-")[2] if resumed else 0)
         assert 0 <= lost <= fault.lost, f"{engine} lost {lost} steps"
-        difference = Difference.between(Result.read(run), Result.read(straight(ranks, home, engine)))
+        unharmed = straight(ranks, home, engine, fault.settings == EVALUATES)
+        difference = Difference.between(Result.read(run), Result.read(unharmed))
         assert max(vars(difference).values()) <= 1e-6, f"{engine}: {difference}"
         cells[engine] = f"{lost}, {difference.weights:.0e}"
     record(record_property, TABLE, fault=name, **cells)

@@ -284,14 +284,27 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hub_snapshot(model: Model) -> Path | None:
-    """Folder of the model's files in the hub's cache, laid out as `huggingface_hub` documents it."""
+    """Folder of the model's files in the hub's cache, laid out as `huggingface_hub` documents it.
+
+    Raises:
+        UserError: If it is another user's, and closed: libraries would say that a file is missing, or nothing.
+    """
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     repository = cache / f"models--{model.path.replace('/', '--')}"
     revision = model.revision or "main"
-    ref = repository / "refs" / revision
-    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
-    snapshot = repository / "snapshots" / commit
+    try:
+        ref = repository / "refs" / revision
+        commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+        snapshot = repository / "snapshots" / commit
+        closed = [file for file in (snapshot.iterdir() if snapshot.is_dir() else ()) if not os.access(file, os.R_OK)]
+    except PermissionError as error:
+        closed = [Path(error.filename)]
+    if closed:
+        raise UserError(
+            f"model.path: {closed[0]} in the hub's cache is not this user's to read",
+            f"set HF_HUB_CACHE to a folder of your own, or have its owner type `chmod -R a+rX {repository}`",
+        )
     return snapshot if snapshot.is_dir() else None
 
 
