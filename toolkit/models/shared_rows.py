@@ -43,7 +43,8 @@ def share_rows(way: str, size: int, over_parts: Callable[[Attention], Attention]
     _GROUP["way"] = way
     _GROUP["rows"] = groups[dist.get_rank() // size]
     known = AttentionInterface()
-    for name in (*VARLEN, *FLASH_ATTN_KERNEL_FALLBACK.values()):
+    # On AMD's GPUs two backends have one build.
+    for name in {*VARLEN, *FLASH_ATTN_KERNEL_FALLBACK.values()}:
         if name in known:
             AttentionInterface.register(name, over_parts(known[name]))
 
