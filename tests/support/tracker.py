@@ -56,6 +56,9 @@ class Tracker(TorchDispatchMode):
         if str(func) == "toolkit.all_to_all.default":
             parts = args[0]  # One of them stays.
             self.exchanged[self.phase] += parts.nbytes * (len(parts) - 1) // len(parts)
+        if str(func) == "toolkit.sum_parts.default":
+            part, size = args
+            self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))
@@ -199,7 +202,7 @@ def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
-    and `exchanged PHASE` to those that were sent to processes that share rows."""
+    and `exchanged PHASE` to those that were sent to processes that share rows or divide layers."""
     from cpu_engines import use_cpu_processes
 
     from toolkit.train import watchdog

@@ -134,11 +134,18 @@ class BatchLayout:
     seq_len: int
     sequence: int = 1
     """Processes that share each row, see `parallel.sequence` of the recipe."""
+    tensor: int = 1
+    """Processes that divide each layer, see `parallel.tensor` of the recipe."""
+
+    @property
+    def together(self) -> int:
+        """Processes of neighbouring ranks that get the same rows."""
+        return self.sequence * self.tensor
 
     @property
     def data_parallel_size(self) -> int:
         """Groups of processes that each get rows of their own."""
-        return self.world_size // self.sequence
+        return self.world_size // self.together
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -158,15 +165,16 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     Raises:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
-    batch, sequence = recipe.batch, recipe.parallel.sequence
-    replicas = _replicas(world_size, sequence)
+    batch, parallel = recipe.batch, recipe.parallel
+    together = parallel.sequence * parallel.tensor
+    replicas = _replicas(world_size, recipe)
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
     unit = replicas * (stated or 1)
     if total % unit:
         parts = f"{world_size} process" + ("es" if world_size > 1 else "")
-        parts += f", {sequence} to a row," if sequence > 1 else ""
+        parts += f", {together} to a row," if together > 1 else ""
         parts += f" x batch.micro_batch_size {stated}" if stated else ""
         nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
         scale = batch.seq_len if tokens else 1
@@ -180,22 +188,27 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         fewer = next(number for number in range(replicas, 0, -1) if total % number == 0)
         if fewer < replicas:
             # What is continued keeps its global batch.
-            change += f", or start {fewer * sequence} process" + ("es" if fewer * sequence > 1 else "")
+            change += f", or start {fewer * together} process" + ("es" if fewer * together > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, sequence)
+    accumulation = share // micro_batch
+    return BatchLayout(
+        total, micro_batch, accumulation, world_size, batch.seq_len, parallel.sequence, parallel.tensor
+    )  # fmt: skip
 
 
-def _replicas(world_size: int, sequence: int) -> int:
-    """Groups of processes that share rows."""
-    if world_size % sequence == 0:
-        return world_size // sequence
-    smaller = [str(size) for size in range(1, min(sequence, world_size + 1)) if world_size % size == 0]
-    start = [size for size in (world_size // sequence * sequence, (world_size // sequence + 1) * sequence) if size]
+def _replicas(world_size: int, recipe: Recipe) -> int:
+    """Groups of processes that get the same rows. No recipe has them both share rows and divide layers."""
+    key = "tensor" if recipe.parallel.tensor > 1 else "sequence"
+    size = getattr(recipe.parallel, key)
+    if world_size % size == 0:
+        return world_size // size
+    smaller = [str(each) for each in range(1, min(size, world_size + 1)) if world_size % each == 0]
+    start = [each for each in (world_size // size * size, (world_size // size + 1) * size) if each]
     raise UserError(
-        f"parallel.sequence={sequence} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
-        f"set parallel.sequence={' or '.join(smaller[-2:])}, or start {' or '.join(map(str, start))} processes",
+        f"parallel.{key}={size} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
+        f"set parallel.{key}={' or '.join(smaller[-2:])}, or start {' or '.join(map(str, start))} processes",
     )
 
 
@@ -205,8 +218,8 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     Args:
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
-    sequence = recipe.parallel.sequence
-    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // sequence))
+    sequence, tensor = recipe.parallel.sequence, recipe.parallel.tensor
+    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // (sequence * tensor)))
     largest = max(1, int(sequence * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 

@@ -186,6 +186,10 @@ class Parallel(Section):
     """How many processes share each row: every one computes a part of its tokens, and in attention a part of the heads
     over all of them (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). Activations and logits of a process shrink with
     it. Divides the model's attention heads; needs an attention backend that takes the boundaries of documents."""
+    tensor: PositiveInt = 1
+    """How many processes divide each layer: every one has a part of the heads and of the inner width, with the weights,
+    gradients and optimizer state of them (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
+    same rows. Divides the model's heads of keys and values and its inner width; under `ddp`."""
 
 
 ADAPTER_LEARNING_RATE = 2e-4

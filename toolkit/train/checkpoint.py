@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.models.tensor_parallel import whole_shape
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 
@@ -22,7 +23,7 @@ def trained(model: Any) -> dict[str, Any]:
     """Which weights a model trains, as a checkpoint is sealed with it: the same for every engine."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     shapes = sorted(
-        (name, [*getattr(each, "ds_shape", each.shape)])
+        (name, [*getattr(each, "ds_shape", whole_shape(each))])
         for name, each in model.named_parameters()
         if each.requires_grad
     )
@@ -125,7 +126,8 @@ def check_named(checkpoint: Path, recipe: Recipe) -> None:
 
 def converts(checkpoint: Path, recipe: Recipe, world_size: int) -> bool:
     """Whether the launched strategy and processes divide what a checkpoint holds otherwise than it is divided there."""
-    return _form(read_seal(checkpoint)) != _form(writer(recipe, world_size))
+    # Parts of layers are read out of whole ones.
+    return recipe.parallel.tensor > 1 or _form(read_seal(checkpoint)) != _form(writer(recipe, world_size))
 
 
 def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:

@@ -29,6 +29,7 @@ from toolkit.data.encode import IGNORE
 from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
 from toolkit.models import attention, compiled_layers, coverage, device, head_choice
 from toolkit.models.sequence_parallel import sharing
+from toolkit.models.tensor_parallel import divides
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
@@ -203,6 +204,7 @@ def read(trainer: Any) -> EngineState:
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "sequence": sharing(),
+        "tensor": divides(model),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),
