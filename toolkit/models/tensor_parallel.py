@@ -74,7 +74,8 @@ def divide_layers(model: Any, size: int, index: int) -> None:
             f"{', '.join(unknown)}",
             remove,
         )
-    decoder, entrances = base.get_decoder(), {}
+    decoder = base.get_decoder()
+    entrances: dict[Any, _Entrance] = {}
     found = list(_planned(decoder, plan))
     if {style for _, _, style in found} < {_COLUMNS, _ROWS}:
         raise UserError(f"parallel.tensor: Transformers has no plan to divide a {config.model_type}", remove)

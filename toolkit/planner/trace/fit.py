@@ -286,8 +286,9 @@ def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool
 
     def fitted(name: str, kind: str = "work") -> Pass:
         amounts = fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs])
-        summed = amounts.pop()
-        return Pass(*amounts, summed if summed.per_layer else Amount())
+        if not amounts[-1].per_layer:
+            amounts.pop()
+        return Pass(*amounts)
 
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
     again = fitted("backward", "recomputed")
