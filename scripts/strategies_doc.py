@@ -104,6 +104,26 @@ within it. The balance loss of a mixture's routers is that of whole rows. Before
 whether parts get the logits of the whole row, so that a model whose layers look beyond their tokens elsewhere than in
 attention does not train.
 
+## Layers that several devices divide
+
+Where the weights of a layer do not fit, or a step must not wait for gathering them, `parallel.tensor=N` has N devices
+divide each layer (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp`:
+
+```sh
+toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 strategy.name=ddp parallel.tensor=4
+```
+
+Each has a part of the attention heads and of the inner width of the MLPs, with their weights, adapters, gradients and
+optimizer state; norms, embeddings and output head are whole on all. They read the same rows, and sum hidden states
+twice in each direction of a layer, which nothing hides: neighbouring ranks divide, so that with N up to the devices
+of a node the sums stay within it. What is left of the devices is data-parallel. Layers are divided as Transformers'
+own plan for the architecture says. N must divide the heads of keys and values, all heads and the inner width;
+architectures whose plan needs more than columns and rows (fused projections, mixtures of experts) are refused, and so
+is what has not been tried with it: other strategies, `parallel.sequence`, quantization, streams, compiled layers.
+Losses stay those of one process. Final models and adapters are plain files as ever, and checkpoints are whole: any
+number of processes and any strategy goes on from them. Every process reads the whole model into host memory before it
+keeps its part.
+
 ## NVMe
 
 `offload_optimizer: nvme` and `offload_param: nvme` write to `strategy.nvme_path`, a folder on a local drive, through

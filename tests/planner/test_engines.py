@@ -127,6 +127,59 @@ def test_peaks_fall_with_the_processes_that_share_a_row(way, method, folder, ran
     assert peaks[1] > 1.6 * peaks[2] > 2.4 * peaks[4]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [
+        ("full", []),
+        *(
+            pytest.param(method, further, marks=pytest.mark.matrix)
+            for method, further in (
+                ("lora", []),
+                ("full", ["activation_checkpointing.mode=full"]),
+                ("lora", ["activation_checkpointing.mode=full"]),
+            )
+        ),
+    ],
+)
+def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, further, folder, ranks, monkeypatch):
+    """Memory within 3%, and the bytes that are summed to the byte."""
+    monkeypatch.chdir(folder)
+    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=64", "batch.global_batch_size=1", *_FP32]
+    arguments = ["recipe=wide", f"method.name={method}", *rows, *further, "parallel.tensor=2"]
+    name = f"parts-{method}-{len(further)}"
+    done = ranks.run(folder, *arguments, f"output.name={name}", processes=2, entry="tracker")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan, real = planned(*arguments, processes=2).phases, measured(Path(folder), 2)
+    after = [0, *(step["tokens"] for step in metrics(folder / "runs" / name) if "tokens" in step)]
+    sent = _summed(arguments, [-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)])
+    for phase in ("forward", "backward", "step"):
+        assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
+    for phase in ("forward", "backward"):
+        assert real[f"exchanged {phase}"] == sent[phase]
+
+
+def _summed(arguments, batches):
+    """Bytes that a process is planned to send for sums over micro-batches of so many tokens, by pass."""
+    from toolkit.distributed.layout import batch_layout
+    from toolkit.planner.hardware import find
+    from toolkit.planner.kernels import backend
+    from toolkit.planner.speed.communication import sums
+    from toolkit.planner.trace.setting import setting_of
+    from toolkit.planner.trace.store import obtain
+    from toolkit.planner.workload import Workload
+    from toolkit.recipe import model_configs, split_arguments
+    from toolkit.recipe.rules import load_checked
+
+    recipe = load_checked(*split_arguments(list(arguments))).recipe
+    config, hardware = model_configs.config_of(recipe.model), find("cpux2")
+    layout = batch_layout(recipe, 2)
+    setting = setting_of(recipe, config, "cpu", backend(recipe, hardware, config, None)[0], layout)
+    workload = Workload(recipe, layout, hardware, obtain(setting, "in_process"))
+    sent = [(each.during, next(iter(each.sent.values()))) for tokens in batches for each in sums(workload, tokens)]
+    return {phase: sum(size for during, size in sent if during == phase) for phase in ("forward", "backward")}
+
+
 def _exchange(arguments, processes, phase, tokens):
     """Bytes that a process is planned to exchange in a pass."""
     from toolkit.distributed.layout import batch_layout

@@ -24,6 +24,7 @@ NF4, INT8, FP8, INT4 = (LORA + f"method.quantization={kind} " for kind in ("nf4"
 OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
+PARTS = "parallel.tensor=2 "
 SHARED, GATHERED = "parallel.sequence=2 ", "parallel.context=2 "
 NOISE = "extra.training_arguments='{neftune_noise_alpha: 5}' "
 LOCAL = each("model.path", "builtin:x x.gguf .")
@@ -305,6 +306,23 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("context-streaming", STREAM, [GATHERED], ["", "parallel.context=1"]),
     ("context-eva", LORA + "method.init_lora_weights=eva ", [GATHERED], ["", "parallel.context=1"]),
     ("context-neftune", NOISE, [GATHERED], ["", "parallel.context=1"]),
+    ("tensor-widths", DDP, [], each("parallel.tensor", "1 2 5")),
+    ("tensor-strategy", PARTS, [*STAGES, FSDP], [DDP]),
+    ("tensor-rows", DDP + PARTS, [SHARED, GATHERED], ["", "parallel.sequence=1"]),
+    ("tensor-seq2seq", SEQ2SEQ + DDP, [PARTS], ["", "parallel.tensor=1"]),
+    ("tensor-streaming", STREAM + DDP, [PARTS], ["", "parallel.tensor=1"]),
+    ("tensor-quantization", DDP + PARTS, [NF4, INT8, FP8, INT4], [LORA, FULL]),
+    ("tensor-dora", DDP + PARTS + LORA, ["method.use_dora=true"], [""]),
+    ("tensor-init", DDP + PARTS, [LORA + "method.init_lora_weights=eva "], [LORA, "method.init_lora_weights=eva"]),
+    ("tensor-extra-lora", DDP + PARTS + LORA, ["extra.lora='{lora_bias: true}'"], [""]),
+    (
+        "tensor-optimizer",
+        DDP + PARTS,
+        each("optimizer.name", "adafactor muon adamw_8bit"),
+        each("optimizer.name", "adamw sgd lion"),
+    ),
+    ("tensor-precision", DDP + PARTS, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
+    ("tensor-compile", DDP + PARTS, ["compile=layers"], each("compile", "auto off")),
     ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),
     ("zero-offload-paged", OFFLOAD + "optimizer.name=paged_lion_8bit ", STAGES, [DDP]),
     ("zero-offload-paged", "optimizer.name=paged_lion_8bit ", [], STAGES),

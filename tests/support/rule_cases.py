@@ -19,6 +19,8 @@ SCHEDULE_FREE = ["optimizer=schedule_free_adamw", "schedule.name=constant"]
 AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
+DDP = ["strategy.name=ddp"]
+PARTS = [*DDP, "parallel.tensor=3"]
 SHARED, GATHERED = ["parallel.sequence=3"], ["parallel.context=4"]
 NOISE = "extra.training_arguments.neftune_noise_alpha=5"
 
@@ -321,6 +323,29 @@ CASES = [
     ("context-eva", [*GATHERED, LORA, "method.init_lora_weights=eva"], ["~parallel.context"]),
     ("context-neftune", [*GATHERED, NOISE], ["~extra.training_arguments.neftune_noise_alpha"]),
     ("context-neftune", [*GATHERED, NOISE], ["~parallel.context"]),
+    ("tensor-widths", [*PARTS, "parallel.tensor=2"], ["parallel.tensor=3"]),
+    ("tensor-strategy", [*PARTS, *ZERO2], ["strategy.name=ddp"]),
+    ("tensor-strategy", [*PARTS, *FSDP], ["~parallel.tensor"]),
+    ("tensor-rows", [*PARTS, *SHARED], ["~parallel.sequence"]),
+    ("tensor-rows", [*PARTS, *GATHERED], ["~parallel.context"]),
+    ("tensor-rows", [*PARTS, *SHARED], ["~parallel.tensor"]),
+    ("tensor-seq2seq", [*SEQ2SEQ, *DDP, "parallel.tensor=2"], ["~parallel.tensor"]),
+    ("tensor-streaming", [*PARTS, *STREAM], ["data.streaming=false", "data.eval_split=null"]),
+    ("tensor-streaming", [*PARTS, *STREAM], ["~parallel.tensor"]),
+    ("tensor-quantization", [*PARTS, LORA, "method.quantization=fp8"], ["method.quantization=none"]),
+    ("tensor-quantization", [*PARTS, LORA, "method.quantization=fp8"], ["~parallel.tensor"]),
+    ("tensor-dora", [*PARTS, LORA, "method.use_dora=true"], ["method.use_dora=false"]),
+    ("tensor-dora", [*PARTS, LORA, "method.use_dora=true"], ["~parallel.tensor"]),
+    ("tensor-init", [*PARTS, LORA, "method.init_lora_weights=pissa"], ["method.init_lora_weights=default"]),
+    ("tensor-init", [*PARTS, LORA, "method.init_lora_weights=pissa"], ["~parallel.tensor"]),
+    ("tensor-extra-lora", [*PARTS, LORA, "extra.lora.exclude_modules=[k_proj]"], ["~extra.lora"]),
+    ("tensor-extra-lora", [*PARTS, LORA, "extra.lora.exclude_modules=[k_proj]"], ["~parallel.tensor"]),
+    ("tensor-optimizer", [*PARTS, "optimizer=adafactor"], ["optimizer.name=adamw"]),
+    ("tensor-optimizer", [*PARTS, "optimizer=adafactor"], ["~parallel.tensor"]),
+    ("tensor-precision", [*PARTS, "precision=fp16"], ["precision=bf16"]),
+    ("tensor-precision", [*PARTS, "precision=fp16"], ["~parallel.tensor"]),
+    ("tensor-compile", [*PARTS, "compile=layers"], ["compile=auto"]),
+    ("tensor-compile", [*PARTS, "compile=layers"], ["~parallel.tensor"]),
     ("zero3-selective", [*ZERO3, *SELECTIVE], ["activation_checkpointing.mode=full"]),
     ("zero3-selective", [*ZERO3, LORA, *SELECTIVE], ["strategy.name=fsdp"]),
     ("zero-optimizer", [*ZERO2, "optimizer=adafactor"], ["optimizer.name=adamw_8bit"]),

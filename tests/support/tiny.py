@@ -21,13 +21,14 @@ CHATML = (
 )
 
 
-def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0) -> Path:
+def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0, kv_heads: int | None = None) -> Path:
     """Saves a random model of the same architecture, small enough to train in seconds on a CPU.
 
     Args:
         config: A `config.json`, or the hub id of a bundled one.
         folder: Where model and tokenizer are saved.
         seed: Seed of the weights.
+        kv_heads: See `shrink`.
 
     Returns:
         `folder`, usable as `model.path`.
@@ -38,7 +39,7 @@ def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0) -> Pat
     if isinstance(config, str):
         config = model_configs.bundled()[config].config
     tokenizer = tiny_tokenizer(model_configs.is_encoder_decoder(config))
-    small = shrink(config) | {
+    small = shrink(config, kv_heads) | {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -95,21 +96,29 @@ def tiny_gguf(model: Path, file: Path) -> Path:
     return file
 
 
-def models_and_rows(folder: Path, models: dict[str, str]) -> None:
+def models_and_rows(folder: Path, models: dict[str, str], kv_heads: int | None = None) -> None:
     """Saves a tiny model for each of the hub ids in a folder of its name, `chat.jsonl` and `pairs.jsonl`.
+
+    Args:
+        kv_heads: See `shrink`.
 
     The models drop nothing, since masks are drawn by each process and device for the rows that it has.
     """
     for name, hub_id in models.items():
         config = model_configs.bundled()[hub_id].config
-        tiny_model({key: 0.0 if "drop" in key and value else value for key, value in config.items()}, folder / name)
+        without = {key: 0.0 if "drop" in key and value else value for key, value in config.items()}
+        tiny_model(without, folder / name, kv_heads=kv_heads)
     for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with two layers, narrow widths and few experts; what makes the architecture special is kept."""
+def shrink(config: dict[str, Any], kv_heads: int | None = None) -> dict[str, Any]:
+    """The config with two layers, narrow widths and few experts; what makes the architecture special is kept.
+
+    Args:
+        kv_heads: Heads of keys and values; by default one where several queries share them, else two.
+    """
     small = copy.deepcopy(config)
     small.pop("torch_dtype", None)
     small.pop("dtype", None)
@@ -121,7 +130,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     query_heads = config.get("num_attention_heads")
     if query_heads:
         ratio = query_heads // config.get("num_key_value_heads", query_heads)
-        kv_heads = 1 if ratio > 2 else 2
+        kv_heads = kv_heads or (1 if ratio > 2 else 2)
         heads, hidden = kv_heads * ratio, 32 * kv_heads * ratio
         # head_dim x heads differs from hidden_size where it does in the original (Qwen3, Gemma).
         square = config.get("head_dim", 0) * query_heads == config["hidden_size"]

@@ -58,6 +58,9 @@ class Tracker(TorchDispatchMode):
             self.exchanged[self.phase] += args[0].nbytes * (len(args[0]) - 1) // len(args[0])
         elif str(func) in ("toolkit.all_gather.default", "toolkit.reduce_scatter.default"):
             self.exchanged[self.phase] += abs(args[0].nbytes - result.nbytes)
+        elif str(func) == "toolkit.sum_parts.default":
+            part, size = args
+            self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))
@@ -201,7 +204,7 @@ def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
-    and `exchanged PHASE` to those that were sent to processes that share rows."""
+    and `exchanged PHASE` to those that were sent to processes that share rows or divide layers."""
     from cpu_engines import use_cpu_processes
 
     from toolkit.train import watchdog

@@ -189,10 +189,10 @@ def loads_on_first_process(recipe: Recipe) -> bool:
 def loads_on_device(recipe: Recipe) -> bool:
     """Whether every process with a GPU reads the weights straight to it.
 
-    Not where an engine divides them first, nor from GGUF files, which are taken apart on the host.
+    Not where they are divided first, nor from GGUF files, which are taken apart on the host.
     """
     name, model = recipe.strategy.name, recipe.model
-    divided = name == "zero3" or (name == "fsdp" and recipe.method.quantization == "none")
+    divided = name == "zero3" or (name == "fsdp" and recipe.method.quantization == "none") or recipe.parallel.tensor > 1
     return not divided and not model.gguf_file and not model.path.endswith(".gguf")
 
 
@@ -332,6 +332,8 @@ class EngineState(Partial):
     """Processes that share each row by exchanging heads."""
     context: int | None = None
     """Processes that share each row by gathering keys and values."""
+    tensor: int | None = None
+    """Processes that divide each layer."""
     sharded_over: int | None = None
     """Processes over which FSDP shards."""
     reshard_after_forward: bool | None = None
@@ -370,6 +372,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "world_size": layout.world_size,
         "sequence": layout.sequence,
         "context": layout.context,
+        "tensor": layout.tensor,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "num_workers": recipe.data.decided_workers,

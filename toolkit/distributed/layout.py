@@ -136,6 +136,8 @@ class BatchLayout:
     """Processes that share each row by exchanging heads, see `parallel.sequence` of the recipe."""
     context: int = 1
     """Processes that share each row by gathering keys and values, see `parallel.context`."""
+    tensor: int = 1
+    """Processes that divide each layer, see `parallel.tensor`."""
 
     @property
     def sharing(self) -> int:
@@ -143,9 +145,14 @@ class BatchLayout:
         return self.sequence * self.context
 
     @property
+    def together(self) -> int:
+        """Processes of neighbouring ranks that get the same rows."""
+        return self.sharing * self.tensor
+
+    @property
     def data_parallel_size(self) -> int:
         """Groups of processes that each get rows of their own."""
-        return self.world_size // self.sharing
+        return self.world_size // self.together
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -166,14 +173,15 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
     batch, parallel = recipe.batch, recipe.parallel
-    replicas = _replicas(world_size, parallel.sharing, parallel.shares_by)
+    together = parallel.together
+    replicas = _replicas(world_size, together, parallel.together_by)
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
     unit = replicas * (stated or 1)
     if total % unit:
         parts = f"{world_size} process" + ("es" if world_size > 1 else "")
-        parts += f", {parallel.sharing} to a row," if parallel.sharing > 1 else ""
+        parts += f", {together} to a row," if together > 1 else ""
         parts += f" x batch.micro_batch_size {stated}" if stated else ""
         nearest = sorted({max(1, total // unit) * unit, (total // unit + 1) * unit})
         scale = batch.seq_len if tokens else 1
@@ -187,22 +195,22 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         fewer = next(number for number in range(replicas, 0, -1) if total % number == 0)
         if fewer < replicas:
             # What is continued keeps its global batch.
-            change += f", or start {fewer * parallel.sharing} process" + ("es" if fewer * parallel.sharing > 1 else "")
+            change += f", or start {fewer * together} process" + ("es" if fewer * together > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    every = share // micro_batch
-    return BatchLayout(total, micro_batch, every, world_size, batch.seq_len, parallel.sequence, parallel.context)
+    divided = (parallel.sequence, parallel.context, parallel.tensor)
+    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
 
 
-def _replicas(world_size: int, sharing: int, key: str) -> int:
-    """Groups of processes that share rows."""
-    if world_size % sharing == 0:
-        return world_size // sharing
-    smaller = [str(size) for size in range(1, min(sharing, world_size + 1)) if world_size % size == 0]
-    start = [size for size in (world_size // sharing * sharing, (world_size // sharing + 1) * sharing) if size]
+def _replicas(world_size: int, together: int, key: str) -> int:
+    """Groups of processes that get the same rows."""
+    if world_size % together == 0:
+        return world_size // together
+    smaller = [str(size) for size in range(1, min(together, world_size + 1)) if world_size % size == 0]
+    start = [size for size in (world_size // together * together, (world_size // together + 1) * together) if size]
     raise UserError(
-        f"{key}={sharing} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
+        f"{key}={together} does not divide {world_size} process" + ("es" if world_size > 1 else ""),
         f"set {key}={' or '.join(smaller[-2:])}, or start {' or '.join(map(str, start))} processes",
     )
 
@@ -213,9 +221,9 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     Args:
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
-    sharing = recipe.parallel.sharing
-    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // sharing))
-    largest = max(1, int(sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
+    parallel = recipe.parallel
+    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // parallel.together))
+    largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 
 

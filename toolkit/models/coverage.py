@@ -14,6 +14,7 @@ import torch
 
 from toolkit.common import UserError
 from toolkit.models.stored import Stored, StoredLinear
+from toolkit.models.tensor_parallel import whole_shape
 from toolkit.recipe import Recipe, model_configs
 
 _TOKEN_ROWS = "trainable_tokens_delta"
@@ -117,4 +118,4 @@ def stored_form(model: torch.nn.Module) -> str:
 def _numel(parameter: Any) -> int:
     state = getattr(parameter, "quant_state", None)
     # ZeRO-3 leaves empty tensors behind.
-    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+    return (state.shape if state is not None else getattr(parameter, "ds_shape", whole_shape(parameter))).numel()

@@ -289,6 +289,8 @@ class Plan(Figures):
     """Tokens per sequence, at most."""
     sequence: int = 1
     """Devices that share each sequence."""
+    tensor: int = 1
+    """Devices that divide each layer."""
     num_workers: int = 0
     """Processes beside each training process that make its batches ahead."""
     lengths: str = ""

@@ -195,6 +195,12 @@ def attention_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
     return heads, stated("num_key_value_heads") or heads, size
 
 
+def inner_width(config: Mapping[str, Any]) -> int:
+    """Width inside of the MLPs; 0 where the config states no one number."""
+    stated = text_config(config).get("intermediate_size")
+    return stated if type(stated) is int and stated > 0 else 0
+
+
 def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Experts of a layer, and those of them that each token meets; (1, 1) without any."""
     text = text_config(config)

@@ -13,6 +13,10 @@ SAME = {
         "ulysses_degree",
     ),
     "parallel.context": ("context_parallel_size", "cp_size", "context_parallel_degree", "ring_attn_size"),
+    "parallel.tensor": (
+        *("tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp_size", "tp"),
+        "tensor_parallel",
+    ),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (
@@ -220,7 +224,7 @@ _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows
 ADVICE = {
     **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
     **dict.fromkeys(("max_prompt_length", "max_completion_length", "reward_funcs"), _NO_PREFERENCES),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
+    **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), _UPLOAD),
@@ -299,7 +303,7 @@ ADVICE = {
 
 OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
 _GATHERS = "set parallel.context to the number of devices that share a row and gather its keys and values"
-_NO_TENSORS = "set strategy.name to zero3 or fsdp: tensors and stages of a model are not split over devices"
+_NO_STAGES = "set strategy.name to zero3 or fsdp: stages and experts of a model are not split over devices"
 _NO_EVALUATION = "set data.eval_split: null and evaluation.num_prompts: 0, and leave out its other keys"
 HABITS: dict[str, dict[str, str]] = {
     "activation_checkpointing": _CHECKPOINTING,
@@ -313,7 +317,10 @@ HABITS: dict[str, dict[str, str]] = {
         **_STAGES,
         **{"deepspeed": "strategy.name: zero2", "dp": "strategy.name: ddp", "fsdp2": "strategy.name: fsdp"},
         **dict.fromkeys(("none", "no", "false"), "strategy.name: ddp"),
-        **dict.fromkeys(("tp", "pp", "ep", "tensor_parallel", "megatron"), _NO_TENSORS),
+        **dict.fromkeys(
+            ("tp", "tensor_parallel", "megatron"), "set parallel.tensor to the devices that divide a layer"
+        ),
+        **dict.fromkeys(("pp", "ep"), _NO_STAGES),
         **dict.fromkeys(("sp", "ulysses"), "set parallel.sequence to the number of devices that share a row"),
         **dict.fromkeys(("cp", "ring_attention", "ring"), _GATHERS),
     },

@@ -103,9 +103,10 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     """How it will run."""
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
-    groups = plan.devices // plan.sequence
-    if plan.sequence > 1:
-        batch += (f"{groups} groups of " if groups > 1 else "") + f"{plan.sequence} devices that share each x "
+    together = plan.sequence * plan.tensor
+    groups, what = plan.devices // together, "divide the layers" if plan.tensor > 1 else "share each"
+    if together > 1:
+        batch += (f"{groups} groups of " if groups > 1 else "") + f"{together} devices that {what} x "
     else:
         batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
     every = plan.gradient_accumulation_steps

@@ -74,5 +74,5 @@ def micro_batches(
         accumulation=layout.gradient_accumulation_steps,
         world_size=layout.data_parallel_size,
         flat=collates.layout == "flat",
-        sharing=layout.sharing,
+        sharing=layout.together,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.models.tensor_parallel import whole_shape
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 
@@ -22,7 +23,7 @@ def trained(model: Any) -> dict[str, Any]:
     """Which weights a model trains, as a checkpoint is sealed with it: the same for every engine."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     shapes = sorted(
-        (name, [*getattr(each, "ds_shape", each.shape)])
+        (name, [*getattr(each, "ds_shape", whole_shape(each))])
         for name, each in model.named_parameters()
         if each.requires_grad
     )
@@ -81,6 +82,8 @@ def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
         written_by["state_dict_type"] = strategy.state_dict_type
     if strategy.zero_stage:
         written_by["offload_optimizer"] = strategy.offload_optimizer
+    if recipe.parallel.tensor > 1:
+        written_by["tensor"] = recipe.parallel.tensor
     return {**written_by, "world_size": world_size}
 
 
@@ -125,7 +128,7 @@ def check_named(checkpoint: Path, recipe: Recipe) -> None:
 
 def converts(checkpoint: Path, recipe: Recipe, world_size: int) -> bool:
     """Whether the launched strategy and processes divide what a checkpoint holds otherwise than it is divided there."""
-    return _form(read_seal(checkpoint)) != _form(writer(recipe, world_size))
+    return not _reads(writer(recipe, world_size), read_seal(checkpoint))
 
 
 def check_readable(checkpoint: Path, recipe: Recipe, world_size: int) -> None:
@@ -153,7 +156,7 @@ def conversion(checkpoint: Path, recipe: Recipe, world_size: int) -> str:
     """What is said of a checkpoint whose state the launched strategy and processes divide anew; empty where they read
     it as it is."""
     saved, now = read_seal(checkpoint), writer(recipe, world_size)
-    if _form(saved) == _form(now):
+    if _reads(now, saved):
         return ""
     return f"{checkpoint.name} was saved by {_described(saved)}: its state is divided anew for {_described(now)}"
 
@@ -168,6 +171,11 @@ def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
         for key, value in now.items()
         if saved.get(key, value) != value
     ]
+
+
+def _reads(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether an engine reads as it is what was saved; parts of layers are taken out of whole ones."""
+    return _form(saved) == _form(now) and "tensor" not in now
 
 
 def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -187,6 +195,7 @@ def _described(writer: Mapping[str, Any]) -> str:
         settings += f" strategy.state_dict_type={writer['state_dict_type']}"
     if writer.get("offload_optimizer", "none") != "none":
         settings += f" strategy.offload_optimizer={writer['offload_optimizer']}"
+    settings += f" parallel.tensor={writer['tensor']}" if "tensor" in writer else ""
     number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
+from toolkit.models.tensor_parallel import dividing, is_part, part_of, whole_shape
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 
 
@@ -51,8 +52,10 @@ class Continues:
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        args = self.args  # type: ignore[attr-defined]
-        if checkpoint and not restore_random_numbers(Path(checkpoint), args.process_index, args.world_size):
+        args, size = self.args, dividing()  # type: ignore[attr-defined]
+        # Those that divide layers draw alike, whoever saved.
+        rank, alike = args.process_index // size * size, args.world_size if size == 1 else 0
+        if checkpoint and not restore_random_numbers(Path(checkpoint), rank, alike):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
 
@@ -76,7 +79,7 @@ def restore(trainer: Any, checkpoint: Path) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         order = [[names[each] for each in group["params"]] for group in trainer.optimizer.param_groups]
     # Under ZeRO-3 a parameter itself is empty.
-    numbers = {name: getattr(each, "ds_numel", each.numel()) for name, each in model.named_parameters()}
+    numbers = {name: getattr(each, "ds_numel", whole_shape(each).numel()) for name, each in model.named_parameters()}
     saved = SavedState(checkpoint, {name: numbers[name] for group in order for name in group}, _aliases(model))
     chosen = [saved.group(group[0] if group else None) for group in order]
     if zero:
@@ -129,7 +132,7 @@ def _aliases(model: Any) -> dict[str, str]:
 
 
 def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, chosen: list[int]) -> None:
-    """Of one process, DDP and FSDP, whose parameters are their own masters."""
+    """Of one process, DDP, alone or with divided layers, and FSDP, whose parameters are their own masters."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
@@ -141,10 +144,13 @@ def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, c
             )
             start = offsets[0] * math.prod(parameter.shape[1:])
 
-        def filled(kind: str, name: str = name, like: torch.Tensor = local, start: int = start) -> torch.Tensor:
-            flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        def filled(
+            kind: str, name: str = name, like: torch.Tensor = local, start: int = start, parameter: Any = parameter
+        ) -> torch.Tensor:
+            shape = whole_shape(parameter) if is_part(parameter) else like.shape
+            flat = torch.empty(shape.numel(), dtype=like.dtype, device=like.device)
             saved.copy(name, kind, start, flat)
-            return flat.view(like.shape)
+            return part_of(parameter, flat.view(shape)).contiguous()
 
         local.copy_(filled(MASTER))
         state[number] = saved.rest(name)

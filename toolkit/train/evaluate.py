@@ -21,6 +21,7 @@ from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, with_mask
 from toolkit.models.shared_rows import sharing
+from toolkit.models.tensor_parallel import dividing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
@@ -39,9 +40,9 @@ def evaluate(session: Session) -> dict[str, float]:
 def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> dict[str, float]:
     """Mean loss over all trained tokens of a trainer's held-out rows, and its perplexity.
 
-    No logits are kept between batches. Rows are dealt in turn to the processes, or to groups of them that share rows,
-    so nothing is counted twice; every process runs the same number of forward passes, because sharded engines need all
-    processes in each.
+    No logits are kept between batches. Rows are dealt in turn to the processes, or to groups of them that get the
+    same ones, so nothing is counted twice; every process runs the same number of forward passes, because sharded
+    engines need all processes in each.
 
     Returns:
         `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
@@ -50,7 +51,8 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
         # Schedule-free optimizers train one point and evaluate another; each training step switches back.
         trainer.optimizer.eval()
     model, dataset, accelerator = trainer.model_wrapped, trainer.eval_dataset, trainer.accelerator
-    rank, world = accelerator.process_index // sharing(), accelerator.num_processes // sharing()
+    together = sharing() * dividing()
+    rank, world = accelerator.process_index // together, accelerator.num_processes // together
     # Rows of like length together: little padding.
     lengths = sequence_lengths(dataset)[:, 0]
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
@@ -68,7 +70,7 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
                 sums += torch.stack([total.double(), count.double()]).to(sums.device)
             on_batch(turn + 1, rounds)
     # Gloo and NCCL both sum float64; a float32 sum of many tokens would lose digits.
-    total_loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+    total_loss, tokens = (accelerator.reduce(sums, reduction="sum") / dividing()).tolist()
     mean = total_loss / tokens if tokens else math.nan
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
 

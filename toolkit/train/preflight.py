@@ -28,6 +28,7 @@ from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
 from toolkit.models.load import ModelSource
+from toolkit.models.tensor_parallel import divide_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
@@ -96,27 +97,35 @@ def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     rendezvous.begin_group()
 
 
-def all_reduce(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Sums one number per process over the group that training will use, and ends the rendezvous.
+def all_reduce(rendezvous: Rendezvous, device: torch.device, tensor: int = 1) -> None:
+    """Sums one number per process over the groups that training will use, and ends the rendezvous.
 
     What hangs in the communication library cannot be interrupted: after a time-out, processes that wait say which ones
     are missing and end themselves.
 
+    Args:
+        tensor: Processes that divide each layer, which get groups of their own here.
+
     Raises:
-        UserError: On every process, if the sum is wrong.
+        UserError: On every process, if a sum is wrong.
     """
     if rendezvous.alone:
         return
     size = rendezvous.world.world_size
     rendezvous.group_started()
-    numbers = torch.tensor([1.0, rendezvous.world.rank], device=device)
-    torch.distributed.all_reduce(numbers)
+    groups: list[Any] = [None, *(divide_processes(tensor) if tensor > 1 else ())]
+    right = []
+    for group in groups:
+        members = range(size) if group is None else torch.distributed.get_process_group_ranks(group)
+        numbers = torch.tensor([1.0, rendezvous.world.rank], device=device)
+        torch.distributed.all_reduce(numbers, group=group)
+        right.append(numbers.tolist() == [len(members), sum(members)])
 
     def judge(sums: Values) -> None:
-        if wrong := [rank for rank, numbers in sums.items() if numbers != [size, size * (size - 1) / 2]]:
+        if wrong := [rank for rank, fits in sums.items() if not all(fits)]:
             raise SharedError(f"{rendezvous.name(*wrong)} got a wrong sum from an all-reduce", "check those devices")
 
-    rendezvous.exchange("sum", numbers.tolist(), judge)
+    rendezvous.exchange("sum", right, judge)
     rendezvous.close()
 
 

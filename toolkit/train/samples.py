@@ -21,14 +21,14 @@ _log = logging.getLogger("toolkit.train")
 class Samples(TrainerCallback):
     """Answers the prompts before the first step, and after training when it is asked to.
 
-    The first process answers. Where parameters are sharded a forward pass needs all processes: then each gives the same
+    The first process answers. Where parameters are divided a forward pass needs all processes: then each gives the same
     answers. Those before training are read back when a run is continued.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._file = session.folder.path / "samples.json"
-        self._together = session.recipe.strategy.shards_parameters
+        self._together = session.recipe.strategy.shards_parameters or session.layout.tensor > 1
         self.rows: list[Sample] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -19,6 +19,8 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
+from toolkit.models.tensor_parallel import dividing
+from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush
 
 
@@ -49,9 +51,9 @@ def publish(
     if not adapter:
         dtype = getattr(torch, dtypes.export)
         kept = kept_in_fp32(model, dtype)
-        if state is None:
+        if state is None or dividing() > 1:
             as_saved(trainer, dtypes)
-            state = model.state_dict()
+        state = model.state_dict() if state is None else state
         state = {
             name: value.to(dtype) if value.is_floating_point() and not kept(name) else value
             for name, value in state.items()
@@ -122,6 +124,8 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             state.pop(name, None)
         return state
+    if dividing() > 1:
+        return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:
         return None
     if adapter:

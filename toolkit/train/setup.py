@@ -33,6 +33,7 @@ from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
+from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
@@ -134,7 +135,7 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
-    preflight.all_reduce(rendezvous, arguments.device)
+    preflight.all_reduce(rendezvous, arguments.device, layout.tensor)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
 
@@ -152,6 +153,7 @@ def set_up(
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, begins.recipe)
+    divide_layers(model, layout.tensor, world.rank % layout.tensor)
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
         from toolkit.models.fp8_products import multiply_in_fp8

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
+from toolkit.models.tensor_parallel import part_of, whole_shape
 from toolkit.seal import seal
 from toolkit.train.save import gathered
 
@@ -107,7 +108,7 @@ def put(trainer: Any, state: Mapping[str, torch.Tensor]) -> None:
         zero3.checkpoint_event_prologue()  # Evaluations leave parameters that other modules read as if in use.
     for name in names[0]:
         place = held[name].detach()
-        whole = getattr(held[name], "ds_shape", place.shape)
+        whole = getattr(held[name], "ds_shape", whole_shape(held[name]))
         value = torch.empty(whole, dtype=place.dtype, device=accelerator.device)
         if accelerator.is_main_process:
             value.copy_(state[name])
@@ -116,7 +117,7 @@ def put(trainer: Any, state: Mapping[str, torch.Tensor]) -> None:
             place.to_local().copy_(distribute_tensor(value, place.device_mesh, place.placements).to_local())
             continue
         with _gathered(held[name]):
-            held[name].data.copy_(broadcast(value))
+            held[name].data.copy_(part_of(held[name], broadcast(value)))
     if zero3:
         zero3.checkpoint_event_epilogue()
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import accelerate.optimizer
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -32,8 +30,11 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
+from toolkit.models.tensor_parallel import dividing
 from toolkit.train.batch_guard import BatchGuard
+from toolkit.train.divided import Divided
 from toolkit.train.elastic import Continues
+from toolkit.train.gradients import clip_gradients
 from toolkit.train.staging import Saves
 from toolkit.train.watchdog import beat
 
@@ -55,34 +56,6 @@ def spare_walks(model: Any) -> None:
             each.grad = None
 
     model.train, model.zero_grad = tell, drop
-
-
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scales the gradients down to a norm of at most `max_norm`, and returns the norm that they had.
-
-    torch's own norm on a CPU is off by 5e-6 of a gradient of 500,000 numbers in fp32, so engines would not agree.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-    norms = torch._foreach_norm(local, 2, dtype=torch.float64)
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-    for group in _sharded_over(gradients):
-        torch.distributed.all_reduce(total, group=group)
-    norm = total.sqrt()
-    # torch and DeepSpeed divide by a norm that is larger by this much.
-    scale = max_norm / (norm.item() + 1e-6)
-    if scale < 1:
-        torch._foreach_mul_(local, scale)
-    return norm.float()
-
-
-def _sharded_over(gradients: list[Any]) -> list[Any]:
-    """The process groups over which FSDP has divided the gradients: one, for all of them."""
-    for each in gradients:
-        if isinstance(each, DTensor):
-            dimensions = enumerate(each.placements)
-            return [each.device_mesh.get_group(index) for index, placement in dimensions if placement.is_shard()]
-    return []
 
 
 WAITING = "waiting for data"
@@ -117,7 +90,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Continues):
+class _ExactMixin(Divided, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -132,7 +105,7 @@ class _ExactMixin(Continues):
             # SFTTrainer does this to the adapters' wrapper, which Transformers does not ask, and Seq2SeqTrainer not at
             # all: both would recompute attention too.
             keep_attention(model.get_base_model() if hasattr(model, "get_base_model") else model)
-        super().__init__(model=model, args=args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(model=model, args=args, **kwargs)
         if is_deepspeed_zero3_enabled():
             _gather_for_dora(model)
             _decide_releases_anew()
@@ -153,7 +126,8 @@ class _ExactMixin(Continues):
         total, count, balance = self.score(model, inputs)  # type: ignore[attr-defined]
         loss = total / (count if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
-            loss = loss * self.accelerator.num_processes  # type: ignore[attr-defined]
+            # As many as the gradients are averaged over.
+            loss = loss * (self.accelerator.num_processes // dividing())  # type: ignore[attr-defined]
         if balance is not None:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -197,7 +171,7 @@ class _ExactMixin(Continues):
         beat(f"waiting for the data of step {self.state.global_step + 1}")  # type: ignore[attr-defined]
         try:
             with torch.profiler.record_function(WAITING):
-                batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+                batches, count = super().get_batch_samples(*args, **kwargs)
         except UserError as error:
             raise _of_worker(error) from error
         self.waiting.newest = time.monotonic() - started
@@ -225,7 +199,7 @@ class _ExactMixin(Continues):
         """The engines write all that a checkpoint needs themselves. Another copy, for which the whole model is gathered
         in the memory of one process, would be read by nobody; the trained model is gathered at the end."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # type: ignore[attr-defined]
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.saves.place)
@@ -243,9 +217,9 @@ class _ExactMixin(Continues):
         if not self.args.should_save:  # type: ignore[attr-defined]
             return
         if not hasattr(model, "peft_config"):
-            model.save_pretrained(folder, save_original_format=False)
+            model.save_pretrained(folder, save_original_format=False, state_dict=state_dict)
             return
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=state_dict)
         # Both name the base by the path that it was loaded from.
         for file in (folder / "adapter_config.json", folder / "README.md"):
             write_atomically(file, concealed(file.read_text(encoding="utf-8")))
@@ -256,7 +230,7 @@ class _ExactMixin(Continues):
             self.model_wrapped.config = concealed(self.model_wrapped.config)  # type: ignore[attr-defined]
             # Programs that DeepSpeed lays beside every checkpoint and nothing here starts.
             self.model_wrapped._copy_recovery_script = lambda place: None  # type: ignore[attr-defined]
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         if self._sums_norm_itself:
@@ -273,8 +247,10 @@ class _ExactMixin(Continues):
 
     @property
     def _sums_norm_itself(self) -> bool:
-        """On CPUs, except under DeepSpeed, which sums in double precision too."""
-        return self.args.device.type == "cpu" and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
+        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts, of which torch has none of
+        the others."""
+        ours = self.args.device.type == "cpu" or dividing() > 1  # type: ignore[attr-defined]
+        return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run folder's own card is written once, at the end."""

@@ -222,6 +222,10 @@ class _RankMemory:
             # Each is quantized from 16 bits, one by one.
             return {"parameters": self.engine.largest(trained=False) * float(WIDTH[self.types.compute])}
         extra = self.engine.loading()
+        if self.on_cpu and self.layout.tensor > 1:
+            # Whole ones, of which parts are then kept.
+            whole = weights(self.workload, self.trace.whole().tensors, WIDTH[self.types.load])
+            extra += whole - weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
         if self.on_cpu and self.recipe.strategy.shards_parameters and self.over.parameters > 1:
             whole = weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
             standing = self.engine.standing()
@@ -242,6 +246,13 @@ class _RankMemory:
             gathered = whole * copies if self.on_cpu and first else 0.0
             largest = max((each.numel * self.workload.width(each) for each in self.trace.tensors), default=0)
             return largest + gathered if self.over.parameters > 1 else gathered
+        if self.layout.tensor > 1:
+            # Whole ones are put together on the host of the first process, each of its parts at first.
+            divided = [each for each in self.trace.tensors if each.parts > 1 and (each.trained or full)]
+            joined = weights(self.workload, dataclasses.replace(self.trace, tensors=tuple(divided)).whole().tensors)
+            largest = max((each.parts * each.numel * self.workload.width(each) for each in divided), default=0)
+            cast = exported / WIDTH[self.types.local] if casts else 0.0
+            return 2 * largest + (joined + whole * cast if self.on_cpu and first else 0.0)
         if strategy.zero_stage and full and first:
             # They share one flat vector, out of which each is copied to be written.
             return whole * exported / WIDTH[self.types.local]

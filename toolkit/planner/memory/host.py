@@ -7,6 +7,8 @@ checkpoints, with FSDP's headers of a kilobyte per tensor within 8%.
 
 from __future__ import annotations
 
+import dataclasses
+
 from toolkit.distributed.engines import loads_on_device, loads_on_first_process
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
@@ -47,6 +49,8 @@ def host(workload: Workload) -> Host:
         loading = _loading(workload)
         if recipe.strategy.shards_parameters:
             saving = whole_model(workload)
+        elif workload.layout.tensor > 1:
+            saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
         elif recipe.method.name == "full":
             saving = workload.trace.elements() * WIDTH[workload.types.export]
     drives = disk(workload)
@@ -67,6 +71,7 @@ def disk(workload: Workload) -> Disk:
 
     A checkpoint of mixed precision holds 14 bytes per parameter: the weight, the fp32 master and two moments.
     """
+    workload = dataclasses.replace(workload, trace=workload.trace.whole())
     recipe, types, strategy, trace = workload.recipe, workload.types, workload.strategy, workload.trace
     whole = states(workload, Division())
     trained_only = recipe.method.name == "lora"
@@ -144,4 +149,4 @@ def _loading(workload: Workload) -> float:
     alone = loads_on_first_process(recipe) or recipe.strategy.zero_stage == 3
     converts = WIDTH[workload.types.load] > 2 and not loads_on_device(recipe)
     readers = (1 if alone else workload.processes_per_node) if converts else 0
-    return workload.trace.elements() * (2.0 + 4.0 * readers)
+    return workload.trace.whole().elements() * (2.0 + 4.0 * readers)

@@ -78,6 +78,7 @@ def transfers(workload: Workload, boundary: float, tokens: float) -> list[Transf
         tokens: Of a rank's micro-batch, with padding.
     """
     sent = [*_collectives(workload), *_offloads(workload, boundary), *exchanges(workload, tokens)]
+    sent += sums(workload, tokens) if workload.layout.tensor > 1 else ()
     return [each for each in sent if any(each.sent.values())]
 
 
@@ -149,9 +150,24 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
         yield Transfer(during, layout.gradient_accumulation_steps, {link: size}, hidden=False, latency=waiting)
 
 
+def sums(workload: Workload, tokens: float) -> Iterator[Transfer]:
+    """Of what processes that divide layers sum, as the trace has seen it: hidden states, and gradients of what is whole
+    beside them. Two sums stand in each layer of a pass, and wait for each other."""
+    parts, hardware, every = workload.layout.tensor, workload.hardware, workload.layout.gradient_accumulation_steps
+    across = parts > hardware.devices_per_node
+    link = NETWORK if across else inner_link(hardware)
+    waiting = 2 * workload.trace.layers * latency(hardware, reduces=True, across=across)
+    for during in ("forward", "backward"):
+        whole = workload.trace.passes[during].summed.of(workload.trace.layers, tokens, 0)
+        yield Transfer(during, every, {link: 2 * whole * (parts - 1) / parts}, hidden=False, latency=waiting)
+
+
 def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:
-    """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both."""
-    inner, nodes = workload.hardware.devices_per_node, workload.hardware.nodes
+    """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both. Each process that
+    divides layers does it with those that have the same parts."""
+    parts, nodes = workload.layout.tensor, workload.hardware.nodes
+    inner = max(1, workload.hardware.devices_per_node // parts)
+    nodes = max(1, nodes * workload.hardware.devices_per_node // (inner * parts))
     across = {} if within_nodes else {NETWORK: size * (nodes - 1) / nodes / inner}
     return {inner_link(workload.hardware): size * (inner - 1) / inner, **across}
 

@@ -56,8 +56,9 @@ def work(
     recipe, layout, hardware, trace = workload.recipe, workload.layout, workload.hardware, workload.trace
     load = micro_load(recipe, layout, counted, attention)
     ranks = layout.world_size * layout.gradient_accumulation_steps
-    tokens = load.tokens * ranks
-    parameters = trace.elements()
+    tokens = load.tokens * ranks / layout.tensor
+    whole = trace.whole()
+    parameters = whole.elements()
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
     sent = transfers(workload, boundary, load.padded)
@@ -86,14 +87,14 @@ def work(
     energy = hours * power / 1000 if hours is not None and power else None
     return Work(
         parameters=parameters,
-        trained_parameters=workload.trained,
+        trained_parameters=whole.elements(trained=True),
         steps=steps,
         tokens_per_step=tokens,
         tokens=tokens * steps if steps else None,
         tokens_from="upper bound" if counted is None else "sampled" if counted.sample else "counted",
         model_flops_per_step=useful * ranks,
         hardware_flops_per_step=done * ranks,
-        rule_flops_per_step=rule_flops(trace.met(experts), trace.met(experts, trained=True), tokens),
+        rule_flops_per_step=rule_flops(whole.met(experts), whole.met(experts, trained=True), tokens),
         links=_links(sent, hardware),
         compute_seconds=_range(ends, "compute"),
         communication_seconds=ends["value"].communication,

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toolkit.common import UserError
 from toolkit.models.head_choice import choose
 from toolkit.models.stored import StoredWeight
+from toolkit.models.tensor_parallel import is_part
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
@@ -284,7 +285,10 @@ def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool
     """
 
     def fitted(name: str, kind: str = "work") -> Pass:
-        return Pass(*fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs]))
+        amounts = fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs])
+        if not amounts[-1].per_layer:
+            amounts.pop()
+        return Pass(*amounts)
 
     passes = {name: fitted(name) for name in ("forward", "backward", "evaluation")}
     again = fitted("backward", "recomputed")
@@ -307,11 +311,18 @@ def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], int
             place[id(parameter)] = name
     place |= {id(parameter): "layer" for layer in shallow.layers for parameter in layer.parameters()}
     counts = Counter(
-        (place.get(id(each), "other"), tuple(each.shape), each.requires_grad, _kind(each, setting))
+        (
+            place.get(id(each), "other"),
+            tuple(each.shape),
+            each.requires_grad,
+            _kind(each, setting),
+            setting.tensor if is_part(each) else 1,
+        )
         for each in shallow.model.parameters()
     )
     tensors = tuple(
-        Tensors(where, shape, count, trained, kind) for (where, shape, trained, kind), count in counts.items()
+        Tensors(where, shape, count, trained, kind, parts)
+        for (where, shape, trained, kind, parts), count in counts.items()
     )
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in shallow.model.buffers())
     return tensors, buffers

@@ -56,6 +56,7 @@ class Setting:
         long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
         trust_remote_code: Whether the model's own code may run.
         path: `model.path`, where its code comes with the weights.
+        tensor: Processes that divide each layer.
     """
 
     config: Mapping[str, Any]
@@ -73,6 +74,7 @@ class Setting:
     long: bool = True
     trust_remote_code: bool = False
     path: str | None = None
+    tensor: int = 1
 
     @property
     def chunk(self) -> int:
@@ -100,6 +102,8 @@ class Setting:
             content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
+        if self.tensor == 1:
+            del content["tensor"]  # Traces are older than it.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
         return _hash(content)
 
@@ -145,6 +149,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK * layout.sharing,
         trust_remote_code=recipe.model.trust_remote_code,
         path=recipe.model.path if recipe.model.trust_remote_code else None,
+        tensor=recipe.parallel.tensor,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from transformers.quantizers import AutoHfQuantizer
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
+from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.setting import Setting
 from toolkit.recipe import Recipe
@@ -147,6 +149,9 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     trained.train()
     if depth is not None:
         _materialize(trained, fake, types)
+    # What it adds to parameters must be on those that are there.
+    with contextlib.nullcontext() if depth is None else fake:
+        divide_layers(trained, setting.tensor, index=0)
     lists = _repeated(model)
     twins = setting.objective == "seq2seq" and len(lists) == 2 and _kinds(lists[0]) == _kinds(lists[1])
     return Shallow(trained, _layers(model), lists[0] if twins else ())

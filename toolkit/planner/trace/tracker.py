@@ -34,7 +34,7 @@ STAND_INS = "toolkit_tracing"
 """Library of the operations that stand in for kernels; those that return nothing write into their arguments."""
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
-_WORK = ("matmul", "attention", "moved", "launches")
+_WORK = ("matmul", "attention", "moved", "launches", "summed")
 
 
 def attention_flops(q: Any, k: Any, v: Any) -> int:
@@ -199,6 +199,8 @@ class Tracker(TorchDispatchMode):
         if not made and not changes:
             return  # A view: no kernel runs.
         amounts = {"launches": 1.0}
+        if func is torch.ops.toolkit.sum_parts.default:
+            amounts["summed"] = float(args[0].nbytes)
         packet, traffic = func._overloadpacket, sum(tensor.nbytes for tensor in tensors)
         if packet in flop_registry:
             kind = "attention" if "attention" in func.name() or "attn" in func.name() else "matmul"

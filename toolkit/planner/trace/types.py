@@ -129,12 +129,14 @@ class Pass:
         attention: FLOPs of attention's two products over all pairs of positions, whether a mask hides them or not.
         moved: Bytes that all other operations read and write.
         launches: Number of operations that start a kernel.
+        summed: Bytes that are summed over the processes that divide layers.
     """
 
     matmul: Amount
     attention: Amount
     moved: Amount
     launches: Amount
+    summed: Amount = Amount()
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,11 @@ class Tensors:
 
     Args:
         place: `layer` for those inside the repeated layers.
-        shape: Of each; for quantized ones the shape that they stand for.
+        shape: Of each; for quantized ones the shape that they stand for, for divided ones that of a part.
         count: How many there are in the whole model.
         trained: Whether they get gradients.
         kind: Of the model itself, of an adapter, or stored in 4 or 8 bits.
+        parts: How many processes divide each (`parallel.tensor`).
     """
 
     place: Literal["embeddings", "layer", "head", "other"]
@@ -154,6 +157,7 @@ class Tensors:
     count: int
     trained: bool
     kind: Literal["base", "adapter", "nf4", "int8", "fp8", "int4"]
+    parts: int = 1
 
     @property
     def numel(self) -> int:
@@ -210,6 +214,16 @@ class Trace:
     origin: Literal["traced", "formulas"] = "traced"
     note: str = ""
     fused_head: bool = True
+
+    def whole(self) -> Trace:
+        """The same with all parts of divided parameters in one, as they are saved."""
+
+        def joined(each: Tensors) -> Tensors:
+            return dataclasses.replace(each, shape=(each.parts * each.shape[0], *each.shape[1:]), parts=1)
+
+        return dataclasses.replace(
+            self, tensors=tuple(joined(each) if each.parts > 1 else each for each in self.tensors)
+        )
 
     def elements(self, *, trained: bool | None = None, kind: str | None = None, place: str | None = None) -> int:
         """Number of parameters of some kind."""

@@ -19,7 +19,7 @@ from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
-from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads
+from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads, nearest_parts
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, zero3_fault
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
@@ -162,6 +162,9 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "run_epochs": _so_many(recipe.schedule.num_epochs or 1, "epoch"),
         "attention_heads": model_configs.attention_widths(config)[0],
         "nearest_heads": nearest_heads(recipe, config),
+        "nearest_parts": nearest_parts(recipe, config),
+        "kv_heads": model_configs.attention_widths(config)[1],
+        "inner_width": model_configs.inner_width(config),
         "model_type": model_configs.text_config(config).get("model_type"),
         "zero3_fault": zero3_fault(recipe, config),
         "unfit_to_compile": compilation.unfit(recipe, config),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from toolkit.recipe.errors import Config, Rule
-from toolkit.recipe.model_configs import attention_widths
+from toolkit.recipe.model_configs import attention_widths, inner_width
 from toolkit.recipe.schema import VARLEN_ATTENTION, Recipe
 
 _MOST = 1024
@@ -14,10 +16,28 @@ def _shares(recipe: Recipe, way: str) -> bool:
     return getattr(recipe.parallel, way) > 1
 
 
+def _parts(recipe: Recipe) -> bool:
+    return recipe.parallel.tensor > 1
+
+
 def nearest_heads(recipe: Recipe, config: Config) -> str:
     """The nearest sizes of `parallel.sequence` that divide the heads."""
-    heads, size = attention_widths(config)[0], recipe.parallel.sequence
-    fit = [number for number in range(1, min(heads, _MOST) + 1) if heads % number == 0]
+    return _nearest(attention_widths(config)[0], recipe.parallel.sequence)
+
+
+def layer_parts(config: Config) -> int:
+    """The most processes that can divide a model's layers, heads and inner width; 0 where the config states none."""
+    heads, shared, _ = attention_widths(config)
+    return math.gcd(heads, shared, inner_width(config))
+
+
+def nearest_parts(recipe: Recipe, config: Config) -> str:
+    """The nearest sizes of `parallel.tensor` that divide all of them."""
+    return _nearest(layer_parts(config), recipe.parallel.tensor)
+
+
+def _nearest(whole: int, size: int) -> str:
+    fit = [number for number in range(1, min(whole, _MOST) + 1) if whole % number == 0]
     near = [number for number in fit if number < size][-1:] + [number for number in fit if number > size][:1]
     return " or ".join(map(str, near))
 
@@ -76,4 +96,78 @@ PARALLEL_RULES = {
         reference="(https://arxiv.org/abs/2407.21783, section 3.3.2)",
     ),
     **_of_shared_rows("context"),
+    "tensor-widths": Rule(
+        "parallel.tensor",
+        lambda r, c: _parts(r) and bool(layer_parts(c) % r.parallel.tensor),
+        "the model's {attention_heads} attention heads, {kv_heads} heads of keys and values and inner width of "
+        "{inner_width} do not all divide among so many processes",
+        "set parallel.tensor={nearest_parts}",
+        reference="(https://arxiv.org/abs/1909.08053)",
+    ),
+    "tensor-strategy": Rule(
+        "strategy.name",
+        lambda r, _: _parts(r) and r.strategy.name != "ddp",
+        "{r.strategy.name} has not been tried with layers that processes divide",
+        "set strategy.name=ddp, or remove parallel.tensor",
+    ),
+    "tensor-rows": Rule(
+        "parallel.tensor",
+        lambda r, _: _parts(r) and bool(r.parallel.shares_by),
+        "processes that divide layers read whole rows, and with {r.parallel.shares_by} they would have parts of them",
+        "remove parallel.tensor, or {r.parallel.shares_by}",
+    ),
+    "tensor-seq2seq": Rule(
+        "parallel.tensor",
+        lambda r, _: _parts(r) and r.objective == "seq2seq",
+        "Transformers has no plan to divide the layers of encoder-decoders",
+        "remove parallel.tensor",
+    ),
+    "tensor-streaming": Rule(
+        "data.streaming",
+        lambda r, _: _parts(r) and r.data.streaming,
+        "processes that divide layers must read the same rows, and each reads its own of a stream",
+        "set data.streaming=false, or remove parallel.tensor",
+    ),
+    "tensor-quantization": Rule(
+        "method.quantization",
+        lambda r, _: _parts(r) and r.method.quantization != "none",
+        "weights in fewer bits are stored in blocks, which are not divided",
+        "set method.quantization=none, or remove parallel.tensor",
+    ),
+    "tensor-dora": Rule(
+        "method.use_dora",
+        lambda r, _: _parts(r) and r.method.use_dora,
+        "DoRA measures whole weights, of which each process has a part",
+        "set method.use_dora=false, or remove parallel.tensor",
+    ),
+    "tensor-init": Rule(
+        "method.init_lora_weights",
+        lambda r, _: _parts(r) and r.method.name == "lora" and r.method.init_lora_weights != "default",
+        "adapters that begin by weights or rows have not been tried with layers that processes divide",
+        "set method.init_lora_weights=default, or remove parallel.tensor",
+    ),
+    "tensor-extra-lora": Rule(
+        "extra.lora",
+        lambda r, _: _parts(r) and bool(r.extra.lora),
+        "further settings of PEFT have not been tried with layers that processes divide",
+        "remove extra.lora, or parallel.tensor",
+    ),
+    "tensor-optimizer": Rule(
+        "optimizer.name",
+        lambda r, _: _parts(r) and not r.optimizer.traits.divisible,
+        "{r.optimizer.name} looks at whole matrices or blocks of them, of which each process has a part",
+        "set optimizer.name=adamw, or remove parallel.tensor",
+    ),
+    "tensor-precision": Rule(
+        "precision",
+        lambda r, _: _parts(r) and r.precision not in ("fp32", "bf16", "pure_bf16"),
+        "{r.precision} scales by what a process has of a weight or gradient, which is a part",
+        "set precision=bf16, or remove parallel.tensor",
+    ),
+    "tensor-compile": Rule(
+        "compile",
+        lambda r, _: _parts(r) and r.compile == "layers",
+        "layers that processes divide have not been compiled",
+        "set compile=auto, or remove parallel.tensor",
+    ),
 }

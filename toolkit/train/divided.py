@@ -1,0 +1,84 @@
+"""What training needs to know of layers that several processes divide (`models.tensor_parallel`).
+
+Each of them has the whole loss, and gradients of its own parts; they are averaged over the processes that have the same
+parts. What is saved is whole, as one process would save it, so that any number of processes goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+
+from toolkit.models.tensor_parallel import dividing, replicas, whole_of, whole_state
+
+
+class OverReplicas(DistributedDataParallelKwargs):
+    """Has DDP average over the processes that have the same parts, instead of over all."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return {**super().to_kwargs(), "process_group": replicas()}
+
+
+class Divided:
+    """Of a trainer, how what divided layers train is counted and saved."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if dividing() > 1:
+            accelerator = self.accelerator  # type: ignore[attr-defined]
+            accelerator.ddp_handler = OverReplicas(**accelerator.ddp_handler.to_dict())
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Theirs counts the trained tokens of all processes, also of those that read the same."""
+        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        return batches, count if count is None else count // dividing()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if dividing() == 1:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        first = self.args.should_save  # type: ignore[attr-defined]
+        state = whole_parameters(self.model, first)  # type: ignore[attr-defined]
+        if first:
+            self._save(output_dir, state)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        if dividing() == 1:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        with _answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:
+    """What is saved of a model with divided layers: all of it, or its adapters. See `whole_state`."""
+    adapter = hasattr(model, "peft_config")
+    return whole_state(model, lambda parameter: parameter.requires_grad or not adapter, first)
+
+
+def whole_optimizer(optimizer: Any, first: bool) -> dict[str, Any]:
+    """An optimizer's state as one process would have it, in host memory of the first process; nothing on the others."""
+    saved = optimizer.state_dict()
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(parameters):
+        for kind, value in saved["state"].get(number, {}).items():
+            whole = whole_of(parameter, value) if torch.is_tensor(value) else value
+            if first:
+                state.setdefault(number, {})[kind] = whole.cpu() if torch.is_tensor(whole) else whole
+    return {**saved, "state": state} if first else {}
+
+
+@contextmanager
+def _answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
+    """Has an optimizer name this as its state."""
+    optimizer.state_dict = lambda: state
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
