@@ -1,7 +1,7 @@
-"""The recipe as the engines are told it, and the state that they must then be in.
+"""The recipe as the engines are told it.
 
 Masters, clipping and sums of gradients are the same on every engine, so every value that an engine would choose by
-itself is stated. In this order: dtypes, DeepSpeed, FSDP2, TrainingArguments, the expected state.
+itself is stated. In this order: dtypes, DeepSpeed, FSDP2, TrainingArguments.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from toolkit.common import Partial, UserError
+from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout, Length, World
 from toolkit.recipe import Recipe
 from toolkit.recipe.libraries import flat
-from toolkit.recipe.sections import FP8_SCALING, ActivationCheckpointing
+from toolkit.recipe.sections import ActivationCheckpointing
 
 _NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
 
@@ -279,130 +279,3 @@ def checkpointing_kwargs(checkpointing: ActivationCheckpointing) -> dict[str, An
     if checkpointing.mode == "offload":
         kwargs["offload"] = True
     return kwargs
-
-
-Spread = Literal["whole", "sharded"]
-
-
-class EngineState(Partial):
-    """How an engine holds a model and what it does to it: as the recipe asks for it, or as it really is.
-
-    What does not apply, or cannot be read yet, is not set.
-    """
-
-    engine: str | None = None
-    device: str | None = None
-    world_size: int | None = None
-    optimizer: str | None = None
-    """Name of its class."""
-    attention: str | None = None
-    """Transformers' name of the implementation."""
-    output_head: Literal["fused", "own"] | None = None
-    """Whether TRL's fused head scores labels, or the model's own forward; encoder-decoders have their own."""
-    activation_checkpointing: str | None = None
-    """Who recomputes: the `model`, the `engine`, `engine+model` or `none`."""
-    parameters: Spread | None = None
-    trained_parameters: int | None = None
-    frozen_parameters: int | None = None
-    trained_dtype: str | None = None
-    quantization: str | None = None
-    micro_batch_size: int | str | None = None
-    """A text where engine and trainer disagree."""
-    gradient_accumulation_steps: int | str | None = None
-    """A text where engine and trainer disagree."""
-    frozen_dtype: str | None = None
-    moments_dtype: str | None = None
-    not_updated: int | None = None
-    """Trained parameters that the optimizer does not have."""
-    zero_stage: int | None = None
-    max_grad_norm: float | None = None
-    gradients: Spread | None = None
-    optimizer_state: Spread | None = None
-    master_dtype: str | None = None
-    reduce_dtype: str | None = None
-    compute_dtype: str | None = None
-    autocast: str | None = None
-    fp8_products: str | None = None
-    """What has a scale in products in fp8: `tensorwise` or `rowwise`; `none` without such products."""
-    tf32: bool | None = None
-    """Whether products of fp32 matrices are computed in TF32."""
-    offload_optimizer: str | None = None
-    offload_param: str | None = None
-    sequence: int | None = None
-    """Processes that share each row by exchanging heads."""
-    context: int | None = None
-    """Processes that share each row by gathering keys and values."""
-    tensor: int | None = None
-    """Processes that divide each layer."""
-    sharded_over: int | None = None
-    """Processes over which FSDP shards."""
-    reshard_after_forward: bool | None = None
-    sync_each_batch: bool | None = None
-    """Whether FSDP reduces gradients after every micro-batch."""
-    fsdp_units: int | None = None
-    compile: str | None = None
-    """Whether the layers are compiled, as `compile` of the recipe says it."""
-    liger_modules: int | None = None
-    """Modules whose forward is one of Liger's kernels."""
-    num_workers: int | None = None
-    """Processes that make batches ahead."""
-    compiled_graphs: int | None = None
-    """How many graphs that took so far."""
-
-
-def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attention: str) -> EngineState:
-    """The state that the recipe asks for.
-
-    Args:
-        optimizer: Name of the optimizer's class, see `optimizer.optimizer_class`.
-        attention: Transformers' name of the attention implementation.
-
-    Returns:
-        What must hold. What `verify.read` reports beyond it is for the record only.
-    """
-    strategy, types = recipe.strategy, dtypes(recipe)
-    several = layout.world_size > 1
-    stage = 3 if strategy.name == "fsdp" else strategy.zero_stage
-
-    def spread(from_stage: int) -> Spread:
-        return "sharded" if several and stage >= from_stage else "whole"
-
-    state: dict[str, Any] = {
-        "engine": "ddp" if several else "none",
-        "world_size": layout.world_size,
-        "sequence": layout.sequence,
-        "context": layout.context,
-        "tensor": layout.tensor,
-        "micro_batch_size": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "num_workers": recipe.data.decided_workers,
-        "max_grad_norm": recipe.optimizer.max_grad_norm,
-        "optimizer": optimizer,
-        "attention": attention,
-        "activation_checkpointing": "none" if recipe.activation_checkpointing.mode == "none" else "model",
-        "parameters": spread(3),
-        "gradients": spread(2),
-        "optimizer_state": spread(1),
-        "trained_dtype": types.local,
-        "quantization": recipe.method.quantization,
-        "not_updated": 0,
-        "autocast": types.autocast or "none",
-        "fp8_products": FP8_SCALING.get(recipe.precision, "none"),
-        "master_dtype": types.master,
-    }
-    if strategy.zero_stage:
-        state |= {"engine": "deepspeed", "zero_stage": strategy.zero_stage, "reduce_dtype": types.reduce}
-        state |= {key: getattr(strategy, key) for key in ("offload_optimizer", "offload_param")}
-    elif strategy.name == "fsdp":
-        state |= {"engine": "fsdp2", "reduce_dtype": types.reduce, "compute_dtype": types.compute}
-        state |= {"offload_param": strategy.offload_param, "reshard_after_forward": reshards_after_forward(recipe)}
-        state["sync_each_batch"] = strategy.sync_each_batch
-    if recipe.tf32 != "auto":
-        state["tf32"] = recipe.tf32
-    traits = recipe.optimizer.traits
-    if traits.bits == 32 and traits.module in ("torch", "bitsandbytes"):
-        state["moments_dtype"] = traits.state_dtype(types.master)
-    if traits.layerwise:
-        # One optimizer per parameter, inside hooks; the Trainer holds a dummy.
-        del state["optimizer"], state["not_updated"], state["master_dtype"]
-    return EngineState(**state)

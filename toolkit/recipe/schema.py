@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.faults import Faults
+from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     FP8_SCALING,
@@ -27,7 +28,6 @@ from toolkit.recipe.sections import (
     Method,
     Optimizer,
     Output,
-    Parallel,
     PositiveInt,
     Schedule,
     Strategy,

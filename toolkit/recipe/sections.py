@@ -178,44 +178,6 @@ class Strategy(Section):
         return self.name in ("zero3", "fsdp")
 
 
-class Parallel(Section):
-    """What beside rows is divided over processes. The rest of them divides rows, and `strategy` spreads the model over
-    all."""
-
-    sequence: PositiveInt = 1
-    """How many processes share each row: every one computes a part of its tokens, and in attention a part of the heads
-    over all of them (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). Activations and logits of a process shrink with
-    it. Divides the model's attention heads; needs an attention backend that takes the boundaries of documents."""
-    context: PositiveInt = 1
-    """How many processes share each row, as with `sequence`, but in attention each keeps the queries of its tokens and
-    gathers the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2). It need not divide
-    the heads, and less is sent where few of them have keys of their own."""
-    tensor: PositiveInt = 1
-    """How many processes divide each layer: every one has a part of the heads and of the inner width, with the weights,
-    gradients and optimizer state of them (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
-    same rows. Divides the model's heads of keys and values and its inner width; under `ddp`."""
-
-    @property
-    def sharing(self) -> int:
-        """How many processes share each row, in whichever way."""
-        return self.sequence * self.context
-
-    @property
-    def shares_by(self) -> str:
-        """The key by which processes share rows; empty if they do not."""
-        return "parallel.context" if self.context > 1 else "parallel.sequence" if self.sequence > 1 else ""
-
-    @property
-    def together(self) -> int:
-        """How many processes of neighbouring ranks get the same rows."""
-        return self.sharing * self.tensor
-
-    @property
-    def together_by(self) -> str:
-        """The key by which they do."""
-        return self.shares_by or "parallel.tensor"
-
-
 ADAPTER_LEARNING_RATE = 2e-4
 """Adapters learn best at about ten times the rate of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")."""
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from toolkit.common import Partial
 from toolkit.data.audit import Audit
 from toolkit.data.rows import Sample
-from toolkit.distributed.engines import EngineState
+from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import BatchLayout
 from toolkit.planner.plan import Plan
 

@@ -26,7 +26,8 @@ from toolkit.common import UserError
 from toolkit.data.batches import MicroBatches
 from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
-from toolkit.distributed.engines import EngineState, expected_state, fsdp_mesh
+from toolkit.distributed.engine_state import EngineState, expected_state
+from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
 from toolkit.models.shared_rows import sizes
 from toolkit.models.tensor_parallel import divides
@@ -95,7 +96,7 @@ def verify(expected: EngineState, state: EngineState) -> None:
     """Stops a run that is not what was asked for.
 
     Args:
-        expected: See `engines.expected_state`. What cannot be read yet (moments, before the first step) is not
+        expected: See `engine_state.expected_state`. What cannot be read yet (moments, before the first step) is not
             compared.
         state: See `read`.
 
