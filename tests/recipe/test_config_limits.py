@@ -40,6 +40,7 @@ def _read(folder: Path, **config: Any) -> dict[str, Any]:
         ({"rope_theta": "1e4"}, 'rope_theta is "1e4"'),
         ({"rope_theta": True}, "rope_theta is true"),
         ({"rope_theta": 1e308}, "rope_theta is 1e+308"),
+        ({"rope_theta": 10**400}, "rope_theta is 1"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, not a number above 0 and up to 1"),
         ({"rope_scaling": "linear"}, 'rope_scaling is "linear", not an object'),
         ({"rope_parameters": 7}, "rope_parameters is 7, not an object"),

@@ -67,3 +67,9 @@ def test_numbers_that_nothing_can_hold_are_left_out(tmp_path: Path) -> None:
     run = example_run(tmp_path / "demo", total_steps=10**400)
     manifest, problems = read_manifest(run)
     assert manifest.total_steps is None and manifest.name == MANIFEST["name"] and "total_steps" in problems[0]
+
+
+def test_a_manifest_with_a_key_of_half_a_character_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "x", "\\ud800": 1}', encoding="ascii")
+    manifest, problems = read_manifest(tmp_path)
+    assert not manifest.name and "cannot read" in problems[0]

@@ -394,4 +394,5 @@ def test_nothing_from_outside_ends_in_a_stack_trace(
         **settings, derandomize=not many, suppress_health_check=list(checks), phases=[hypothesis.Phase.generate]
     )(hypothesis.given(contents())(survives))()
     record(record_property, "Fuzzed inputs", kind=kind, inputs=f"{inputs:,}", uncaught=f"{len(uncaught)}")
+    assert inputs >= settings["max_examples"], "the table promises so many"
     assert not uncaught, f"{len(uncaught)} of {inputs}: {uncaught[0][0]!r}\n{uncaught[0][1]}"

@@ -271,7 +271,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:
     try:
         return Manifest.model_validate(content), problems
     except ValidationError as error:
-        unreadable = dict.fromkeys(each["loc"][0] for each in error.errors())
+        # A key that is no text, such as half a character, is an error of the whole.
+        unreadable = dict.fromkeys(key for each in error.errors() for key in each["loc"][:1] or content)
     problems.append(
         f"manifest.json holds what this version cannot read, and it is left out: {', '.join(map(str, unreadable))}"
     )
