@@ -96,7 +96,9 @@ Jacobs et al. 2023), so N must divide the model's heads, and the backend must ta
 the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2), in the backward pass once more,
 so that no layer keeps them. N need not divide the heads. Each has a piece from the front of the row and one as far from
 its end, so that all attend to equally many keys. With h heads and k of keys, gathering sends less than exchanging
-where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two.
+where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two. The plan does not
+count the keys and values of the whole row that one layer has at a time.
+
 Either way activations, logits and batches of a device are an Nth; what `strategy` divides is
 divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of
 one process, packed or not. Neighbouring ranks share rows, so that with N up to the devices of a node the exchange stays
