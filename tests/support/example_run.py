@@ -23,6 +23,8 @@ MANIFEST: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
         "world_size": 1,
         "sequence": 1,
+        "context": 1,
+        "tensor": 1,
         "seq_len": 512,
         "tokens_per_step": 4096,
     },

@@ -22,6 +22,10 @@ ELSEWHERE = {
     "train/sealing": "train/test_staging",
     "train/sentry": "train/test_watchdog",
     "train/batching": "data/test_collate",
+    "models/shared_rows": "models/test_sequence_parallel",
+    "models/tensor_parallel": "whole/test_tensor_parallel",
+    "train/divided": "whole/test_tensor_parallel",
+    "train/gradients": "train/test_trainer",
     "train/bad_batches": "train/test_batch_guard",
     "data/pretokenised": "data/test_published_forms",
     "train/saved_state": "train/test_elastic",
@@ -47,6 +51,8 @@ ELSEWHERE = {
     "recipe/other_names": "recipe/test_other_tools",
     "recipe/base": "recipe/test_schema",
     "recipe/sections": "recipe/test_show",
+    "recipe/parallel": "recipe/test_show",
+    "distributed/engine_state": "distributed/test_engines",
 }
 """Module to the file with its tests, where that has another name."""
 

@@ -158,6 +158,9 @@ def test_an_architecture_equals_one_process(
     common = [f"model.path={name}", *METHODS[method], "batch.micro_batch_size=2", "evaluation.batch_size=1"]
     if name == "blenderbot":
         common += SEQ2SEQ
+    if name == "qwen3_moe":
+        # By the usual seed two experts of a token are so nearly alike that on some processors rounding decides.
+        common.append("seed=2")
     reference = launcher.result(f"{name}-{method}", "single", *common)
     run = launcher.result(f"{name}-{method}-{engine}", engine, *common)
     difference = Difference.between(run, reference)
