@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +36,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr("toolkit.planner.hardware.layer._MODEL", MODEL)
         patch.setattr("toolkit.planner.hardware.layer._LARGE", (128, 512, 512))
         return calibrate(seconds=1)
+
+
+def test_layers_are_traced_where_nothing_else_was_imported() -> None:
+    code = "from toolkit.planner.hardware import layer; import torch; "
+    code += "print(layer._Layers(torch.float32, 0.01, 1.0)._layers(layer._NARROW, layer._FEW)[1]['launches'])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) > 100
 
 
 def test_figures_are_those_of_this_machine(stored: Path) -> None:

@@ -220,6 +220,10 @@ def _(part: torch.Tensor, size: int) -> torch.Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
+SUM = torch.ops.toolkit.sum_parts.default
+"""The operation, by which a trace knows what is sent."""
+
+
 def sum_over_parts(number: torch.Tensor) -> torch.Tensor:
     """The sum of what each of the processes that divide layers has of something."""
     return _sum(number, dividing())

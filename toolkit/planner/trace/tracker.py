@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from toolkit.models.tensor_parallel import SUM
+
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
 """As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""
 _CUDA_GRANULARITY = 512
@@ -199,7 +201,7 @@ class Tracker(TorchDispatchMode):
         if not made and not changes:
             return  # A view: no kernel runs.
         amounts = {"launches": 1.0}
-        if func is torch.ops.toolkit.sum_parts.default:
+        if func is SUM:
             amounts["summed"] = float(args[0].nbytes)
         packet, traffic = func._overloadpacket, sum(tensor.nbytes for tensor in tensors)
         if packet in flop_registry:
