@@ -138,6 +138,9 @@ class BatchLayout:
     """Processes that share each row by gathering keys and values, see `parallel.context`."""
     tensor: int = 1
     """Processes that divide each layer, see `parallel.tensor`."""
+    pipeline: int = 1
+    """Processes over which the layers are spread, see `parallel.pipeline`. Those of one run of layers are neighbours, so
+    that on nodes of several GPUs gradients are averaged within nodes, and hidden states go between them."""
 
     @property
     def sharing(self) -> int:
@@ -152,7 +155,11 @@ class BatchLayout:
     @property
     def data_parallel_size(self) -> int:
         """Groups of processes that each get rows of their own."""
-        return self.world_size // self.together
+        return self.world_size // (self.together * self.pipeline)
+
+    def replica(self, rank: int) -> int:
+        """Which of these groups a process belongs to."""
+        return rank % (self.world_size // self.pipeline) // self.together
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -173,8 +180,8 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
     batch, parallel = recipe.batch, recipe.parallel
-    together = parallel.together
-    replicas = _replicas(world_size, together, parallel.together_by)
+    together = parallel.together * parallel.pipeline
+    replicas = _replicas(world_size, together, parallel.together_by if parallel.pipeline == 1 else "parallel.pipeline")
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
@@ -199,7 +206,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    divided = (parallel.sequence, parallel.context, parallel.tensor)
+    divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.pipeline)
     return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
 
 
@@ -222,7 +229,8 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
     parallel = recipe.parallel
-    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // parallel.together))
+    replicas = world_size // (parallel.together * parallel.pipeline)
+    share = max(1, recipe.batch.sequences_per_step // max(1, replicas))
     largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
     return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
 

@@ -75,4 +75,5 @@ def micro_batches(
         world_size=layout.data_parallel_size,
         flat=collates.layout == "flat",
         sharing=layout.together,
+        stages=layout.pipeline,
     )

@@ -21,7 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
+from toolkit.models.pipeline import chain
 from toolkit.models.tensor_parallel import dividing, is_part, part_of, whole_shape
+from toolkit.train.pipelined import whole_groups
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 
 
@@ -80,7 +82,12 @@ def restore(trainer: Any, checkpoint: Path) -> None:
         order = [[names[each] for each in group["params"]] for group in trainer.optimizer.param_groups]
     # Under ZeRO-3 a parameter itself is empty.
     numbers = {name: getattr(each, "ds_numel", whole_shape(each).numel()) for name, each in model.named_parameters()}
-    saved = SavedState(checkpoint, {name: numbers[name] for group in order for name in group}, _aliases(model))
+    aliases = _aliases(model)
+    if own := chain():
+        names = {parameter: own.name(name) for parameter, name in names.items()}
+        order, aliases = whole_groups(order, own), own.aliases
+        numbers = {name: shape.numel() for name, shape in own.sizes.items()}
+    saved = SavedState(checkpoint, {name: numbers[name] for group in order for name in group}, aliases)
     chosen = [saved.group(group[0] if group else None) for group in order]
     if zero:
         _into_zero(trainer, zero, flats, saved, chosen)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from toolkit.models.pipeline import counts, pipeline_group, piped
 from toolkit.models.tensor_parallel import dividing, is_part, sum_over_parts
 
 
@@ -24,6 +25,10 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     total = squares.sum()
     for group in _sharded_over(gradients):
         torch.distributed.all_reduce(total, group=group)
+    if piped() > 1:
+        once = torch.tensor([counts(each) for each, _ in updated], dtype=torch.bool, device=squares.device)
+        total = squares[once].sum()
+        torch.distributed.all_reduce(total, group=pipeline_group())
     if dividing() > 1:
         parts = torch.tensor([is_part(each) for each, _ in updated], dtype=torch.bool, device=squares.device)
         total = squares[~parts].sum() + sum_over_parts(squares[parts].sum())

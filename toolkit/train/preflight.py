@@ -28,6 +28,7 @@ from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
 from toolkit.models.load import ModelSource
+from toolkit.models.pipeline import chain_processes
 from toolkit.models.tensor_parallel import divide_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
@@ -97,7 +98,7 @@ def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     rendezvous.begin_group()
 
 
-def all_reduce(rendezvous: Rendezvous, device: torch.device, tensor: int = 1) -> None:
+def all_reduce(rendezvous: Rendezvous, device: torch.device, tensor: int = 1, pipeline: int = 1) -> None:
     """Sums one number per process over the groups that training will use, and ends the rendezvous.
 
     What hangs in the communication library cannot be interrupted: after a time-out, processes that wait say which ones
@@ -105,6 +106,7 @@ def all_reduce(rendezvous: Rendezvous, device: torch.device, tensor: int = 1) ->
 
     Args:
         tensor: Processes that divide each layer, which get groups of their own here.
+        pipeline: Processes that layers are spread over, which do too.
 
     Raises:
         UserError: On every process, if a sum is wrong.
@@ -114,6 +116,7 @@ def all_reduce(rendezvous: Rendezvous, device: torch.device, tensor: int = 1) ->
     size = rendezvous.world.world_size
     rendezvous.group_started()
     groups: list[Any] = [None, *(divide_processes(tensor) if tensor > 1 else ())]
+    groups += chain_processes(pipeline) if pipeline > 1 else ()
     right = []
     for group in groups:
         members = range(size) if group is None else torch.distributed.get_process_group_ranks(group)

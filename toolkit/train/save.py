@@ -19,7 +19,9 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
+from toolkit.models.pipeline import chain
 from toolkit.models.tensor_parallel import dividing
+from toolkit.train import pipelined
 from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush
 
@@ -51,7 +53,7 @@ def publish(
     if not adapter:
         dtype = getattr(torch, dtypes.export)
         kept = kept_in_fp32(model, dtype)
-        if state is None or dividing() > 1:
+        if state is None or dividing() > 1 or chain():
             as_saved(trainer, dtypes)
         state = model.state_dict() if state is None else state
         state = {
@@ -124,6 +126,8 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             state.pop(name, None)
         return state
+    if own := chain():
+        return pipelined.whole_parameters(model, own)
     if dividing() > 1:
         return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:

@@ -24,6 +24,7 @@ from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
+from toolkit.distributed.stages import cut
 from toolkit.models import attention, attention_kernels, compiled_layers, device, liger_kernels
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
@@ -32,6 +33,7 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
+from toolkit.models.pipeline import Split, split_layers
 from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
@@ -135,7 +137,7 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
-    preflight.all_reduce(rendezvous, arguments.device, layout.tensor)
+    preflight.all_reduce(rendezvous, arguments.device, layout.tensor, layout.pipeline)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
 
@@ -154,6 +156,9 @@ def set_up(
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, begins.recipe)
     divide_layers(model, layout.tensor, world.rank % layout.tensor)
+    counts = Parameters(**parameter_counts(model))
+    if layout.pipeline > 1:
+        split_layers(model, _split(recipe, base))
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
         from toolkit.models.fp8_products import multiply_in_fp8
@@ -171,6 +176,7 @@ def set_up(
         data_collator=collator(recipe, backend, tokenizer, compiles, world.rank % layout.sharing),
         processing_class=tokenizer,
     )
+    trainer.schedule = recipe.parallel.schedule
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
@@ -179,7 +185,8 @@ def set_up(
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
         # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
-        trainer.casts = StepCasts() if types.autocast and not compiles else None
+        # Of the micro-batches of a pipeline several are on their way at a time.
+        trainer.casts = StepCasts() if types.autocast and not compiles and layout.pipeline == 1 else None
     if not isinstance(prepared.train, Stream):
         trainer.batches = micro_batches(recipe, prepared.train, trainer.data_collator, layout, length.total_steps)
     if not folder.resume_from and not recipe.model.adapter:
@@ -191,7 +198,6 @@ def set_up(
         _log.warning("layers are not compiled: this model's are not marked as such")
         compiled = None
 
-    counts = Parameters(**parameter_counts(trainer.model))
     hashed = None
     if model_hash:
         for note in notes:
@@ -319,6 +325,13 @@ def _decided(
     values, chosen = rendezvous.exchange("plan", own, lambda everybodys: everybodys[0])
     loaded = loaded.decided(loaded.recipe.with_values(values), chosen)
     return loaded, batch_layout(loaded.recipe, layout.world_size)
+
+
+def _split(recipe: Recipe, base: Any) -> Split:
+    """How the layers are cut into stages."""
+    parallel, config = recipe.parallel, base.config.get_text_config()
+    layers = cut(config.num_hidden_layers, parallel.stages)
+    return Split(layers, parallel.pipeline, returns=parallel.schedule == "zero_bubble")
 
 
 def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -> bool:

@@ -29,12 +29,14 @@ from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.output_head import HeadChoice
+from toolkit.models.pipeline import piped
 from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import dividing
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
 from toolkit.train.elastic import Continues
 from toolkit.train.gradients import clip_gradients
+from toolkit.train.pipelined import Pipelined
 from toolkit.train.staging import Saves
 from toolkit.train.watchdog import beat
 
@@ -90,7 +92,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Divided, Continues):
+class _ExactMixin(Pipelined, Divided, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -127,7 +129,7 @@ class _ExactMixin(Divided, Continues):
         loss = total / (count if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
             # As many as the gradients are averaged over.
-            loss = loss * (self.accelerator.num_processes // dividing())  # type: ignore[attr-defined]
+            loss = loss * (self.accelerator.num_processes // (dividing() * piped()))  # type: ignore[attr-defined]
         if balance is not None:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -247,9 +249,9 @@ class _ExactMixin(Divided, Continues):
 
     @property
     def _sums_norm_itself(self) -> bool:
-        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts, of which torch has none of
-        the others."""
-        ours = self.args.device.type == "cpu" or dividing() > 1  # type: ignore[attr-defined]
+        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts and stages, of which torch
+        has none of the others."""
+        ours = self.args.device.type == "cpu" or dividing() * piped() > 1  # type: ignore[attr-defined]
         return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

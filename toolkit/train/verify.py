@@ -24,12 +24,14 @@ from transformers import TrainerCallback
 
 from toolkit.common import UserError
 from toolkit.data.batches import MicroBatches
-from toolkit.data.collate import isolates
+from toolkit.data.collate import TWO_DOCUMENTS, isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
+from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
+from toolkit.models.stage import SCHEDULES
 from toolkit.models.tensor_parallel import divides
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
@@ -83,6 +85,8 @@ class Verify(TrainerCallback):
             mesh = fsdp_mesh(recipe, session.world)
             expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
         expected.compile = "layers" if session.compiled else "off"
+        if own := chain():
+            expected.stages = {stage: list(own.split.between(stage)) for stage in own.split.stages(own.place)}
         reshard(session.trainer.model_wrapped)
         state = read(session.trainer)
         if session.compiled:
@@ -119,13 +123,20 @@ def verify(expected: EngineState, state: EngineState) -> None:
 def check_isolation(session: Session) -> None:
     """Asks the model itself, on its device and in its precision, whether documents of a batch are kept apart.
 
+    Of a pipeline each process asks its own stages.
+
     Raises:
         UserError: If they see each other.
     """
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
     flat = backend in attention.VARLEN
-    with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        isolated = isolates(session.module, session.trainer.data_collator.whole, place)
+    if pipeline := session.trainer.pipeline:
+        batch = send_to_device(session.trainer.data_collator([TWO_DOCUMENTS]), place)
+        isolated = pipeline.isolates(batch)
+        isolated = bool(session.trainer.accelerator.gather(torch.tensor([isolated], device=place)).all())
+    else:
+        with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+            isolated = isolates(session.module, session.trainer.data_collator.whole, place)
     if not isolated:
         ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
         raise UserError(
@@ -177,7 +188,13 @@ def check_output_head(session: Session) -> None:
     compute = getattr(torch, session.dtypes.compute)
 
     def equal(fused: bool) -> tuple[bool, str]:
-        difference, reason = head_choice.compare(trainer.model_wrapped, batch, head, compute, fused)
+        if trainer.pipeline:
+            with trainer.pipeline.at_last(batch) as given:
+                difference, reason = (0.0, "")
+                if given is not None:
+                    difference, reason = head_choice.compare(trainer.model_wrapped, given, head, compute, fused)
+        else:
+            difference, reason = head_choice.compare(trainer.model_wrapped, batch, head, compute, fused)
         largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
         return largest <= 1, reason
 
@@ -202,11 +219,12 @@ def read(trainer: Any) -> EngineState:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     state: dict[str, Any] = {
-        "engine": _engine(engine, deepspeed),
+        "engine": "pipeline" if trainer.pipeline else _engine(engine, deepspeed),
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         **sizes(),
         "tensor": divides(model),
+        **_pipeline(trainer.pipeline),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),
@@ -262,6 +280,19 @@ def _engine(engine: Any, deepspeed: Any) -> str:
         return "fsdp2"
     # Of one process it replicates nothing.
     return "ddp" if isinstance(engine, DistributedDataParallel) and torch.distributed.get_world_size() > 1 else "none"
+
+
+def _pipeline(pipeline: Any) -> dict[str, Any]:
+    """Over how many processes layers really are spread, which of them are in the stages of this one, and in what order
+    micro-batches pass them."""
+    if pipeline is None:
+        return {"pipeline": 1}
+    names = {kind: name for name, kind in SCHEDULES.items()}
+    return {
+        "pipeline": pipeline.stages[0].group_size,
+        "schedule": names[type(pipeline.order)],
+        "stages": pipeline.held(),
+    }
 
 
 def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any]:

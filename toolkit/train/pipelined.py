@@ -1,0 +1,436 @@
+"""Training steps, evaluation, generation and checkpoints of a model whose layers follow each other on several processes.
+
+The micro-batches of an optimizer step are those of the pipeline: the trainer hands all of them over at once, and gets
+the loss and the gradients of the step. All processes of a pipeline read the same rows. What is saved is whole, as one
+process would save it, so that any number of processes goes on from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from toolkit.models.pipeline import Chain, alike_group, chain, gathered, pipeline_group, piped
+from toolkit.models.stage import Sent, Stage, Whole, schedule_of, shape_of
+
+_BUCKET = 25 * 2**20
+"""Bytes of gradients that are averaged at a time, as DDP does."""
+_TRIED = 8
+"""Tokens of the row by which stages learn what they are sent."""
+
+
+class Pipeline:
+    """The stages of this process, ready for steps. All processes build it at the same time.
+
+    Args:
+        trainer: Whose model has been prepared.
+        own: This process's part of the model.
+        schedule: `parallel.schedule` of the recipe.
+    """
+
+    def __init__(self, trainer: Any, own: Chain, schedule: str) -> None:
+        self._trainer, self._chain, self.schedule = trainer, own, schedule
+        self._device = trainer.args.device
+        self._count = torch.ones(())
+        self._sending: list[Any] = []
+        self._routed: tuple[torch.Tensor, ...] = ()
+        own.decoder.register_forward_hook(self._add_scores)
+        base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+        self._forward = base.forward
+        base.forward = types.MethodType(functools.wraps(type(base).forward)(self._generating), base)
+        last = own.last
+        self._sent = self._learn()
+        self.stages = [
+            Stage(
+                Whole(own.modules(stage), functools.partial(self._of_step, stage)), stage, last + 1, self._device,
+                self._sent.get(stage - 1), self._sent.get(stage),
+            )
+            for stage in own.stages
+        ]  # fmt: skip
+        self.order = schedule_of(schedule, self.stages, own, trainer.args.gradient_accumulation_steps)
+
+    def held(self) -> dict[int, list[int]]:
+        """First layer, and the one after the last, of each stage of this process, by what is in the model."""
+        return {stage: self._chain.held(stage) for stage in self._chain.stages}
+
+    def step(self, batches: list[dict[str, Any]], count: Any) -> torch.Tensor:
+        """Adds up the gradients of a step, and returns its loss.
+
+        Args:
+            batches: Its micro-batches on this process's device.
+            count: Trained tokens of all of them, of all pipelines.
+        """
+        self._count = count
+        losses: list[torch.Tensor] = []
+        for stage in self.stages:
+            stage.batches, stage.has_backward = batches, True
+            stage.clear_runtime_states()
+        targets = [()] * len(batches) if self._chain.last in self._chain.stages else None
+        self.order._step_microbatches([()] * len(batches), None, targets, losses, return_outputs=False)
+        for stage in self.stages:
+            stage.batches = []
+        loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
+        dist.all_reduce(loss, group=pipeline_group())
+        self._add_tied()
+        self._average()
+        return loss
+
+    def score(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """As the trainer's, of a batch that all processes of the pipeline have: on the process with the last stage, and
+        zero on the others. They need not wait for it."""
+        result = torch.zeros((), device=self._device), torch.zeros((), device=self._device), None
+        for stage, received in self._through(inputs):
+            if stage == self._chain.last:
+                with self._chain.only(stage):
+                    result = self._trainer.score(self._trainer.model_wrapped, self._with(inputs, received))
+            else:
+                self._send(stage, self._compute(stage, inputs, received))
+        return result
+
+    @contextmanager
+    def at_last(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """While this context lasts, the model is the last stage; a batch for it, with hidden states drawn at random. None
+        on other processes."""
+        if self._chain.last not in self._chain.stages:
+            yield None
+            return
+        with self._chain.only(self._chain.last):
+            yield self._with(batch, self._drawn(self._chain.last, batch))
+
+    def isolates(self, batch: dict[str, Any]) -> bool:
+        """Whether two documents of four tokens in a batch see nothing of each other in this process's stages."""
+        training = self._trainer.model_wrapped.training
+        self._trainer.model_wrapped.eval()  # As `collate.isolates` does, and why is said there.
+        apart = True
+        for stage in self._chain.stages:
+            given = self._with(batch, self._drawn(stage or 1, batch))
+            hidden = given["inputs_embeds"].requires_grad_()
+            given = self._trainer.output_head.plain(given) | {"use_cache": False}
+            self._routed = ()
+            with torch.enable_grad(), self._chain.only(stage), self._trainer.accelerator.autocast():
+                left = self._chain.decoder(**given).last_hidden_state[0].float()
+                (gradient,) = torch.autograd.grad(left[4:8].square().sum(), hidden)
+            apart = apart and bool((gradient[0, :4] == 0).all() and (gradient[0, 4:] != 0).any())
+        self._trainer.model_wrapped.train(training)
+        return apart
+
+    def _drawn(self, stage: int, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """What a stage might be sent, without a change of the run's random numbers."""
+        sent = self._sent.get(stage - 1) or self._sent[stage]
+        places = sent.like(*shape_of(batch), self._device)
+        generator = torch.Generator(self._device).manual_seed(0)
+        return tuple(each.normal_(generator=generator) for each in places)
+
+    def _through(self, inputs: Mapping[str, Any]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+        """This process's stages, in order, and what each gets from the one before."""
+        self._local: tuple[torch.Tensor, ...] = ()
+        for stage in self._chain.stages:
+            received: tuple[torch.Tensor, ...] = ()
+            if stage and self._chain.split.place(stage - 1) == self._chain.place:
+                received = self._local
+            elif stage:
+                received = self._sent[stage - 1].like(*shape_of(inputs), self._device)
+                for each in received:
+                    dist.recv(each, src=self._chain.rank(stage - 1), group=pipeline_group())
+            yield stage, received
+
+    def _send(self, stage: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        """To the next stage, without waiting for it to be ready for more than what was sent before."""
+        if self._chain.split.place(stage + 1) == self._chain.place:
+            self._local = outputs
+            return
+        for work, _ in self._sending:
+            work.wait()
+        to, group = self._chain.rank(stage + 1), pipeline_group()
+        kept = [each.detach().contiguous() for each in outputs]
+        self._sending = [(dist.isend(each, dst=to, group=group), each) for each in kept]
+
+    def _of_step(self, stage: int, named: Any, *received: torch.Tensor) -> Any:
+        """A stage in training, whose last one gives the loss."""
+        inputs = named.batch
+        if stage != self._chain.last:
+            return self._compute(stage, inputs, received)
+        trainer = self._trainer
+        with self._chain.only(stage):
+            given = self._with(inputs, received)
+            return trainer.compute_loss(trainer.model_wrapped, given, num_items_in_batch=self._count)
+
+    def _compute(self, stage: int, inputs: Mapping[str, Any], received: tuple[torch.Tensor, ...]) -> Any:
+        """What a stage that is not the last one hands on."""
+        given = self._trainer.output_head.plain(self._with(inputs, received)) | {"use_cache": False}
+        if self._trainer.aux_loss_enabled:
+            given["output_router_logits"] = True
+        with self._chain.only(stage), self._trainer.accelerator.autocast():
+            outputs = self._chain.decoder(**given)
+        self._routed = ()
+        scores = getattr(outputs, "router_logits", None) if self._trainer.aux_loss_enabled else None
+        if not scores:
+            return (outputs.last_hidden_state,)
+        return outputs.last_hidden_state, torch.stack([each.flatten(0, -2) for each in scores])
+
+    def _with(self, inputs: Mapping[str, Any], received: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        """A batch with hidden states instead of tokens, where a stage has received them."""
+        if not received:
+            return dict(inputs)
+        hidden, *routed = received
+        self._routed = tuple(routed[0].unbind(0)) if routed else ()
+        return {key: value for key, value in inputs.items() if key != "input_ids"} | {"inputs_embeds": hidden}
+
+    def _add_scores(self, _: Any, __: Any, outputs: Any) -> Any:
+        """Puts the scores of the routers before this stage to its own: their balance is one of all layers."""
+        if self._routed:
+            outputs.router_logits = (*self._routed, *(outputs.router_logits or ()))
+            self._routed = ()
+        return outputs
+
+    @torch.no_grad()
+    def _learn(self) -> dict[int, Sent]:
+        """What each stage next to this process's sends, tried on a row of a few tokens."""
+        ids = torch.ones(1, _TRIED, dtype=torch.long, device=self._device)
+        inputs = {"input_ids": ids, "position_ids": torch.arange(_TRIED, device=self._device)[None]}
+        if hasattr(self._trainer.data_collator, "whole"):
+            row = {"input_ids": [1] * _TRIED, "labels": [-100] * _TRIED, "seq_lengths": [_TRIED]}
+            if self._trainer.data_collator.layout == "padded":
+                del row["seq_lengths"]
+            inputs = self._trainer._prepare_inputs(self._trainer.data_collator([row]))
+        sent: dict[int, Sent] = {}
+        group, model = pipeline_group(), self._trainer.model_wrapped
+        training = model.training
+        model.eval()
+        for stage in self._chain.stages:
+            before = stage - 1
+            if stage and self._chain.split.place(before) != self._chain.place:
+                described: list[Any] = [None]
+                dist.recv_object_list(described, src=self._chain.rank(before), group=group, device=self._device)
+                sent[before] = described[0]
+            if stage == self._chain.last:
+                continue
+            received = tuple(each.zero_() for each in sent[before].like(*shape_of(inputs), self._device)) if stage else ()
+            sent[stage] = Sent.of(self._compute(stage, inputs, received))
+            if self._chain.split.place(stage + 1) != self._chain.place:
+                to = self._chain.rank(stage + 1)
+                dist.send_object_list([sent[stage]], dst=to, group=group, device=self._device)
+        model.train(training)
+        return sent
+
+    def _generating(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Where it is asked for logits of tokens, as in generation, it goes through all stages; the
+        stages themselves are called with hidden states or for scores."""
+        if kwargs.get("fused_lm_head") or kwargs.get("inputs_embeds") is not None or kwargs.get("input_ids") is None:
+            return self._forward(*args, **kwargs)
+        ids = kwargs.pop("input_ids")
+        kwargs.pop("inputs_embeds", None)
+        inputs = {"input_ids": ids}
+        cache, logits = kwargs.get("past_key_values"), None
+        for stage, received in self._through(inputs):
+            given = self._with(inputs, received) | kwargs
+            with self._chain.only(stage), self._trainer.accelerator.autocast():
+                if stage == self._chain.last:
+                    logits = self._forward(**given).logits
+                else:
+                    given.pop("logits_to_keep", None)
+                    given.pop("return_dict", None)
+                    self._send(stage, (self._chain.decoder(**given).last_hidden_state,))
+        return CausalLMOutputWithPast(logits=self._from_last(logits, ids), past_key_values=cache)
+
+    def _from_last(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+        """The last stage's logits, on all processes of the pipeline."""
+        described: list[Any] = [None if logits is None else (logits.shape, logits.dtype)]
+        source, group = self._chain.rank(self._chain.last), pipeline_group()
+        dist.broadcast_object_list(described, src=source, group=group, device=self._device)
+        shape, dtype = described[0]
+        place = torch.empty(shape, dtype=dtype, device=self._device) if logits is None else logits.contiguous()
+        dist.broadcast(place, src=source, group=group)
+        return place
+
+    @torch.no_grad()
+    def _add_tied(self) -> None:
+        """Adds the gradients that the output head has of the embeddings' weight, and the reverse: as both processes add
+        the same numbers, both keep the same weight."""
+        own = self._chain
+        if not own.tied or not (own.stages[0] == 0 or own.last in own.stages):
+            return
+        base = self._trainer.model.get_base_model() if hasattr(self._trainer.model, "peft_config") else self._trainer.model
+        last = own.last in own.stages
+        weight = (base.get_output_embeddings() if last else base.get_input_embeddings()).weight
+        if not weight.requires_grad:
+            return
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        other, peer = torch.empty_like(weight.grad), own.rank(0 if last else own.last)
+        group = pipeline_group()
+        ops = [dist.P2POp(dist.isend, weight.grad.contiguous(), peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        weight.grad += other
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Averages gradients over the processes that have the same stages."""
+        group = alike_group()
+        size = dist.get_world_size(group)
+        if size == 1:
+            return
+        trained = [each for each in self._trainer.model.parameters() if each.requires_grad]
+        for each in trained:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        for bucket in _buckets(each.grad for each in trained):
+            flat = torch.cat([each.flatten() for each in bucket])
+            dist.all_reduce(flat, group=group)
+            flat /= size
+            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                each.copy_(part.view_as(each))
+
+
+def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients of one type, up to so many bytes together."""
+    bucket: list[torch.Tensor] = []
+    for each in gradients:
+        if bucket and (each.dtype != bucket[0].dtype or sum(map(_bytes, bucket)) + _bytes(each) > _BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(each)
+    if bucket:
+        yield bucket
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Pipelined:
+    """Of a trainer, how it trains, scores and saves a model whose layers are spread over processes. Set `schedule`."""
+
+    schedule = "1f1b"
+    pipeline: Pipeline | None = None
+    _step: tuple[list[Any], Any] = ([], None)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if piped() > 1:
+            accelerator = self.accelerator  # type: ignore[attr-defined]
+            # DDP would wait for gradients of every micro-batch; they are averaged when the pipeline has run empty.
+            accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        own = chain()
+        if own and self.pipeline is None:
+            self.pipeline = Pipeline(self, own, self.schedule)
+        return prepared
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Theirs counts the trained tokens of all processes, also of those that read the same."""
+        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        count = count if count is None else count // piped()
+        self._step = (batches, count) if piped() > 1 else ([], None)
+        return batches, count
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """All micro-batches of a step pass when the loop comes to the last one."""
+        if self.pipeline is None:
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        device = self.args.device  # type: ignore[attr-defined]
+        if not self.accelerator.sync_gradients:  # type: ignore[attr-defined]
+            return torch.zeros((), device=device)
+        model.train()
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()
+        batches, count = self._step
+        self._step = ([], None)
+        return self.pipeline.step([self._prepare_inputs(each) for each in batches], count)  # type: ignore[attr-defined]
+
+    def score(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """A batch of tokens passes all stages; the last one is given hidden states."""
+        if self.pipeline is not None and "input_ids" in inputs:
+            return self.pipeline.score(inputs)
+        return super().score(model, inputs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        own = chain()
+        if own is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = whole_parameters(self.model, own)  # type: ignore[attr-defined]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            self._save(output_dir, state)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer, own = self.optimizer, chain()  # type: ignore[attr-defined]
+        if own is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        with _answering(optimizer, whole_optimizer(optimizer, self.model, own)):  # type: ignore[attr-defined]
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+def whole_parameters(model: Any, own: Chain) -> dict[str, torch.Tensor]:
+    """What is saved of a model whose stages are spread: all of it, or its adapters, in host memory of the first process;
+    nothing on the others. All processes call this."""
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    adapter, parameters = hasattr(model, "peft_config"), dict(model.named_parameters())
+    held = {
+        own.name(name): each
+        for name, each in model.state_dict().items()
+        if not adapter or name in trained or name not in parameters
+    }
+    state = gathered(held)
+    order = {name: number for number, name in enumerate(own.state)}
+    return {name: state[name] for name in sorted(state, key=lambda name: order[name])}
+
+
+def whole_groups(groups: list[list[str]], own: Chain) -> list[list[str]]:
+    """Names of the parameters of each group of the optimizer, those of all stages in the order of the whole model. All
+    processes call this."""
+    every: list[Any] = [None] * piped()
+    dist.all_gather_object(every, [[own.name(name) for name in names] for names in groups], group=pipeline_group())
+    order = {name: number for number, name in enumerate(own.sizes)}
+    together = [{name for each in every for name in each[number]} for number in range(len(groups))]
+    return [sorted(names, key=lambda name: order[name]) for names in together]
+
+
+def whole_optimizer(optimizer: Any, model: Any, own: Chain) -> dict[str, Any]:
+    """An optimizer's state as one process would have it, in host memory of the first process; nothing on the others."""
+    names = {parameter: own.name(name) for name, parameter in model.named_parameters()}
+    saved = optimizer.state_dict()
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    groups = whole_groups([[names[each] for each in group["params"]] for group in optimizer.param_groups], own)
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for number, parameter in enumerate(parameters):
+        for kind, value in saved["state"].get(number, {}).items():
+            key = f"{numbers[names[parameter]]} {kind}"
+            if torch.is_tensor(value) and value.ndim:
+                tensors[key] = value
+            else:
+                others[key] = value.cpu() if torch.is_tensor(value) else value
+    every: list[Any] = [None] * piped()
+    dist.all_gather_object(every, others, group=pipeline_group())
+    whole = gathered(tensors)
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {key: value for each in every for key, value in each.items()}.items() | whole.items():
+        number, _, kind = key.partition(" ")
+        state.setdefault(int(number), {})[kind] = value
+    settings = [
+        {**group, "params": [numbers[name] for name in names_of]}
+        for group, names_of in zip(saved["param_groups"], groups, strict=True)
+    ]
+    return {**saved, "state": dict(sorted(state.items())), "param_groups": settings}
+
+
+@contextmanager
+def _answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
+    """Has an optimizer name this as its state."""
+    optimizer.state_dict = lambda: state
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
