@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
 from toolkit.common import UserError
 
 _REMOVE = "remove parallel.pipeline"
@@ -103,6 +105,8 @@ class Chain:
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.decoder = self._base.get_decoder()
         kind = self._base.config.model_type
+        # Once for all layers: later it would find those of one stage, and never look for others again.
+        maybe_install_capturing_hooks(self.decoder)
         self._layers, self._norm = _parts(self.decoder, self._base, kind)
         named = dict(model.named_parameters())
         self.sizes = {name: each.shape for name, each in named.items() if each.requires_grad}

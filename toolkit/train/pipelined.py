@@ -7,6 +7,7 @@ process would save it, so that any number of processes goes on from it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,10 +42,17 @@ class Pipeline:
         self._count = torch.ones(())
         self._sending: list[Any] = []
         self._routed: tuple[torch.Tensor, ...] = ()
+        self._caches: dict[Any, Any] = {}
         own.decoder.register_forward_hook(self._add_scores)
         base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
         self._forward = base.forward
-        base.forward = types.MethodType(functools.wraps(type(base).forward)(self._generating), base)
+
+        # `generate` checks its arguments against the original signature.
+        @functools.wraps(type(base).forward)
+        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._called(*args, **kwargs)
+
+        base.forward = types.MethodType(forward, base)
         last = own.last
         self._sent = self._learn()
         self.stages = [
@@ -128,15 +136,21 @@ class Pipeline:
         generator = torch.Generator(self._device).manual_seed(0)
         return tuple(each.normal_(generator=generator) for each in places)
 
-    def _through(self, inputs: Mapping[str, Any]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """This process's stages, in order, and what each gets from the one before."""
+    def _through(
+        self, inputs: Mapping[str, Any], scores: bool = True
+    ) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+        """This process's stages, in order, and what each gets from the one before.
+
+        Args:
+            scores: Whether routers' scores are sent, where they are in training.
+        """
         self._local: tuple[torch.Tensor, ...] = ()
         for stage in self._chain.stages:
             received: tuple[torch.Tensor, ...] = ()
             if stage and self._chain.split.place(stage - 1) == self._chain.place:
                 received = self._local
             elif stage:
-                received = self._sent[stage - 1].like(*shape_of(inputs), self._device)
+                received = self._sent[stage - 1].like(*shape_of(inputs), self._device)[: None if scores else 1]
                 for each in received:
                     dist.recv(each, src=self._chain.rank(stage - 1), group=pipeline_group())
             yield stage, received
@@ -220,7 +234,7 @@ class Pipeline:
         model.train(training)
         return sent
 
-    def _generating(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Where it is asked for logits of tokens, as in generation, it goes through all stages; the
         stages themselves are called with hidden states or for scores."""
         if kwargs.get("fused_lm_head") or kwargs.get("inputs_embeds") is not None or kwargs.get("input_ids") is None:
@@ -228,9 +242,9 @@ class Pipeline:
         ids = kwargs.pop("input_ids")
         kwargs.pop("inputs_embeds", None)
         inputs = {"input_ids": ids}
-        cache, logits = kwargs.get("past_key_values"), None
-        for stage, received in self._through(inputs):
-            given = self._with(inputs, received) | kwargs
+        cache, logits = kwargs.pop("past_key_values", None), None
+        for stage, received in self._through(inputs, scores=False):
+            given = self._with(inputs, received) | kwargs | {"past_key_values": self._cache_of(stage, cache)}
             with self._chain.only(stage), self._trainer.accelerator.autocast():
                 if stage == self._chain.last:
                     logits = self._forward(**given).logits
@@ -239,6 +253,17 @@ class Pipeline:
                     given.pop("return_dict", None)
                     self._send(stage, (self._chain.decoder(**given).last_hidden_state,))
         return CausalLMOutputWithPast(logits=self._from_last(logits, ids), past_key_values=cache)
+
+    def _cache_of(self, stage: int, cache: Any) -> Any:
+        """What a stage keeps of the rows that are generated. Each has its own: models ask it how long rows are, and an
+        earlier stage of this process has added to its own already."""
+        if cache is None or stage == self._chain.stages[0]:
+            return cache
+        if self._caches.get("of") is not cache:
+            self._caches = {"of": cache, **{each: copy.deepcopy(cache) for each in self._chain.stages[1:]}}
+            for each in self._chain.stages[1:]:
+                self._caches[each].reset()
+        return self._caches[stage]
 
     def _from_last(self, logits: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
         """The last stage's logits, on all processes of the pipeline."""
@@ -346,12 +371,6 @@ class Pipelined:
         batches, count = self._step
         self._step = ([], None)
         return self.pipeline.step([self._prepare_inputs(each) for each in batches], count)  # type: ignore[attr-defined]
-
-    def score(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """A batch of tokens passes all stages; the last one is given hidden states."""
-        if self.pipeline is not None and "input_ids" in inputs:
-            return self.pipeline.score(inputs)
-        return super().score(model, inputs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         own = chain()

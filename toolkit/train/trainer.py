@@ -283,6 +283,9 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of a batch: minus the log-likelihood of its trained tokens, their number, and the routers' balance loss."""
+        if self.pipeline and "input_ids" in inputs:
+            # The last stage is given hidden states instead.
+            return self.pipeline.score(inputs)
         routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(**{**inputs, "use_cache": False}, **routed, fused_lm_head=True)
         balance = self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
