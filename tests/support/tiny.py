@@ -141,7 +141,12 @@ def shrink(config: dict[str, Any], kv_heads: int | None = None, layers: int = 2)
         square = config.get("head_dim", 0) * query_heads == config["hidden_size"]
         head_dim = 32 if square else 64  # bitsandbytes on a CPU wants multiples of 32
         put(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden, head_dim=head_dim)
-        put(intermediate_size=2 * hidden, num_hidden_layers=layers, max_window_layers=layers, query_pre_attn_scalar=head_dim)
+        put(
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            max_window_layers=layers,
+            query_pre_attn_scalar=head_dim,
+        )
         put(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
         # Shorter than the rows, so that it matters; one sliding and one full layer.
         put(sliding_window=16, sliding_window_pattern=2)

@@ -1,5 +1,5 @@
-"""Layers that follow each other on several processes: the same losses, norms, weights and answers as of one process, and
-the same files, from which any number of processes goes on."""
+"""Layers that follow each other on several processes: the same losses, norms, weights and answers as of one process,
+and the same files, from which any number of processes goes on."""
 
 from __future__ import annotations
 

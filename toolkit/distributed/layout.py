@@ -16,6 +16,7 @@ from pydantic import computed_field
 from pydantic.dataclasses import dataclass
 
 from toolkit.common import UserError
+from toolkit.distributed.stages import divides
 from toolkit.recipe import Recipe
 
 
@@ -139,8 +140,8 @@ class BatchLayout:
     tensor: int = 1
     """Processes that divide each layer, see `parallel.tensor`."""
     pipeline: int = 1
-    """Processes over which the layers are spread, see `parallel.pipeline`. Those of one run of layers are neighbours, so
-    that on nodes of several GPUs gradients are averaged within nodes, and hidden states go between them."""
+    """Processes over which the layers are spread, see `parallel.pipeline`. Those that have the same layers are of
+    neighbouring ranks: where a pipeline goes from node to node, gradients are averaged within nodes."""
 
     @property
     def sharing(self) -> int:
@@ -205,6 +206,14 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
             change += f", or start {fewer * together} process" + ("es" if fewer * together > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
+    if stated and not divides(parallel.schedule, parallel.pipeline, share // stated):
+        sizes = micro_batch_sizes(recipe, world_size, row_tokens=1)
+        smaller, larger = [size for size in sizes if size < stated][-1:], [size for size in sizes if size > stated][:1]
+        raise UserError(
+            f"parallel.schedule={parallel.schedule} takes micro-batches in equal rounds of at least "
+            f"{parallel.pipeline}, which {share // stated} of them do not make",
+            f"set batch.micro_batch_size={' or '.join(map(str, smaller + larger))}, or parallel.schedule=1f1b",
+        )
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
     divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.pipeline)
     return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
@@ -232,7 +241,9 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     replicas = world_size // (parallel.together * parallel.pipeline)
     share = max(1, recipe.batch.sequences_per_step // max(1, replicas))
     largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
-    return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
+    sizes = [size for size in range(1, min(share, largest) + 1) if share % size == 0]
+    taken = [size for size in sizes if divides(parallel.schedule, parallel.pipeline, share // size)]
+    return taken or sizes[:1]
 
 
 REHEARSED_FROM = 20

@@ -14,6 +14,12 @@ def runs_as(schedule: str, stages: int, micro_batches: int) -> str:
     return "gpipe" if schedule == "1f1b" and micro_batches < stages else schedule
 
 
+def divides(schedule: str, processes: int, micro_batches: int) -> bool:
+    """Whether a schedule takes so many micro-batches in a step: torch's interleaved one wants equal rounds of them, at
+    least as many in each as there are processes."""
+    return schedule != "interleaved_1f1b" or micro_batches % max(1, micro_batches // processes) == 0
+
+
 def cut(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Layers of each stage, every one of which has at least one.
 

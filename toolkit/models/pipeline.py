@@ -3,7 +3,7 @@
 The layers of a decoder are cut into stages. A process keeps those of its own and, where it has the first stage, the
 embeddings, or where it has the last one, final norm and output head. The model's own forward computes a stage: it is
 given hidden states instead of tokens, finds layers that lie elsewhere to leave them as they are, and so makes masks and
-positions as it always does. Names of parameters stay those of the whole model, so what the processes save fits together.
+positions as it always does. Names of parameters stay those of the whole model, so that what is saved fits together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from toolkit.common import UserError

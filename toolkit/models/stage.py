@@ -7,7 +7,7 @@ dropped when they are read, so that as many are there as there are micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """What a stage hands on, whatever the micro-batch: hidden states and, of mixtures, the scores of all routers so far.
+    """What a stage hands on, whatever the micro-batch: hidden states and, of mixtures, scores of all routers so far.
 
     Args:
         dtype: Of hidden states.
@@ -105,7 +105,9 @@ class Stage(PipelineStage):
         self.batches: list[dict[str, Any]] = []
         """The micro-batches of the step."""
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
         # Named so that torch finds no tensor in it: their gradients are asked of what is received alone.
         kwargs = {"batch": _Named(self.batches[fwd_chunk_id])}
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
@@ -137,7 +139,7 @@ class _Named:
         self.batch = batch
 
 
-def shape_of(batch: dict[str, Any]) -> tuple[int, int]:
+def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and tokens of each."""
     rows, tokens = batch["input_ids"].shape
     return rows, tokens

@@ -17,6 +17,10 @@ SAME = {
         *("tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp_size", "tp"),
         "tensor_parallel",
     ),
+    "parallel.pipeline": (
+        *("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size", "pp"),
+        "pipeline_parallel",
+    ),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (

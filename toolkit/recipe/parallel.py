@@ -7,7 +7,6 @@ from typing import Literal
 from toolkit.recipe.base import Section
 from toolkit.recipe.sections import PositiveInt
 
-
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
 

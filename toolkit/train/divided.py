@@ -51,7 +51,7 @@ class Divided:
         if dividing() == 1:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        with _answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
+        with answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 
@@ -75,7 +75,7 @@ def whole_optimizer(optimizer: Any, first: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
+def answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
     """Has an optimizer name this as its state."""
     optimizer.state_dict = lambda: state
     try:

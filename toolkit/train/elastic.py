@@ -23,8 +23,8 @@ from transformers.trainer_pt_utils import safe_globals
 from toolkit.common import UserError
 from toolkit.models.pipeline import chain
 from toolkit.models.tensor_parallel import dividing, is_part, part_of, whole_shape
-from toolkit.train.pipelined import whole_groups
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
+from toolkit.train.stage_files import whole_groups
 
 
 class Continues:

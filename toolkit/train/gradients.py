@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.pipeline import counts, pipeline_group, piped
+from toolkit.models.pipeline import counts, piped, pipeline_group
 from toolkit.models.tensor_parallel import dividing, is_part, sum_over_parts
 
 

@@ -1,8 +1,8 @@
-"""Training steps, evaluation, generation and checkpoints of a model whose layers follow each other on several processes.
+"""Steps, evaluation and generation of a model whose layers follow each other on several processes.
 
 The micro-batches of an optimizer step are those of the pipeline: the trainer hands all of them over at once, and gets
-the loss and the gradients of the step. All processes of a pipeline read the same rows. What is saved is whole, as one
-process would save it, so that any number of processes goes on from it.
+the loss and the gradients of the step. All processes of a pipeline read the same rows. What is saved is whole, see
+`stage_files`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from toolkit.models.pipeline import Chain, alike_group, chain, gathered, pipeline_group, piped
+from toolkit.models.pipeline import Chain, alike_group, chain, piped, pipeline_group
 from toolkit.models.stage import Sent, Stage, Whole, schedule_of, shape_of
+from toolkit.train.divided import answering
+from toolkit.train.stage_files import whole_optimizer, whole_parameters
 
 _BUCKET = 25 * 2**20
 """Bytes of gradients that are averaged at a time, as DDP does."""
@@ -104,8 +106,8 @@ class Pipeline:
 
     @contextmanager
     def at_last(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """While this context lasts, the model is the last stage; a batch for it, with hidden states drawn at random. None
-        on other processes."""
+        """While this context lasts, the model is the last stage; a batch for it, with hidden states drawn at random.
+        None on other processes."""
         if self._chain.last not in self._chain.stages:
             yield None
             return
@@ -226,7 +228,9 @@ class Pipeline:
                 sent[before] = described[0]
             if stage == self._chain.last:
                 continue
-            received = tuple(each.zero_() for each in sent[before].like(*shape_of(inputs), self._device)) if stage else ()
+            received = (
+                tuple(each.zero_() for each in sent[before].like(*shape_of(inputs), self._device)) if stage else ()
+            )
             sent[stage] = Sent.of(self._compute(stage, inputs, received))
             if self._chain.split.place(stage + 1) != self._chain.place:
                 to = self._chain.rank(stage + 1)
@@ -235,8 +239,8 @@ class Pipeline:
         return sent
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Where it is asked for logits of tokens, as in generation, it goes through all stages; the
-        stages themselves are called with hidden states or for scores."""
+        """The model's forward. Where it is asked for logits of tokens, as in generation, it goes through all stages;
+        the stages themselves are called with hidden states or for scores."""
         if kwargs.get("fused_lm_head") or kwargs.get("inputs_embeds") is not None or kwargs.get("input_ids") is None:
             return self._forward(*args, **kwargs)
         ids = kwargs.pop("input_ids")
@@ -282,7 +286,9 @@ class Pipeline:
         own = self._chain
         if not own.tied or not (own.stages[0] == 0 or own.last in own.stages):
             return
-        base = self._trainer.model.get_base_model() if hasattr(self._trainer.model, "peft_config") else self._trainer.model
+        base = (
+            self._trainer.model.get_base_model() if hasattr(self._trainer.model, "peft_config") else self._trainer.model
+        )
         last = own.last in own.stages
         weight = (base.get_output_embeddings() if last else base.get_input_embeddings()).weight
         if not weight.requires_grad:
@@ -290,7 +296,10 @@ class Pipeline:
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         other, peer = torch.empty_like(weight.grad), own.rank(0 if last else own.last)
         group = pipeline_group()
-        ops = [dist.P2POp(dist.isend, weight.grad.contiguous(), peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+        ops = [
+            dist.P2POp(dist.isend, weight.grad.contiguous(), peer, group),
+            dist.P2POp(dist.irecv, other, peer, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         weight.grad += other
@@ -386,70 +395,5 @@ class Pipelined:
         if own is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        with _answering(optimizer, whole_optimizer(optimizer, self.model, own)):  # type: ignore[attr-defined]
+        with answering(optimizer, whole_optimizer(optimizer, self.model, own)):  # type: ignore[attr-defined]
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-
-
-def whole_parameters(model: Any, own: Chain) -> dict[str, torch.Tensor]:
-    """What is saved of a model whose stages are spread: all of it, or its adapters, in host memory of the first process;
-    nothing on the others. All processes call this."""
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    adapter, parameters = hasattr(model, "peft_config"), dict(model.named_parameters())
-    held = {
-        own.name(name): each
-        for name, each in model.state_dict().items()
-        if not adapter or name in trained or name not in parameters
-    }
-    state = gathered(held)
-    order = {name: number for number, name in enumerate(own.state)}
-    return {name: state[name] for name in sorted(state, key=lambda name: order[name])}
-
-
-def whole_groups(groups: list[list[str]], own: Chain) -> list[list[str]]:
-    """Names of the parameters of each group of the optimizer, those of all stages in the order of the whole model. All
-    processes call this."""
-    every: list[Any] = [None] * piped()
-    dist.all_gather_object(every, [[own.name(name) for name in names] for names in groups], group=pipeline_group())
-    order = {name: number for number, name in enumerate(own.sizes)}
-    together = [{name for each in every for name in each[number]} for number in range(len(groups))]
-    return [sorted(names, key=lambda name: order[name]) for names in together]
-
-
-def whole_optimizer(optimizer: Any, model: Any, own: Chain) -> dict[str, Any]:
-    """An optimizer's state as one process would have it, in host memory of the first process; nothing on the others."""
-    names = {parameter: own.name(name) for name, parameter in model.named_parameters()}
-    saved = optimizer.state_dict()
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    groups = whole_groups([[names[each] for each in group["params"]] for group in optimizer.param_groups], own)
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
-    tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
-    for number, parameter in enumerate(parameters):
-        for kind, value in saved["state"].get(number, {}).items():
-            key = f"{numbers[names[parameter]]} {kind}"
-            if torch.is_tensor(value) and value.ndim:
-                tensors[key] = value
-            else:
-                others[key] = value.cpu() if torch.is_tensor(value) else value
-    every: list[Any] = [None] * piped()
-    dist.all_gather_object(every, others, group=pipeline_group())
-    whole = gathered(tensors)
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in {key: value for each in every for key, value in each.items()}.items() | whole.items():
-        number, _, kind = key.partition(" ")
-        state.setdefault(int(number), {})[kind] = value
-    settings = [
-        {**group, "params": [numbers[name] for name in names_of]}
-        for group, names_of in zip(saved["param_groups"], groups, strict=True)
-    ]
-    return {**saved, "state": dict(sorted(state.items())), "param_groups": settings}
-
-
-@contextmanager
-def _answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
-    """Has an optimizer name this as its state."""
-    optimizer.state_dict = lambda: state
-    try:
-        yield
-    finally:
-        del optimizer.state_dict

@@ -21,7 +21,7 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
 from toolkit.models.pipeline import chain
 from toolkit.models.tensor_parallel import dividing
-from toolkit.train import pipelined
+from toolkit.train import stage_files
 from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush
 
@@ -127,7 +127,7 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
             state.pop(name, None)
         return state
     if own := chain():
-        return pipelined.whole_parameters(model, own)
+        return stage_files.whole_parameters(model, own)
     if dividing() > 1:
         return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:

@@ -20,6 +20,7 @@ from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
 from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads, nearest_parts
+from toolkit.recipe.rules.pipeline import PIPELINE_RULES, nearest_pipeline
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, zero3_fault
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
@@ -38,7 +39,14 @@ from toolkit.recipe.time_limit import TimeLimit
 _SECONDS = 10.0
 """Recipes take a tenth of a second."""
 RULES: dict[str, Rule] = (
-    INPUT_RULES | METHOD_RULES | TRAINING_RULES | STRATEGY_RULES | PARALLEL_RULES | IGNORED_RULES | UNUSUAL_RULES
+    INPUT_RULES
+    | METHOD_RULES
+    | TRAINING_RULES
+    | STRATEGY_RULES
+    | PARALLEL_RULES
+    | PIPELINE_RULES
+    | IGNORED_RULES
+    | UNUSUAL_RULES
 )
 """Every rule by its stable name, in the order in which problems are reported."""
 
@@ -163,6 +171,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_heads": model_configs.attention_widths(config)[0],
         "nearest_heads": nearest_heads(recipe, config),
         "nearest_parts": nearest_parts(recipe, config),
+        "nearest_pipeline": nearest_pipeline(recipe, config),
         "kv_heads": model_configs.attention_widths(config)[1],
         "inner_width": model_configs.inner_width(config),
         "model_type": model_configs.text_config(config).get("model_type"),
