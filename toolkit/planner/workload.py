@@ -43,6 +43,12 @@ class Workload:
 
     heads: tuple[int, int, int] = (0, 0, 0)
     """See `model_configs.attention_widths`; asked where processes share rows."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline, where there is one."""
+    place: int | None = None
+    """Which process of it this is, see `pipeline.of_process`; None of the whole model."""
+    routed: int = 0
+    """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 
     @property
     def strategy(self) -> Strategy:

@@ -113,9 +113,11 @@ def machine_sentences(manifest: Manifest) -> list[str]:
     if batch:
         passes, size = batch.gradient_accumulation_steps, batch.micro_batch_size
         who = f" on each of {batch.world_size} processes" if batch.world_size > 1 else " on one process"
-        if batch.together > 1:
+        together = batch.together * batch.pipeline
+        if together > 1:
             what = "divide the layers" if batch.tensor > 1 else "share them"
-            who = f" on each of {batch.data_parallel_size} groups of {batch.together} processes that {what}"
+            what = "follow each other" if batch.pipeline > 1 else what
+            who = f" on each of {batch.data_parallel_size} groups of {together} processes that {what}"
         texts.append(
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."

@@ -16,8 +16,10 @@ from toolkit.distributed.environment import segments_grow
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
+from toolkit.planner.memory.pipeline import Piped
 from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.memory.zero import Bf16Zero1, Zero2, Zero3
+from toolkit.planner.pipeline import processes
 from toolkit.planner.plan import PARTS, Memory, Range
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -44,11 +46,23 @@ Hopper on, 8.1 MiB before (torch's `CublasHandlePool.cpp`, `parseChosenWorkspace
 
 def memory(workload: Workload) -> list[Memory]:
     """What each kind of rank holds, the fullest first."""
+    if workload.stages and workload.place is None:
+        return sorted(each_process(workload), key=lambda each: -each.total.value)
     ranks = _RankMemory(workload)
     every = ranks.describe("every rank", ranks.phases(first=True))
     if workload.layout.world_size == 1 or every.peak_phase != "save":
         return [every]
     return [every.model_copy(update={"ranks": "rank 0"}), ranks.describe("other ranks", ranks.phases(first=False))]
+
+
+def each_process(workload: Workload) -> list[Memory]:
+    """What those of a pipeline hold, in order."""
+    count = workload.layout.pipeline
+    every = [(_RankMemory(part), part.place or 0) for part in processes(workload)]
+    return [
+        ranks.describe(f"process {place + 1} of {count} of each pipeline", ranks.phases(first=place == 0))
+        for ranks, place in every
+    ]
 
 
 class _RankMemory:
@@ -271,7 +285,7 @@ def _add(*parts: Mapping[str, float]) -> Parts:
 def engine(workload: Workload) -> Engine:
     """The recipe's engine."""
     strategy, types = workload.strategy, workload.types
-    kind: type[Engine] = Engine
+    kind: type[Engine] = Engine if workload.place is None else Piped
     if strategy.zero_stage == 3:
         kind = Zero3
     elif strategy.zero_stage:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from toolkit.distributed.engines import loads_on_device, loads_on_first_process
-from toolkit.planner.memory.device import memory
+from toolkit.planner.memory.device import each_process, memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
 from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.plan import Disk, Host
@@ -36,8 +36,12 @@ def host(workload: Workload) -> Host:
     process = CPU_PROCESS if on_cpu else _PROCESS + _COLLECTIVES * bool(grouped)
     parts = {"processes": float(local * (process + recipe.data.decided_workers * _WORKER))}
     if on_cpu:
-        ranks = memory(workload)
-        every = (ranks[0], *[ranks[-1]] * (local - 1))
+        if workload.stages:
+            each = each_process(workload)
+            every = [each[rank * workload.layout.pipeline // local] for rank in range(local)]
+        else:
+            ranks = memory(workload)
+            every = [ranks[0], *[ranks[-1]] * (local - 1)]
         parts["tensors"] = float(sum(each.allocated for each in every))
         parts["fragmentation"] = sum(each.reserved.value - each.allocated for each in every)
     else:

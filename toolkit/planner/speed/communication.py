@@ -21,6 +21,7 @@ from typing import Literal
 from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.memory.states import states
+from toolkit.planner.pipeline import hops
 from toolkit.planner.trace.types import Tensors
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -79,6 +80,7 @@ def transfers(workload: Workload, boundary: float, tokens: float) -> list[Transf
     """
     sent = [*_collectives(workload), *_offloads(workload, boundary), *exchanges(workload, tokens)]
     sent += sums(workload, tokens) if workload.layout.tensor > 1 else ()
+    sent += _through(workload, boundary, tokens) if workload.place is not None else ()
     return [each for each in sent if any(each.sent.values())]
 
 
@@ -110,7 +112,9 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
         size = trained * WIDTH[types.local]
-        yield Transfer("backward", 1, gather(2 * size), latency=math.ceil(size / BUCKET) * both)
+        # A pipeline averages when it has run empty.
+        hidden = workload.place is None
+        yield Transfer("backward", 1, gather(2 * size), hidden, math.ceil(size / BUCKET) * both)
     elif strategy.zero_stage in (1, 2):
         # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
         # Stage 2 drops what is not its own after each micro-batch, and so has to reduce each.
@@ -162,9 +166,26 @@ def sums(workload: Workload, tokens: float) -> Iterator[Transfer]:
         yield Transfer(during, every, {link: 2 * whole * (parts - 1) / parts}, hidden=False, latency=waiting)
 
 
+def _through(workload: Workload, boundary: float, tokens: float) -> Iterator[Transfer]:
+    """From stage to stage, while neither computes. Of several nodes each has stages of its own, as far as it goes."""
+    hardware, every = workload.hardware, workload.layout.gradient_accumulation_steps
+    link = NETWORK if hardware.nodes > 1 else inner_link(hardware)
+    passes: tuple[During, During] = ("forward", "backward")
+    for during, size in zip(passes, hops(workload, boundary, tokens), strict=True):
+        waiting = _START + _RING[link] if link in _RING and size else 0.0
+        yield Transfer(during, every, {link: size}, hidden=False, latency=waiting)
+
+
 def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:
     """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both. Each process that
-    divides layers does it with those that have the same parts."""
+    divides layers does it with those that have the same parts, and each of a pipeline with those of the same stages,
+    which are of neighbouring ranks."""
+    if workload.place is not None:
+        ranks = workload.layout.world_size // workload.layout.pipeline
+        inner = min(ranks, workload.hardware.devices_per_node)
+        nodes = ranks // inner
+        across = {NETWORK: size * (nodes - 1) / nodes / inner}
+        return {inner_link(workload.hardware): size * (inner - 1) / inner, **across}
     parts, nodes = workload.layout.tensor, workload.hardware.nodes
     inner = max(1, workload.hardware.devices_per_node // parts)
     nodes = max(1, nodes * workload.hardware.devices_per_node // (inner * parts))
