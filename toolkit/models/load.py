@@ -6,9 +6,10 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_utils,
 )
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
@@ -145,11 +147,12 @@ class ModelSource:
             return [opened]
         return [file for pattern in ("*.safetensors", "config.json") for file in opened.parent.glob(pattern)]
 
-    def load(self, dtypes: Dtypes, backend: str) -> PreTrainedModel:
+    def load(self, dtypes: Dtypes, backend: str, elsewhere: Sequence[str] = ()) -> PreTrainedModel:
         """The weights, stored as the recipe says.
 
         Args:
             backend: The attention backend, see `attention.resolve`.
+            elsewhere: Modules whose weights other processes have; here they stay empty.
 
         Raises:
             UserError: If the files cannot be read, or cannot be quantized as the recipe asks.
@@ -182,7 +185,12 @@ class ModelSource:
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
             arguments["device_map"] = {"": device.current()}
         arguments |= {**self.location, **_only_safetensors(self.location), "config": self.config}
-        model = _with_all_weights(self.recipe, arguments)
+        if elsewhere:
+            arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
+        with _not_dispatched() if elsewhere else contextlib.nullcontext():
+            model = _with_all_weights(self.recipe, arguments)
+        if elsewhere:
+            del model.hf_device_map
         keep_unpacked(model)
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.
@@ -238,6 +246,17 @@ class ModelSource:
                 f"model.path: {name} of {path} cannot be read: {error}", "try again, or download it"
             ) from error
         return Path(file) if file else None
+
+
+@contextlib.contextmanager
+def _not_dispatched() -> Iterator[None]:
+    """Transformers would have layers on several devices fetch what they read; here what is empty is taken out."""
+    dispatch = modeling_utils.accelerate_dispatch
+    modeling_utils.accelerate_dispatch = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        modeling_utils.accelerate_dispatch = dispatch
 
 
 def auto_class(objective: str) -> Any:

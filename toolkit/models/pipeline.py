@@ -9,6 +9,7 @@ positions as it always does. Names of parameters stay those of the whole model, 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,8 @@ class Chain:
     @torch.no_grad()
     def _check(self, missing: Sequence[Elsewhere], like: torch.Tensor, kind: str) -> None:
         """Asks the model itself whether it leaves hidden states as they are where it has no layers."""
-        hidden = torch.linspace(-1, 1, _TRIED * like.shape[1], device=like.device).view(1, _TRIED, -1).to(like.dtype)
+        place = next(each.device for each in self._base.parameters())
+        hidden = torch.linspace(-1, 1, _TRIED * like.shape[1], device=place).view(1, _TRIED, -1).to(like.dtype)
         setattr(self.decoder, self._layers, torch.nn.ModuleList(missing))
         setattr(self.decoder, self._norm, Absent())
         try:
@@ -221,6 +223,35 @@ def _parts(decoder: Any, base: Any, kind: str) -> tuple[str, str]:
             f"parallel.pipeline: beside embeddings and layers a {kind} has {what}, where one norm is expected", _REMOVE
         )
     return layers[0], others[0]
+
+
+def elsewhere(auto: Any, config: Any, split: Split, place: int, trust_remote_code: bool = False) -> list[str]:
+    """Names of the modules of a model whose weights a process of a pipeline need not read.
+
+    Args:
+        auto: Transformers' class that builds the model.
+        config: The model's configuration object; it is not changed.
+        place: Of the process in the pipeline.
+
+    Raises:
+        UserError: As `Chain`.
+    """
+    with torch.device("meta"):
+        base = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    decoder, embeddings, head = base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings()
+    names = {id(module): name for name, module in base.named_modules()}
+    layers, norm = _parts(decoder, base, config.model_type)
+    own, last = split.stages(place), len(split.layers) - 1
+    mine = {number for stage in own for number in range(*split.between(stage))}
+    away = [each for number, each in enumerate(getattr(decoder, layers)) if number not in mine]
+    if last not in own:
+        away += [getattr(decoder, norm), head]
+    # Tied, the head's weight is read as that of the embeddings.
+    if 0 not in own and not (last in own and head.weight is embeddings.weight):
+        away.append(embeddings)
+    if head.weight is embeddings.weight and 0 in own and last not in own:
+        away.remove(head)
+    return [names[id(each)] for each in away]
 
 
 def _aliases(model: Any) -> dict[str, str]:

@@ -31,9 +31,9 @@ from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
-from toolkit.models.load import ModelSource
+from toolkit.models.load import ModelSource, auto_class
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.pipeline import Split, split_layers
+from toolkit.models.pipeline import Split, elsewhere, split_layers
 from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
@@ -126,6 +126,7 @@ def set_up(
         compiled_layers.prepare(device.kind())
     if recipe.model.attention == "auto":
         backend = _for_rows(backend, rendezvous, guard)
+    split = _split(recipe, source, rendezvous, guard) if layout.pipeline > 1 else None
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
 
     start_up.ended("plan")
@@ -143,8 +144,9 @@ def set_up(
 
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
-    begins = source_of(source, folder)
-    base = begins.load(types, backend)
+    begins, apart = source_of(source, folder), world.world_size // layout.pipeline
+    away = elsewhere(auto_class(recipe.objective), begins.config, split, world.rank // apart) if split else ()
+    base = begins.load(types, backend, away)
     share(layout)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
@@ -157,8 +159,8 @@ def set_up(
     start = part_of_base(model, begins.recipe)
     divide_layers(model, layout.tensor, world.rank % layout.tensor)
     counts = Parameters(**parameter_counts(model))
-    if layout.pipeline > 1:
-        split_layers(model, _split(recipe, base))
+    if split:
+        split_layers(model, split)
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
         from toolkit.models.fp8_products import multiply_in_fp8
@@ -327,11 +329,12 @@ def _decided(
     return loaded, batch_layout(loaded.recipe, layout.world_size)
 
 
-def _split(recipe: Recipe, base: Any) -> Split:
-    """How the layers are cut into stages."""
-    parallel, config = recipe.parallel, base.config.get_text_config()
-    layers = cut(config.num_hidden_layers, parallel.stages)
-    return Split(layers, parallel.pipeline, returns=parallel.schedule == "zero_bubble")
+def _split(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous, guard: PlanGuard | None) -> Split:
+    """How the layers are cut into stages: as the first process's plan says, equally where none can be made."""
+    parallel = recipe.parallel
+    planned = rendezvous.exchange("stages", guard.plan.stages if guard else [], lambda every: every[0])
+    layers = planned or cut(source.config.get_text_config().num_hidden_layers, parallel.stages)
+    return Split(tuple(layers), parallel.pipeline, returns=parallel.schedule == "zero_bubble")
 
 
 def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -> bool:
