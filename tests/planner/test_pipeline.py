@@ -16,6 +16,7 @@ from toolkit.models.stage import SCHEDULES
 from toolkit.planner.hardware import find
 from toolkit.planner.pipeline import bubble, hops, of_process, part, place_of, processes, units
 from toolkit.planner.speed.stages import stage_layers
+from toolkit.planner.speed.step import Step
 from toolkit.planner.speed.work import load_of
 from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
 from toolkit.planner.workload import Workload
@@ -150,13 +151,17 @@ def test_processes_have_the_whole_model_between_them(tied: bool) -> None:
 
 
 def test_stages_are_cut_by_time_with_the_head_counted() -> None:
-    """The head costs as much as five layers, and looking up embeddings next to nothing."""
-    for size, stages in ((2, (9, 3)), (3, (6, 5, 1))):
-        whole = workload_of("1f1b", size)
-        load = load_of(whole.recipe, "torch_varlen", 1, 4096.0, 4096.0**2)
-        layers = stage_layers(whole, load)
-        assert sum(layers) == LAYERS and layers == pytest.approx(stages, abs=1)
-        assert layers[0] > layers[-1]
+    """No other cut of two stages is faster by the roofline; the head, as large as five layers, takes some off one."""
+    whole = workload_of("1f1b", 2)
+    load = load_of(whole.recipe, "torch_varlen", 1, 4096.0, 4096.0**2)
+
+    def slowest(stages: tuple[int, ...]) -> float:
+        of = processes(dataclasses.replace(whole, stages=stages))
+        return max(sum(Step(each, load, ()).passing.values()) for each in of)
+
+    layers = stage_layers(whole, load)
+    assert sum(layers) == LAYERS and layers[0] > layers[1]
+    assert slowest(layers) <= 1.02 * min(slowest((number, LAYERS - number)) for number in range(1, LAYERS))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
