@@ -288,6 +288,28 @@ def chain_processes(size: int) -> list[Any]:
     return [_GROUPS["chain"], _GROUPS["alike"]]
 
 
+def hand_on(group: Any, device: torch.device) -> bool:
+    """A small example of what the processes of a pipeline do: each sends its number to the next one and to the one
+    before, at the same time.
+
+    Args:
+        group: The pipeline.
+
+    Returns:
+        Whether this process got theirs.
+    """
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+    at = ranks.index(own)
+    others = [*ranks[max(0, at - 1) : at], *ranks[at + 1 : at + 2]]
+    received = {other: torch.zeros(1, device=device) for other in others}
+    sent = torch.full((1,), float(own), device=device)
+    works = [dist.P2POp(dist.isend, sent, other, group) for other in others]
+    works += [dist.P2POp(dist.irecv, place, other, group) for other, place in received.items()]
+    for work in dist.batch_isend_irecv(works):
+        work.wait()
+    return all(place.item() == other for other, place in received.items())
+
+
 def split_layers(model: Any, split: Split) -> None:
     """Keeps this process's stages of a model; see `Chain`."""
     _CHAIN["own"] = Chain(model, split)

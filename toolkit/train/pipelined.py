@@ -10,21 +10,22 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from toolkit.models.pipeline import Chain, alike_group, chain, piped, pipeline_group
-from toolkit.models.stage import Sent, Stage, Whole, schedule_of, shape_of
+from toolkit.data.collate import TWO_DOCUMENTS
+from toolkit.models.pipeline import Chain, chain, piped, pipeline_group
+from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
 from toolkit.train.divided import answering
 from toolkit.train.stage_files import whole_optimizer, whole_parameters
+from toolkit.train.stage_gradients import add_tied, average
 
-_BUCKET = 25 * 2**20
-"""Bytes of gradients that are averaged at a time, as DDP does."""
 _TRIED = 8
 """Tokens of the row by which stages learn what they are sent."""
 
@@ -66,9 +67,16 @@ class Pipeline:
         ]  # fmt: skip
         self.order = schedule_of(schedule, self.stages, own, trainer.args.gradient_accumulation_steps)
 
-    def held(self) -> dict[int, list[int]]:
-        """First layer, and the one after the last, of each stage of this process, by what is in the model."""
-        return {stage: self._chain.held(stage) for stage in self._chain.stages}
+    def effective(self) -> dict[str, Any]:
+        """Over how many processes layers really are spread, which of them are in the stages of this one, and in what
+        order micro-batches pass them; as in `EngineState`."""
+        names = {kind: name for name, kind in SCHEDULES.items()}
+        return {
+            "engine": "pipeline",
+            "pipeline": self.stages[0].group_size,
+            "schedule": names[type(self.order)],
+            "stages": {stage: self._chain.held(stage) for stage in self._chain.stages},
+        }
 
     def step(self, batches: list[dict[str, Any]], count: Any) -> torch.Tensor:
         """Adds up the gradients of a step, and returns its loss.
@@ -88,8 +96,8 @@ class Pipeline:
             stage.batches = []
         loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
         dist.all_reduce(loss, group=pipeline_group())
-        self._add_tied()
-        self._average()
+        add_tied(self._trainer.model, self._chain)
+        average(self._trainer.model)
         return loss
 
     def score(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -114,8 +122,9 @@ class Pipeline:
         with self._chain.only(self._chain.last):
             yield self._with(batch, self._drawn(self._chain.last, batch))
 
-    def isolates(self, batch: dict[str, Any]) -> bool:
-        """Whether two documents of four tokens in a batch see nothing of each other in this process's stages."""
+    def isolates(self) -> bool:
+        """Whether two documents of a row see nothing of each other in any stage of any process."""
+        batch = send_to_device(self._trainer.data_collator([TWO_DOCUMENTS]), self._device)
         training = self._trainer.model_wrapped.training
         self._trainer.model_wrapped.eval()  # As `collate.isolates` does, and why is said there.
         apart = True
@@ -129,7 +138,7 @@ class Pipeline:
                 (gradient,) = torch.autograd.grad(left[4:8].square().sum(), hidden)
             apart = apart and bool((gradient[0, :4] == 0).all() and (gradient[0, 4:] != 0).any())
         self._trainer.model_wrapped.train(training)
-        return apart
+        return bool(self._trainer.accelerator.gather(torch.tensor([apart], device=self._device)).all())
 
     def _drawn(self, stage: int, batch: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """What a stage might be sent, without a change of the run's random numbers."""
@@ -278,64 +287,6 @@ class Pipeline:
         place = torch.empty(shape, dtype=dtype, device=self._device) if logits is None else logits.contiguous()
         dist.broadcast(place, src=source, group=group)
         return place
-
-    @torch.no_grad()
-    def _add_tied(self) -> None:
-        """Adds the gradients that the output head has of the embeddings' weight, and the reverse: as both processes add
-        the same numbers, both keep the same weight."""
-        own = self._chain
-        if not own.tied or not (own.stages[0] == 0 or own.last in own.stages):
-            return
-        base = (
-            self._trainer.model.get_base_model() if hasattr(self._trainer.model, "peft_config") else self._trainer.model
-        )
-        last = own.last in own.stages
-        weight = (base.get_output_embeddings() if last else base.get_input_embeddings()).weight
-        if not weight.requires_grad:
-            return
-        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        other, peer = torch.empty_like(weight.grad), own.rank(0 if last else own.last)
-        group = pipeline_group()
-        ops = [
-            dist.P2POp(dist.isend, weight.grad.contiguous(), peer, group),
-            dist.P2POp(dist.irecv, other, peer, group),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        weight.grad += other
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Averages gradients over the processes that have the same stages."""
-        group = alike_group()
-        size = dist.get_world_size(group)
-        if size == 1:
-            return
-        trained = [each for each in self._trainer.model.parameters() if each.requires_grad]
-        for each in trained:
-            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-        for bucket in _buckets(each.grad for each in trained):
-            flat = torch.cat([each.flatten() for each in bucket])
-            dist.all_reduce(flat, group=group)
-            flat /= size
-            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-                each.copy_(part.view_as(each))
-
-
-def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one type, up to so many bytes together."""
-    bucket: list[torch.Tensor] = []
-    for each in gradients:
-        if bucket and (each.dtype != bucket[0].dtype or sum(map(_bytes, bucket)) + _bytes(each) > _BUCKET):
-            yield bucket
-            bucket = []
-        bucket.append(each)
-    if bucket:
-        yield bucket
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class Pipelined:

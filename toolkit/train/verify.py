@@ -24,16 +24,16 @@ from transformers import TrainerCallback
 
 from toolkit.common import UserError
 from toolkit.data.batches import MicroBatches
-from toolkit.data.collate import TWO_DOCUMENTS, isolates
+from toolkit.data.collate import isolates
 from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
 from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
-from toolkit.models.stage import SCHEDULES
 from toolkit.models.tensor_parallel import divides
 from toolkit.train.evaluate import evaluating
+from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
 
@@ -131,9 +131,7 @@ def check_isolation(session: Session) -> None:
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
     flat = backend in attention.VARLEN
     if pipeline := session.trainer.pipeline:
-        batch = send_to_device(session.trainer.data_collator([TWO_DOCUMENTS]), place)
-        isolated = pipeline.isolates(batch)
-        isolated = bool(session.trainer.accelerator.gather(torch.tensor([isolated], device=place)).all())
+        isolated = pipeline.isolates()
     else:
         with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
             isolated = isolates(session.module, session.trainer.data_collator.whole, place)
@@ -188,13 +186,11 @@ def check_output_head(session: Session) -> None:
     compute = getattr(torch, session.dtypes.compute)
 
     def equal(fused: bool) -> tuple[bool, str]:
-        if trainer.pipeline:
-            with trainer.pipeline.at_last(batch) as given:
-                difference, reason = (0.0, "")
-                if given is not None:
-                    difference, reason = head_choice.compare(trainer.model_wrapped, given, head, compute, fused)
-        else:
-            difference, reason = head_choice.compare(trainer.model_wrapped, batch, head, compute, fused)
+        with trainer.pipeline.at_last(batch) if trainer.pipeline else contextlib.nullcontext(batch) as given:
+            # Of a pipeline the process with the last stage compares.
+            difference, reason = 0.0, ""
+            if given is not None:
+                difference, reason = head_choice.compare(trainer.model_wrapped, given, head, compute, fused)
         largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
         return largest <= 1, reason
 
@@ -215,16 +211,16 @@ def read(trainer: Any) -> EngineState:
     engine, loader = trainer.model_wrapped, trainer.callback_handler.train_dataloader
     model = trainer.accelerator.unwrap_model(engine)
     deepspeed = engine if trainer.is_deepspeed_enabled else None
-    optimizer = _inner_optimizer(trainer.optimizer)
+    optimizer = inner_optimizer(trainer.optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     state: dict[str, Any] = {
-        "engine": "pipeline" if trainer.pipeline else _engine(engine, deepspeed),
+        "engine": _engine(engine, deepspeed),
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         **sizes(),
         "tensor": divides(model),
-        **_pipeline(trainer.pipeline),
+        **(trainer.pipeline.effective() if trainer.pipeline else {"pipeline": 1}),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),
@@ -245,7 +241,7 @@ def read(trainer: Any) -> EngineState:
         state["output_head"] = "fused" if trainer.output_head.fused else "own"
     if frozen:
         state["frozen_dtype"] = _dtypes(frozen)
-    if moments := _moments(optimizer):
+    if moments := moments_of(optimizer):
         state["moments_dtype"] = _dtypes(moments)
     if deepspeed:
         in_engine = _deepspeed(deepspeed, optimizer, trained)
@@ -254,11 +250,11 @@ def read(trainer: Any) -> EngineState:
                 in_engine[key] = f"{in_engine[key]} in DeepSpeed and {state[key]} in the trainer"
         return EngineState(**state | in_engine)
     state |= {
-        "not_updated": _left_out(trained, _masters(optimizer)),
+        "not_updated": not_updated(trained, updated_by(optimizer)),
         "max_grad_norm": trainer.args.max_grad_norm,
         "gradients": _spread(trained),
-        "optimizer_state": _spread(_masters(optimizer)),
-        "master_dtype": _dtypes(_masters(optimizer)),
+        "optimizer_state": _spread(updated_by(optimizer)),
+        "master_dtype": _dtypes(updated_by(optimizer)),
         "autocast": _autocast(trainer.accelerator, model),
     }
     if isinstance(model, FSDPModule):
@@ -282,23 +278,10 @@ def _engine(engine: Any, deepspeed: Any) -> str:
     return "ddp" if isinstance(engine, DistributedDataParallel) and torch.distributed.get_world_size() > 1 else "none"
 
 
-def _pipeline(pipeline: Any) -> dict[str, Any]:
-    """Over how many processes layers really are spread, which of them are in the stages of this one, and in what order
-    micro-batches pass them."""
-    if pipeline is None:
-        return {"pipeline": 1}
-    names = {kind: name for name, kind in SCHEDULES.items()}
-    return {
-        "pipeline": pipeline.stages[0].group_size,
-        "schedule": names[type(pipeline.order)],
-        "stages": pipeline.held(),
-    }
-
-
 def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any]:
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     # Stage 3 lends its optimizer one group of masters at a time.
-    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or _masters(optimizer)
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or updated_by(optimizer)
     total = sum(_numel(parameter) for parameter in trained)
     whole = engine.dp_world_size == 1 or sum(master.numel() for master in masters) >= total
     offloaded = {
@@ -310,7 +293,7 @@ def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any
     names = ("fp16_groups", "bit16_groups", "bf16_groups")
     groups = next(getattr(zero, name) for name in names if hasattr(zero, name))
     return {
-        "not_updated": _left_out(trained, [parameter for group in groups for parameter in group]),
+        "not_updated": not_updated(trained, [parameter for group in groups for parameter in group]),
         "zero_stage": stage,
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -362,28 +345,6 @@ def _parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return groups if groups is not None else [group for group in [state._fsdp_param_group] if group]
-
-
-def _inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that updates, under the wrappers of accelerate and DeepSpeed."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _masters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _left_out(trained: list[Any], updated: list[Any]) -> int:
-    """How many trained parameters the optimizer does not have, and so would never move."""
-    return len({id(parameter) for parameter in trained} - {id(parameter) for parameter in updated})
-
-
-def _moments(optimizer: Any) -> list[torch.Tensor]:
-    """Tensors of the optimizer's state as large as what they belong to: not its step counts."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1]
 
 
 def _numel(parameter: Any) -> int:
