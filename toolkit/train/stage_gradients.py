@@ -1,5 +1,5 @@
-"""What is done to the gradients of stages when a pipeline has run empty: those of one weight that two processes have are
-added up, and all are averaged over the processes that have the same stages."""
+"""What is done to the gradients of stages when a pipeline has run empty: those of one weight that two processes have
+are added up, and all are averaged over the processes that have the same stages."""
 
 from __future__ import annotations
 
