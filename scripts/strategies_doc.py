@@ -126,6 +126,47 @@ Losses stay those of one process. Final models and adapters are plain files as e
 number of processes and any strategy goes on from them. Every process reads the whole model into host memory before it
 keeps its part.
 
+## Layers that follow each other on several devices
+
+Where links are slow, or a model does not fit however it is divided, `parallel.pipeline=N` spreads the layers over N
+devices, one run of them after the other (pipeline parallelism, Huang et al. 2019), under `strategy.name=ddp`:
+
+```sh
+toolkit plan recipe=llama_3_1_70b_pipeline hardware=h100x8x2
+```
+
+The micro-batches of a step are those of the pipeline: hidden states go from stage to stage and their gradients back,
+and nothing else is sent but sums of gradients when the pipeline has run empty. What is left of the devices is
+data-parallel. Devices that have the same stage are of neighbouring ranks: of 2 nodes of 8 GPUs and `pipeline: 2`, ranks
+0 to 7 have the first half of the layers, 8 to 15 the second, rank 0 hands on to rank 8, and gradients are averaged
+within nodes. Stages are cut so that the slowest takes as little as can be by the plan's times, with embeddings and
+output head counted; the plan shows them, the memory of each process and the bubble, the share of a step in which
+devices wait for the pipeline to fill and to run empty: (N - 1) / (m + N - 1) of m micro-batches for GPipe and 1F1B. So
+it wants many micro-batches, and a small `batch.micro_batch_size`.
+
+| `parallel.schedule` | torch's | stages of a device | waits, of what N - 1 micro-batches take | micro-batches held |
+| --- | --- | --- | --- | --- |
+| `gpipe` | `ScheduleGPipe` | 1 | all | all |
+| `1f1b` | `Schedule1F1B` | 1 | all | as many as devices from this one on |
+| `interleaved_1f1b` | `ScheduleInterleaved1F1B` | 2 | half | up to 1.5 times as many |
+| `zero_bubble` | `ScheduleZBVZeroBubble` | 2 | a sixth in full fine-tuning; a half with adapters | as many as devices |
+
+All train alike, on torch's `torch.distributed.pipelining`. `interleaved_1f1b` takes micro-batches in equal rounds of at
+least N; with fewer than N micro-batches `1f1b` runs as `gpipe`, which it would be. `zero_bubble` leaves gradients of
+weights for later, so adapters, which have next to none, gain little by it. Each process keeps the embeddings, layers,
+final norm and output head of its own stages and reads no more of the weights. Micro-batches have lengths of their own,
+packed or padded; every process reads the rows of its pipeline, so labels, positions and boundaries of documents need
+not be sent. Embeddings that are the output head too lie on the first and the last process, which add up their
+gradients. Of mixtures the scores of all routers go along to the last stage, where their balance is computed. The
+model's own forward computes a stage, given hidden states instead of tokens: it is asked whether it leaves these as they
+are without layers, and an architecture that does not (Granite) or has more beside its layers than embeddings and a norm
+(GPT-2) is refused.
+
+Losses stay those of one process; with dropout they are as good, with other masks. Final models and adapters are plain
+files, checkpoints are whole, and any number of processes and any strategy goes on from them. What has not been tried
+with it is refused: other strategies, `parallel.sequence`, `context` and `tensor`, quantization, streams, compiled
+layers, `faults` that skip batches.
+
 ## NVMe
 
 `offload_optimizer: nvme` and `offload_param: nvme` write to `strategy.nvme_path`, a folder on a local drive, through
