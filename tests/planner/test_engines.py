@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,6 @@ _MORE_CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    import json
-
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("engines")
@@ -157,6 +156,79 @@ def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, f
         assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
     for phase in ("forward", "backward"):
         assert real[f"exchanged {phase}"] == sent[phase]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "method", "further"),
+    [
+        ("1f1b", "full", []),
+        ("zero_bubble", "lora", []),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (
+                ("gpipe", "full", []),
+                ("interleaved_1f1b", "full", []),
+                ("zero_bubble", "full", []),
+                ("1f1b", "lora", ["activation_checkpointing.mode=full"]),
+                ("gpipe", "full", ["activation_checkpointing.mode=full"]),
+            )
+        ),
+    ],
+)
+def test_peaks_of_stages_and_what_they_send_are_as_planned(schedule, method, further, folder, ranks, monkeypatch):
+    """Memory of each process within 5%, and the bytes that it hands on to the byte."""
+    monkeypatch.chdir(folder)
+    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=256", "batch.global_batch_size=6", *_FP32]
+    arguments = ["recipe=wide", f"method.name={method}", "strategy.name=ddp", *rows, *further]
+    arguments += ["parallel.pipeline=2", f"parallel.schedule={schedule}"]
+    name = f"stages-{schedule}-{method}-{len(further)}"
+    done = ranks.run(folder, *arguments, f"output.name={name}", processes=2, entry="tracker")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = _plan(arguments, 2)
+    planned_peaks = {each.ranks: max(sum(each.phases[phase].values()) for phase in ("forward", "backward", "step"))
+                     for each in plan.memory}  # fmt: skip
+    for place in range(2):
+        real = json.loads(Path(f"peaks-{place}.json").read_text())
+        peak = max(real[phase] for phase in ("forward", "backward", "step", "pipeline"))
+        assert planned_peaks[f"process {place + 1} of 2 of each pipeline"] == pytest.approx(peak, rel=0.05), place
+        micro_batches = json.loads(Path(f"micro-batches-{place}.json").read_text())
+        assert real["exchanged pipeline"] == _handed_on(arguments, plan, place, micro_batches)
+
+
+def _plan(arguments, processes):
+    from toolkit.planner.build import estimate
+    from toolkit.planner.hardware import find
+    from toolkit.recipe import split_arguments
+    from toolkit.recipe.rules import load_checked
+
+    loaded = load_checked(*split_arguments(list(arguments)))
+    return estimate(loaded.recipe, loaded.name, find(f"cpux{processes}"), advice=False)
+
+
+def _handed_on(arguments, plan, place, micro_batches):
+    """Bytes that a process of a pipeline is planned to send for micro-batches of so many tokens."""
+    import dataclasses
+
+    from toolkit.distributed.layout import batch_layout
+    from toolkit.planner.hardware import find
+    from toolkit.planner.kernels import backend
+    from toolkit.planner.pipeline import hops, of_process, tied_bytes
+    from toolkit.planner.trace.setting import setting_of
+    from toolkit.planner.trace.store import obtain
+    from toolkit.planner.workload import Workload
+    from toolkit.recipe import model_configs, split_arguments
+    from toolkit.recipe.rules import load_checked
+
+    recipe = load_checked(*split_arguments(list(arguments))).recipe
+    config, hardware = model_configs.config_of(recipe.model), find("cpux2")
+    layout = batch_layout(recipe, 2)
+    setting = setting_of(recipe, config, "cpu", backend(recipe, hardware, config, None)[0], layout)
+    whole = Workload(recipe, layout, hardware, obtain(setting, "in_process"))
+    own = of_process(dataclasses.replace(whole, stages=tuple(plan.stages)), place)
+    sent = [hops(own, own.trace.boundary.of(own.trace.layers, tokens, 0), tokens) for tokens in micro_batches]
+    steps = len(micro_batches) // layout.gradient_accumulation_steps
+    return sum(map(sum, sent)) + steps * tied_bytes(own)
 
 
 def _summed(arguments, batches):

@@ -49,6 +49,8 @@ class Tracker(TorchDispatchMode):
         self.peaks: dict[str, Peak] = {}
         self.ends: dict[str, int] = {}
         self.exchanged: Counter[str] = Counter()
+        self.micro_batches: list[int] = []
+        """Tokens of those that a pipeline has taken."""
         self._live: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,6 +63,9 @@ class Tracker(TorchDispatchMode):
         elif str(func) == "toolkit.sum_parts.default":
             part, size = args
             self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
+        elif str(func) == "c10d.send.default" and self.phase == "pipeline":
+            # Not the votes of the first step.
+            self.exchanged[self.phase] += sum(each.nbytes for each in args[0] if each.is_floating_point())
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))
@@ -137,15 +142,20 @@ def phases(tracker: Tracker) -> Iterator[None]:
     from transformers import Trainer
 
     from toolkit.models.load import ModelSource
-    from toolkit.train import evaluate, train, trainer
+    from toolkit.models.stage import Stage
+    from toolkit.train import evaluate, pipelined, train, trainer
 
     replaced: list[tuple[Any, str, Any]] = []
 
-    def wrap(owner: Any, name: str, phase: str, after: str | None = None) -> None:
+    def wrap(
+        owner: Any, name: str, phase: str, after: str | None = None, note: Callable[..., None] | None = None
+    ) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if note:
+                note(*args)
             with tracker.during(phase, after):
                 result = original(*args, **kwargs)
             if phase == "load":
@@ -163,6 +173,14 @@ def phases(tracker: Tracker) -> Iterator[None]:
     for kind in (trainer.CausalTrainer, trainer.EncoderDecoderTrainer):
         wrap(kind, "compute_loss", "forward")
     wrap(Accelerator, "backward", "backward")
+    wrap(
+        pipelined.Pipeline,
+        "step",
+        "pipeline",
+        note=lambda _, batches, count: tracker.micro_batches.extend(each["input_ids"].numel() for each in batches),
+    )
+    wrap(Stage, "forward_one_chunk", "forward")
+    wrap(Stage, "backward_one_chunk", "backward")
     wrap(DeepSpeedEngine, "step", "step")
     wrap(evaluate, "held_out_loss", "evaluation")
     wrap(Trainer, "_save_checkpoint", "save")
@@ -219,6 +237,7 @@ def main(arguments: Sequence[str]) -> int:
     rows |= {f"exchanged {phase}": size for phase, size in tracker.exchanged.items()}
     rank = os.environ.get("RANK", "0")
     Path(f"peaks-{rank}.json").write_text(json.dumps(rows))
+    Path(f"micro-batches-{rank}.json").write_text(json.dumps(tracker.micro_batches))
     if explain:
         parts = {phase: peak.parts.most_common() for phase, peak in tracker.peaks.items()}
         Path(f"parts-{rank}.json").write_text(json.dumps({"parts": parts, "ends": tracker.ends}))

@@ -4,14 +4,18 @@ and the same files, from which any number of processes goes on."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from figures import record
-from harness import write_recipe
-from matrix import METHODS, RECIPE, SEQUENCES, Difference, Launcher
-from ranks import Ranks
-from tiny import models_and_rows
+from harness import metrics, write_recipe
+from matrix import METHODS, RECIPE, SEQUENCES, STEPS, Difference, Launcher, Result
+from ranks import ON_CPU, Ranks
+from tiny import chat_rows, models_and_rows, tiny_model, write_splits
+
+from toolkit.recipe.rules import load_checked
 
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
@@ -24,6 +28,8 @@ LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 CORE = [
     ("llama", "full", False, 4, "1f1b", 2),
+    ("gemma3", "lora", True, 1, "zero_bubble", 2),
+    ("qwen3_moe", "full", True, 4, "interleaved_1f1b", 4),
 ]
 CELLS = [*CORE, *itertools.product(MODELS, ("full", "lora"), (False, True), (1, 4), SCHEDULES, (2, 4))]
 """Model, method, packing, micro-batches of a step, schedule, and processes, two of which a pipeline has."""
@@ -64,10 +70,109 @@ def test_a_pipeline_equals_one_process(
     piped = ["parallel.pipeline=2", f"parallel.schedule={schedule}", f"batch.micro_batch_size={size}"]
     run = launcher.result(name, "ddp", *common, *piped, processes=processes)
     difference = Difference.between(run, reference)
-    record(
-        record_property, "Pipelines: largest difference from one process", run=name, **difference.figures(),
-    )  # fmt: skip
+    record(record_property, "Pipelines: largest difference from one process", run=name, **difference.figures())
     assert not {key: value for key, value in vars(difference).items() if not value <= getattr(LIMITS, key)}
     assert run.answers == reference.answers
     saved, one = (launcher.folder / "runs" / each / "final" for each in (name, alike))
     assert sorted(file.name for file in saved.iterdir()) == sorted(file.name for file in one.iterdir())
+    manifest = json.loads((launcher.folder / "runs" / name / "manifest.json").read_text(encoding="utf-8"))
+    effective, stages = manifest["effective"], manifest["plan"]["stages"]
+    # 1F1B wants a micro-batch for each process.
+    runs = "gpipe" if (schedule, accumulation) == ("1f1b", 1) else schedule
+    assert (effective["engine"], effective["pipeline"], effective["schedule"]) == ("pipeline", 2, runs)
+    assert effective["stages"]["0"] == [0, stages[0]] and sum(stages) == 4
+    assert 0 < manifest["plan"]["work"]["bubble_seconds"] < manifest["plan"]["work"]["step_seconds"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("method", "saved", "continued"),
+    [
+        ("full", "1f1b", "single"),
+        ("lora", "single", "zero_bubble"),
+        pytest.param("lora", "interleaved_1f1b", "interleaved_1f1b", marks=pytest.mark.matrix),
+        pytest.param("full", "zero_bubble", "gpipe", marks=pytest.mark.matrix),
+        pytest.param("full", "zero2", "1f1b", marks=pytest.mark.matrix),
+        pytest.param("full", "1f1b", "fsdp", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_checkpoint_is_continued_by_other_layouts(
+    method: str, saved: str, continued: str, launcher: Launcher
+) -> None:
+    """As one process would that was never stopped."""
+    common = ["model.path=llama", *METHODS[method], "checkpoint.save_steps=5", "checkpoint.save_total_limit=2"]
+    common += ["batch.micro_batch_size=2"]
+
+    def run(name: str, way: str, *further: str) -> Result:
+        if way not in SCHEDULES:
+            return launcher.result(name, way, *common, *further)
+        piped = ["parallel.pipeline=2", f"parallel.schedule={way}"]
+        return launcher.result(name, "ddp", *common, *piped, *further, processes=2)
+
+    reference, first = run(f"straight-{method}-single", "single"), f"straight-{method}-{saved}"
+    run(first, saved)
+    checkpoint = launcher.folder / "runs" / first / "checkpoints" / f"checkpoint-{STEPS // 2}"
+    result = run(f"{first}-{continued}", continued, f"checkpoint.resume={checkpoint}")
+    for name, weight in reference.weights.items():
+        assert (result.weights[name] - weight).norm() <= 1e-6 * weight.norm(), name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("further", [["checkpoint.average_last=2"], ["checkpoint.keep_best=eval_loss"]])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_published_models_are_chosen_as_by_one_process(method: str, further: list[str], launcher: Launcher) -> None:
+    common = ["model.path=llama", *METHODS[method], "checkpoint.save_steps=4", "evaluation.every_steps=4", *further]
+    name = f"chosen-{method}-{further[0].partition('=')[0]}"
+    reference = launcher.result(f"{name}-single", "single", *common, "batch.micro_batch_size=2")
+    piped = ["parallel.pipeline=2", "batch.micro_batch_size=2"]
+    run = launcher.result(name, "ddp", *common, *piped, processes=2)
+    difference = Difference.between(run, reference)
+    assert not {key: value for key, value in vars(difference).items() if not value <= getattr(LIMITS, key)}
+    assert run.answers == reference.answers
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [
+        ("full", ["precision=bf16"]),
+        ("lora", ["precision=bf16"]),
+        ("full", ["activation_checkpointing=full"]),
+        ("lora", ["activation_checkpointing=selective"]),
+        ("dora", []),
+        ("full", ["optimizer.name=sgd", "optimizer.args={}", "~optimizer.beta2", "~optimizer.eps"]),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_further_settings_train_alike(method: str, further: list[str], schedule: str, launcher: Launcher) -> None:
+    common = ["model.path=llama", *METHODS[method], *further, "batch.micro_batch_size=2"]
+    name = f"further-{method}-{'-'.join(further)}".translate(str.maketrans("=./{}~", "------"))
+    reference = launcher.result(f"{name}-single", "single", *common)
+    piped = ["parallel.pipeline=2", f"parallel.schedule={schedule}"]
+    difference = Difference.between(
+        launcher.result(f"{name}-{schedule}", "ddp", *common, *piped, processes=2), reference
+    )
+    # As `test_matrix.LIMITS` has them.
+    low = Difference(loss=6e-4, grad_norm=2e-2, held_out=5e-4, weights=1.5e-2)
+    limits = vars(low if "precision=bf16" in further else LIMITS)
+    assert not {key: value for key, value in vars(difference).items() if not value <= limits[key]}
+
+
+@pytest.mark.slow
+def test_the_recipe_for_slow_links_trains_on_four_processes(tmp_path: Path, ranks: Ranks) -> None:
+    name = "llama_3_1_70b_pipeline"
+    recipe = load_checked(name).recipe
+    assert recipe.parallel.pipeline == 4 and recipe.method.name == "lora"
+    model = tiny_model(recipe.model.path, tmp_path / "model", layers=4)
+    data = write_splits(tmp_path / "data", chat_rows(120))
+    overrides = [f"model.path={model}", f"data.sources=[{data}]", "data.eval_split=0.1", "schedule.max_steps=3"]
+    overrides += ["batch.global_batch_size=8", "batch.seq_len=128", "optimizer.learning_rate=3e-3"]
+    overrides += ["schedule.warmup_ratio=0", "evaluation.max_new_tokens=4", "logging.every_steps=1", "output.name=run"]
+    done = ranks.run(tmp_path, f"recipe={name}", *overrides, "checkpoint.save_steps=2", processes=4, entry=ON_CPU)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    run = tmp_path / "runs" / "run"
+    losses = [row["loss"] for row in metrics(run) if "loss" in row]
+    # A random model of 512 tokens starts near ln 512 = 6.2.
+    assert len(losses) == 3 and 5 < losses[0] < 8 and losses[-1] < losses[0]
+    assert (run / "final" / "adapter_model.safetensors").is_file()
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert "processes that follow each other" in report and "bubble" in report

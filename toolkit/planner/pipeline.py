@@ -34,7 +34,8 @@ def of_process(workload: Workload, place: int) -> Workload:
     first, last = 0 in own, len(workload.stages) - 1 in own
     layers = sum(workload.stages[stage] for stage in own)
     trace = part(workload, layers, first, last)
-    return dataclasses.replace(workload, trace=trace, place=place)
+    own_head = any(each.place == "head" and len(each.shape) > 1 for each in workload.trace.tensors)
+    return dataclasses.replace(workload, trace=trace, place=place, untied=own_head)
 
 
 def processes(workload: Workload) -> list[Workload]:
@@ -140,6 +141,21 @@ def bubble(parallel: Parallel, micro_batches: int, forward: float, inputs: float
         if micro_batches < most:
             return others * (most_waiting + (waiting - most_waiting) * (micro_batches - least) / (most - least))
     return others * known[-1][1]
+
+
+def tied_bytes(workload: Workload) -> float:
+    """Bytes of the gradients of embeddings that are the output head too, which a process with the first stage and one
+    with the last send each other.
+
+    Args:
+        workload: Of one process.
+    """
+    parallel, last = workload.recipe.parallel, len(workload.stages) - 1
+    ends = {place_of(0, parallel), place_of(last, parallel)}
+    if len(ends) == 1 or workload.place not in ends:
+        return 0.0
+    tied = [each.numel for each in workload.trace.tensors if each.place == "embeddings" and each.trained]
+    return 0.0 if workload.untied else float(max(tied, default=0) * WIDTH[workload.types.local])
 
 
 def hops(workload: Workload, boundary: float, tokens: float) -> tuple[float, float]:

@@ -47,6 +47,8 @@ class Workload:
     """Layers of each stage of a pipeline, where there is one."""
     place: int | None = None
     """Which process of it this is, see `pipeline.of_process`; None of the whole model."""
+    untied: bool = False
+    """Of a process of a pipeline: whether the output head of the whole model is a weight of its own."""
     routed: int = 0
     """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from toolkit.planner.memory.engine import Engine, Held
-from toolkit.planner.pipeline import units
+from toolkit.planner.pipeline import tied_bytes, units
 from toolkit.planner.trace.types import Amount, Moment
 from toolkit.planner.workload import Workload
 
@@ -48,7 +48,7 @@ class Piped(Engine):
     def stepping(self) -> Held:
         size = self.trained * self.local
         averaged = min(_BUCKET, size) if self.layout.data_parallel_size > 1 else 0.0
-        return Held(size, averaged)
+        return Held(size, max(averaged, tied_bytes(self.workload)))
 
     def _kept(self, layers: float) -> float:
         """Bytes that so many layers keep of a micro-batch."""

@@ -21,7 +21,7 @@ from typing import Literal
 from toolkit.distributed.engines import reshards_after_forward
 from toolkit.planner.hardware import Hardware
 from toolkit.planner.memory.states import states
-from toolkit.planner.pipeline import hops
+from toolkit.planner.pipeline import hops, tied_bytes
 from toolkit.planner.trace.types import Tensors
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -174,6 +174,7 @@ def _through(workload: Workload, boundary: float, tokens: float) -> Iterator[Tra
     for during, size in zip(passes, hops(workload, boundary, tokens), strict=True):
         waiting = _START + _RING[link] if link in _RING and size else 0.0
         yield Transfer(during, every, {link: size}, hidden=False, latency=waiting)
+    yield Transfer("step", 1, {link: tied_bytes(workload)}, hidden=False)
 
 
 def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:
