@@ -24,6 +24,7 @@ from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, connect
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
+from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
 
@@ -290,6 +291,43 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
     if how != "frozen":
         assert outcomes[1].printed.strip() == wanted.replace("error:", "error on process 1:")
         assert outcomes[1].exit_code == os.EX_TEMPFAIL
+
+
+def test_who_does_not_hand_on_in_a_pipeline_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        rendezvous.begin_group()
+        torch.distributed.init_process_group("gloo")
+        comes_to = rendezvous.comes_to
+        if rank == 1:
+            rendezvous.comes_to = lambda what: time.sleep(60) if "pipeline" in what else comes_to(what)
+        preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(pipeline=2))
+
+    outcomes = ranks(body)
+    what = "handing hidden states on and back (parallel.pipeline)"
+    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {what}: nothing for {TIMEOUT:g} s")
+
+
+def test_what_is_handed_on_wrong_in_a_pipeline_is_told_by_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        real = torch.distributed.batch_isend_irecv
+
+        def damaged(works: list[Any]) -> list[Any]:
+            for each in works:
+                if each.op is torch.distributed.isend and rank == 0:
+                    each.tensor.add_(1)
+            return real(works)
+
+        torch.distributed.batch_isend_irecv = damaged
+        try:
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(pipeline=2))
+        finally:
+            torch.distributed.batch_isend_irecv = real
+            torch.distributed.destroy_process_group()
+
+    what = "rank 1 got a wrong result of handing hidden states on and back (parallel.pipeline)"
+    errors = [outcome.error for outcome in ranks(body).values()]
+    assert all(what in error for error in errors), errors
 
 
 def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:
