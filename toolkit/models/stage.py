@@ -102,6 +102,8 @@ class Stage(PipelineStage):
             group=pipeline_group(),
         )  # fmt: skip
         self._received, self._sends = received, sends
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares every micro-batch with the example.
+        self._runtime_validate = False
         self.batches: list[dict[str, Any]] = []
         """The micro-batches of the step."""
 

@@ -91,7 +91,11 @@ class Pipeline:
             stage.batches, stage.has_backward = batches, True
             stage.clear_runtime_states()
         targets = [()] * len(batches) if self._chain.last in self._chain.stages else None
-        self.order._step_microbatches([()] * len(batches), None, targets, losses, return_outputs=False)
+        try:
+            self.order._step_microbatches([()] * len(batches), None, targets, losses, return_outputs=False)
+        except RuntimeError as error:
+            # torch tells of each stage's error by another one, which says nothing of memory.
+            raise error.__cause__ or error from error
         for stage in self.stages:
             stage.batches = []
         loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
