@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.common import bytes_text, compact
 from toolkit.data.audit import Audit, Bucket, Lengths
 from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
-from toolkit.report.plan_view import flops_text, seconds_text
+from toolkit.report.plan_view import flops_text, pipeline_text, seconds_text
 
 Row = tuple[str, ...]
 
@@ -122,6 +122,8 @@ def machine_sentences(manifest: Manifest) -> list[str]:
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."
         )
+    if batch and batch.pipeline > 1 and manifest.plan:
+        texts.append(f"As planned, its stages are {pipeline_text(manifest.plan)}.")
     if state and state.optimizer:
         engine = "without an engine" if state.engine in (None, "none") else f"under {state.engine}"
         compute = next((each for each in (state.autocast, state.compute_dtype) if each and each != "none"), None)
