@@ -154,7 +154,7 @@ it wants many micro-batches, and a small `batch.micro_batch_size`.
 All train alike, on torch's `torch.distributed.pipelining`. `interleaved_1f1b` takes micro-batches in equal rounds of at
 least N; with fewer than N micro-batches `1f1b` runs as `gpipe`, which it would be. `zero_bubble` leaves gradients of
 weights for later, so adapters, which have next to none, gain little by it. Each process keeps the embeddings, layers,
-final norm and output head of its own stages and reads no more of the weights. Micro-batches have lengths of their own,
+final norm and output head of its own stages; what others have is left out as the files are read. Micro-batches have lengths of their own,
 packed or padded; every process reads the rows of its pipeline, so labels, positions and boundaries of documents need
 not be sent. Embeddings that are the output head too lie on the first and the last process, which add up their
 gradients. Of mixtures the scores of all routers go along to the last stage, where their balance is computed. The

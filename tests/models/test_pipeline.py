@@ -1,4 +1,4 @@
-"""Models whose layers are cut into stages: which can be, what a process keeps of one, and what it need not read."""
+"""Models whose layers are cut into stages: which can be, and what a process keeps of one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_stages_go_around_or_return() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_process_need_not_read_what_others_have(tied: bool) -> None:
+def test_a_process_does_not_keep_what_others_have(tied: bool) -> None:
     config = config_of("llama", tie_word_embeddings=tied)
     away = [elsewhere(AutoModelForCausalLM, config, Split((1, 2, 1), 3), place) for place in range(3)]
     layers = [[name for name in each if ".layers." in name] for each in away]
@@ -97,6 +97,6 @@ def test_a_process_need_not_read_what_others_have(tied: bool) -> None:
         [f"model.layers.{number}" for number in (0, 1, 2)],
     ]
     others = [{name for name in each if ".layers." not in name} for each in away]
-    # The last one reads a tied head as the embeddings.
+    # The last one has a tied head as the embeddings.
     first, between = {"model.norm"} | ({"lm_head"} if not tied else set()), {"model.norm", "lm_head"}
     assert others == [first, between | {"model.embed_tokens"}, set() if tied else {"model.embed_tokens"}]

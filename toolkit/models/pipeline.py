@@ -226,7 +226,7 @@ def _parts(decoder: Any, base: Any, kind: str) -> tuple[str, str]:
 
 
 def elsewhere(auto: Any, config: Any, split: Split, place: int, trust_remote_code: bool = False) -> list[str]:
-    """Names of the modules of a model whose weights a process of a pipeline need not read.
+    """Names of the modules of a model whose weights a process of a pipeline does not keep.
 
     Args:
         auto: Transformers' class that builds the model.

@@ -16,10 +16,11 @@ def whole_parameters(model: Any, own: Chain) -> dict[str, torch.Tensor]:
     process; nothing on the others. All processes call this."""
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     adapter, parameters = hasattr(model, "peft_config"), dict(model.named_parameters())
+    second = set(getattr(model, "all_tied_weights_keys", None) or ())
     held = {
-        own.name(name): each
+        name: each
         for name, each in model.state_dict().items()
-        if not adapter or name in trained or name not in parameters
+        if name not in second and (not adapter or name in trained or name not in parameters)
     }
     state = gathered(held)
     order = {name: number for number, name in enumerate(own.state)}
