@@ -154,13 +154,13 @@ it wants many micro-batches, and a small `batch.micro_batch_size`.
 All train alike, on torch's `torch.distributed.pipelining`. `interleaved_1f1b` takes micro-batches in equal rounds of at
 least N; with fewer than N micro-batches `1f1b` runs as `gpipe`, which it would be. `zero_bubble` leaves gradients of
 weights for later, so adapters, which have next to none, gain little by it. Each process keeps the embeddings, layers,
-final norm and output head of its own stages; what others have is left out as the files are read. Micro-batches have lengths of their own,
-packed or padded; every process reads the rows of its pipeline, so labels, positions and boundaries of documents need
-not be sent. Embeddings that are the output head too lie on the first and the last process, which add up their
-gradients. Of mixtures the scores of all routers go along to the last stage, where their balance is computed. The
-model's own forward computes a stage, given hidden states instead of tokens: it is asked whether it leaves these as they
-are without layers, and an architecture that does not (Granite) or has more beside its layers than embeddings and a norm
-(GPT-2) is refused.
+final norm and output head of its own stages; what others have is left out as the files are read. Micro-batches have
+lengths of their own, packed or padded; every process reads the rows of its pipeline, so labels, positions and
+boundaries of documents need not be sent. Embeddings that are the output head too lie on the first and the last process,
+which add up their gradients. Of mixtures the scores of all routers go along to the last stage, where their balance is
+computed. The model's own forward computes a stage, given hidden states instead of tokens: it is asked whether it leaves
+these as they are without layers, and an architecture that does not (Granite) or has more beside its layers than
+embeddings and a norm (GPT-2) is refused.
 
 Losses stay those of one process; with dropout they are as good, with other masks. Final models and adapters are plain
 files, checkpoints are whole, and any number of processes and any strategy goes on from them. What has not been tried

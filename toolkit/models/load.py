@@ -189,8 +189,6 @@ class ModelSource:
             arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
         with _not_dispatched() if elsewhere else contextlib.nullcontext():
             model = _with_all_weights(self.recipe, arguments)
-        if elsewhere:
-            del model.hf_device_map
         keep_unpacked(model)
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.

@@ -46,6 +46,7 @@ class Pipeline:
         self._sending: list[Any] = []
         self._routed: tuple[torch.Tensor, ...] = ()
         self._caches: dict[Any, Any] = {}
+        self._cut: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         own.decoder.register_forward_hook(self._add_scores)
         base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
         self._forward = base.forward
@@ -187,9 +188,12 @@ class Pipeline:
         if stage != self._chain.last:
             return self._compute(stage, inputs, received)
         trainer = self._trainer
+        self._cut = [] if self.schedule == "zero_bubble" else None
         with self._chain.only(stage):
             given = self._with(inputs, received)
-            return trainer.compute_loss(trainer.model_wrapped, given, num_items_in_batch=self._count)
+            loss = trainer.compute_loss(trainer.model_wrapped, given, num_items_in_batch=self._count)
+        cut, self._cut = self._cut, None
+        return loss if cut is None else _with_head_done(loss, cut)
 
     def _compute(self, stage: int, inputs: Mapping[str, Any], received: tuple[torch.Tensor, ...]) -> Any:
         """What a stage that is not the last one hands on."""
@@ -217,7 +221,18 @@ class Pipeline:
         if self._routed:
             outputs.router_logits = (*self._routed, *(outputs.router_logits or ()))
             self._routed = ()
+        if self._cut is not None:
+            outputs.last_hidden_state = self._leaf(outputs.last_hidden_state)
+            if getattr(outputs, "router_logits", None):
+                outputs.router_logits = tuple(map(self._leaf, outputs.router_logits))
         return outputs
+
+    def _leaf(self, made: torch.Tensor) -> torch.Tensor:
+        """The same numbers, at which a backward pass ends."""
+        leaf = made.detach().requires_grad_()
+        assert self._cut is not None
+        self._cut.append((made, leaf))
+        return leaf
 
     @torch.no_grad()
     def _learn(self) -> dict[int, Sent]:
@@ -291,6 +306,21 @@ class Pipeline:
         place = torch.empty(shape, dtype=dtype, device=self._device) if logits is None else logits.contiguous()
         dist.broadcast(place, src=source, group=group)
         return place
+
+
+def _with_head_done(loss: torch.Tensor, cut: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A loss whose backward pass through the output head is over, and whose gradient is that of the layers.
+
+    The zero-bubble schedule goes through a stage twice, for gradients of inputs and later of weights. Fused heads have
+    formed both by then, and keep neither for a second time.
+
+    Args:
+        cut: What the layers have made, and the leaves that the loss was computed from instead.
+    """
+    loss.backward()
+    # Of leaves that the loss does not read, such as scores of routers that are not balanced, there is no gradient.
+    rest = torch.stack([(made * leaf.grad).sum() for made, leaf in cut if leaf.grad is not None]).sum()
+    return rest - rest.detach() + loss.detach()
 
 
 class Pipelined:
