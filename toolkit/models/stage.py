@@ -57,6 +57,18 @@ class Sent:
         about = (routed[0].shape[0], routed[0].shape[-1], routed[0].dtype) if routed else ()
         return cls(hidden.dtype, hidden.shape[-1], *about)
 
+    def names(self) -> tuple[Any, ...]:
+        """The same as names and numbers, which processes tell each other: while a checkpoint is read nothing else is
+        taken out of pickles."""
+        kinds = (str(each).removeprefix("torch.") for each in (self.dtype, self.scores))
+        return *kinds, self.width, self.routers, self.experts
+
+    @classmethod
+    def named(cls, names: tuple[Any, ...]) -> Sent:
+        """Of `names`."""
+        dtype, scores, width, routers, experts = names
+        return cls(getattr(torch, dtype), width, routers, experts, getattr(torch, scores))
+
     def like(self, batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Places for that of a micro-batch of so many rows of so many tokens."""
         hidden = torch.empty(batch, tokens, self.width, dtype=self.dtype, device=device)

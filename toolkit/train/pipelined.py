@@ -253,7 +253,7 @@ class Pipeline:
             if stage and self._chain.split.place(before) != self._chain.place:
                 described: list[Any] = [None]
                 dist.recv_object_list(described, src=self._chain.rank(before), group=group, device=self._device)
-                sent[before] = described[0]
+                sent[before] = Sent.named(described[0])
             if stage == self._chain.last:
                 continue
             received = (
@@ -262,7 +262,7 @@ class Pipeline:
             sent[stage] = Sent.of(self._compute(stage, inputs, received))
             if self._chain.split.place(stage + 1) != self._chain.place:
                 to = self._chain.rank(stage + 1)
-                dist.send_object_list([sent[stage]], dst=to, group=group, device=self._device)
+                dist.send_object_list([sent[stage].names()], dst=to, group=group, device=self._device)
         model.train(training)
         return sent
 

@@ -61,7 +61,8 @@ def publish(
             for name, value in state.items()
         }
     if trainer.accelerator.is_main_process:
-        model.save_pretrained(folder, state_dict=state)
+        with stage_files.naming_adapters():
+            model.save_pretrained(folder, state_dict=state)
         if not adapter:
             # It names the type of the parameters in memory, which are the masters under FSDP.
             model.config.dtype = getattr(torch, dtypes.export)

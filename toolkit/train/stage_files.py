@@ -3,12 +3,14 @@ number of processes goes on from it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.models.pipeline import Chain, gathered, piped, pipeline_group
+from toolkit.models.pipeline import Chain, chain, gathered, piped, pipeline_group
 
 
 def whole_parameters(model: Any, own: Chain) -> dict[str, torch.Tensor]:
@@ -25,6 +27,26 @@ def whole_parameters(model: Any, own: Chain) -> dict[str, torch.Tensor]:
     state = gathered(held)
     order = {name: number for number, name in enumerate(own.state)}
     return {name: state[name] for name in sorted(state, key=lambda name: order[name])}
+
+
+@contextmanager
+def naming_adapters() -> Iterator[None]:
+    """Has PEFT save what the whole model trains: by itself it leaves out what belongs to layers of other processes.
+    Without a pipeline nothing changes."""
+    own = chain()
+    if own is None:
+        yield
+        return
+    from peft import peft_model
+
+    aliases, original = own.aliases, peft_model.get_peft_model_state_dict
+    peft_model.get_peft_model_state_dict = lambda model, state_dict, **settings: {
+        aliases[name]: each for name, each in state_dict.items() if name in aliases
+    }
+    try:
+        yield
+    finally:
+        peft_model.get_peft_model_state_dict = original
 
 
 def whole_groups(groups: list[list[str]], own: Chain) -> list[list[str]]:

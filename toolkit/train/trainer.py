@@ -37,6 +37,7 @@ from toolkit.train.divided import Divided
 from toolkit.train.elastic import Continues
 from toolkit.train.gradients import clip_gradients
 from toolkit.train.pipelined import Pipelined
+from toolkit.train.stage_files import naming_adapters
 from toolkit.train.staging import Saves
 from toolkit.train.watchdog import beat
 
@@ -221,7 +222,8 @@ class _ExactMixin(Pipelined, Divided, Continues):
         if not hasattr(model, "peft_config"):
             model.save_pretrained(folder, save_original_format=False, state_dict=state_dict)
             return
-        model.save_pretrained(folder, state_dict=state_dict)
+        with naming_adapters():
+            model.save_pretrained(folder, state_dict=state_dict)
         # Both name the base by the path that it was loaded from.
         for file in (folder / "adapter_config.json", folder / "README.md"):
             write_atomically(file, concealed(file.read_text(encoding="utf-8")))
