@@ -77,6 +77,7 @@ class _Question:
                 workload,
                 stages=stage_layers(workload, load, experts),
                 routed=experts[0] if balanced and experts[0] > 1 else 0,
+                usual=min(1.0, load.padded / (layout.micro_batch_size * per_row)),
             )
         drives = disk(workload)
         done = work(

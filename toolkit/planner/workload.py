@@ -49,6 +49,8 @@ class Workload:
     """Which process of it this is, see `pipeline.of_process`; None of the whole model."""
     untied: bool = False
     """Of a process of a pipeline: whether the output head of the whole model is a weight of its own."""
+    usual: float = 1.0
+    """Tokens of a micro-batch on average, as a share of those of the fullest; of a pipeline others wait beside it."""
     routed: int = 0
     """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 

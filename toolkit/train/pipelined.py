@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import send_to_device
+from torch.distributed.pipelining.schedules import ScheduleGPipe, ScheduleZBVZeroBubble
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from toolkit.data.collate import TWO_DOCUMENTS
@@ -26,6 +27,8 @@ from toolkit.train.divided import answering
 from toolkit.train.stage_files import whole_optimizer, whole_parameters
 from toolkit.train.stage_gradients import add_tied, average
 
+_HELD = (ScheduleGPipe, ScheduleZBVZeroBubble)
+"""Schedules whose last stage does not go straight back through the output head."""
 _TRIED = 8
 """Tokens of the row by which stages learn what they are sent."""
 
@@ -188,7 +191,7 @@ class Pipeline:
         if stage != self._chain.last:
             return self._compute(stage, inputs, received)
         trainer = self._trainer
-        self._cut = [] if self.schedule == "zero_bubble" else None
+        self._cut = [] if isinstance(self.order, _HELD) else None
         with self._chain.only(stage):
             given = self._with(inputs, received)
             loss = trainer.compute_loss(trainer.model_wrapped, given, num_items_in_batch=self._count)
@@ -311,8 +314,9 @@ class Pipeline:
 def _with_head_done(loss: torch.Tensor, cut: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """A loss whose backward pass through the output head is over, and whose gradient is that of the layers.
 
-    The zero-bubble schedule goes through a stage twice, for gradients of inputs and later of weights. Fused heads have
-    formed both by then, and keep neither for a second time.
+    The zero-bubble schedule goes through a stage twice, for gradients of inputs and later of weights; fused heads have
+    formed both by then, and keep neither for a second time. GPipe would keep gradients of the head's weight, or logits
+    where the head is not fused, of all micro-batches of a step.
 
     Args:
         cut: What the layers have made, and the leaves that the loss was computed from instead.

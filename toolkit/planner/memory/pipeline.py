@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from toolkit.distributed.stages import runs_as
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.pipeline import tied_bytes, units
 from toolkit.planner.trace.types import Amount, Moment
-from toolkit.planner.workload import Workload
+from toolkit.planner.workload import WIDTH, Workload
 
 _BUCKET = 25 * 2**20
 """Bytes of gradients that are averaged at a time (`train.pipelined`)."""
@@ -28,10 +29,19 @@ class Piped(Engine):
         held = units(parallel, place, self.layout.gradient_accumulation_steps)
         self._last = parallel.schedule == "zero_bubble" and place == 0
         self._last = self._last or (parallel.schedule != "zero_bubble" and place == parallel.pipeline - 1)
-        boundary = self.trace.boundary.at(self.shape)
-        one = self._kept(self.trace.layers / stages) + boundary
+        boundary, layers = self.trace.boundary.at(self.shape), self.trace.layers / stages
+        one = workload.usual * (self._kept(layers) + boundary)
         # The moments are of all layers of the process at once.
-        self.waiting = max(0.0, held - stages) * one - max(0, stages - held) * one
+        self.waiting = (held - stages) * one
+        # All forward passes of GPipe come before the first gradient: with one of an earlier micro-batch one waits less.
+        all_first = runs_as(parallel.schedule, parallel.stages, self.layout.gradient_accumulation_steps) == "gpipe"
+        self._gone = one if all_first else 0.0
+        if parallel.schedule == "zero_bubble":
+            # Gradients of what linear layers return wait with them for those of weights: of one when most wait, and of
+            # all that do when the pipeline runs empty.
+            returned = workload.usual * self._returned(layers)
+            last = min(held, 2 * place + 1)
+            self.waiting = max(held * one + returned, last * (one + returned)) - stages * one
 
     def standing(self) -> Held:
         return Held()
@@ -42,13 +52,20 @@ class Piped(Engine):
 
     def passing(self, moment: Moment) -> Iterator[tuple[Moment, Held]]:
         fixed = (*moment.activations.fixed, *[0.0] * (1 - len(moment.activations.fixed)))
-        activations = dataclasses.replace(moment.activations, fixed=(fixed[0] + self.waiting, *fixed[1:]))
+        waiting = self.waiting - (self._gone if moment.accumulating else 0.0)
+        activations = dataclasses.replace(moment.activations, fixed=(fixed[0] + waiting, *fixed[1:]))
         yield from super().passing(dataclasses.replace(moment, activations=activations))
 
     def stepping(self) -> Held:
         size = self.trained * self.local
         averaged = min(_BUCKET, size) if self.layout.data_parallel_size > 1 else 0.0
         return Held(size, max(averaged, tied_bytes(self.workload)))
+
+    def _returned(self, layers: float) -> float:
+        """Bytes of the gradients of what the linear layers of so many layers return."""
+        matrices = (each for each in self.trace.tensors if each.place == "layer" and len(each.shape) == 2)
+        columns = sum(each.shape[0] * each.count for each in matrices if each.kind != "adapter")
+        return layers * self.shape.tokens * columns / max(1, self.trace.layers) * WIDTH[self.types.compute]
 
     def _kept(self, layers: float) -> float:
         """Bytes that so many layers keep of a micro-batch."""
