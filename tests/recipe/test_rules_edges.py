@@ -350,6 +350,12 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("pipeline-precision", DDP + PIPED, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
     ("pipeline-compile", DDP + PIPED, ["compile=layers"], each("compile", "auto off")),
     (
+        "pipeline-selective",
+        DDP + PIPED + "activation_checkpointing.mode=selective ",
+        ["parallel.schedule=zero_bubble"],
+        each("parallel.schedule", "gpipe 1f1b interleaved_1f1b"),
+    ),
+    (
         "pipeline-offload",
         DDP + PIPED,
         ["activation_checkpointing.mode=offload"],

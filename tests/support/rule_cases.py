@@ -427,6 +427,10 @@ CASES = [
         )
         for each in ((rule, [*PIPED, *breaks], [fix]), (rule, [*PIPED, *breaks], ["~parallel.pipeline"]))
     ),
+    *(
+        ("pipeline-selective", [*PIPED, *SELECTIVE, "parallel.schedule=zero_bubble"], [fix])
+        for fix in ("activation_checkpointing.mode=full", "parallel.schedule=1f1b")
+    ),
     ("pipeline-adapter", [*PIPED, LORA, "model.path=a/b", "model.adapter=both"], ["model.adapter=null"]),
     ("pipeline-seq2seq", [*SEQ2SEQ, *PIPED], ["~parallel.pipeline"]),
     ("pipeline-streaming", [*PIPED, *STREAM], ["data.streaming=false", "data.eval_split=null"]),

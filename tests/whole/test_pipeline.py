@@ -137,7 +137,7 @@ def test_published_models_are_chosen_as_by_one_process(method: str, further: lis
         ("full", ["precision=bf16"]),
         ("lora", ["precision=bf16"]),
         ("full", ["activation_checkpointing=full"]),
-        ("lora", ["activation_checkpointing=selective"]),
+        ("lora", ["activation_checkpointing=full"]),
         ("dora", []),
         ("full", ["optimizer.name=sgd", "optimizer.args={}", "~optimizer.beta2", "~optimizer.eps"]),
     ],

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import ScheduleGPipe, ScheduleZBVZer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from toolkit.data.collate import TWO_DOCUMENTS
+from toolkit.data.encode import IGNORE
 from toolkit.models.pipeline import Chain, chain, piped, pipeline_group
 from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
 from toolkit.train.divided import answering
@@ -61,7 +62,8 @@ class Pipeline:
 
         base.forward = types.MethodType(forward, base)
         last = own.last
-        self._sent = self._learn()
+        self._sent: dict[int, Sent] = {}
+        self.learn()
         self.stages = [
             Stage(
                 Whole(own.modules(stage), functools.partial(self._of_step, stage)), stage, last + 1, self._device,
@@ -238,16 +240,12 @@ class Pipeline:
         return leaf
 
     @torch.no_grad()
-    def _learn(self) -> dict[int, Sent]:
-        """What each stage next to this process's sends, tried on a row of a few tokens."""
-        ids = torch.ones(1, _TRIED, dtype=torch.long, device=self._device)
-        inputs = {"input_ids": ids, "position_ids": torch.arange(_TRIED, device=self._device)[None]}
-        if hasattr(self._trainer.data_collator, "whole"):
-            row = {"input_ids": [1] * _TRIED, "labels": [-100] * _TRIED, "seq_lengths": [_TRIED]}
-            if self._trainer.data_collator.layout == "padded":
-                del row["seq_lengths"]
-            inputs = self._trainer._prepare_inputs(self._trainer.data_collator([row]))
-        sent: dict[int, Sent] = {}
+    def learn(self) -> None:
+        """Notes what each stage next to this process's sends, tried on a row of a few tokens. All processes call this,
+        again when the types of weights have changed."""
+        row = {"input_ids": [1] * _TRIED, "labels": [IGNORE] * _TRIED}
+        inputs = self._trainer._prepare_inputs(self._trainer.data_collator([row]))
+        sent = self._sent = {}
         group, model = pipeline_group(), self._trainer.model_wrapped
         training = model.training
         model.eval()
@@ -267,7 +265,6 @@ class Pipeline:
                 to = self._chain.rank(stage + 1)
                 dist.send_object_list([sent[stage].names()], dst=to, group=group, device=self._device)
         model.train(training)
-        return sent
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Where it is asked for logits of tokens, as in generation, it goes through all stages;

@@ -85,6 +85,8 @@ def as_saved(trainer: Any, dtypes: Dtypes) -> None:
         return
     kept = kept_in_fp32(model, getattr(torch, dtypes.export))
     cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtypes.export)
+    if trainer.pipeline:
+        trainer.pipeline.learn()
 
 
 def _compare(folder: Path, state: Mapping[str, torch.Tensor]) -> None:

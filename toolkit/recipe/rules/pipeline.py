@@ -116,6 +116,14 @@ PIPELINE_RULES = {
         "layers that are spread over processes have not been compiled",
         "set compile=auto",
     ),
+    "pipeline-selective": Rule(
+        "activation_checkpointing.mode",
+        lambda r, _: (
+            _piped(r) and r.parallel.schedule == "zero_bubble" and r.activation_checkpointing.mode == "selective"
+        ),
+        "zero_bubble goes back through layers twice, and torch recomputes what was selected once",
+        "set activation_checkpointing.mode=full, or parallel.schedule=1f1b",
+    ),
     "pipeline-offload": _rule(
         "activation_checkpointing.mode",
         lambda r: r.activation_checkpointing.mode == "offload",
