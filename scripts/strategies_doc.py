@@ -87,7 +87,7 @@ keeps its part.
 Where the activations of one row do not fit, `parallel.sequence=N` has N devices share each row, under every strategy:
 
 ```sh
-toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 batch.seq_len=131072 batch.global_batch_size=8 parallel.sequence=8
+toolkit plan recipe=llama_3_1_8b_128k_lora hardware=h100x8
 ```
 
 Each computes a part of the tokens. For attention they exchange parts of rows for attention heads and back (Ulysses,
@@ -96,8 +96,9 @@ Jacobs et al. 2023), so N must divide the model's heads, and the backend must ta
 the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2), in the backward pass once more,
 so that no layer keeps them. N need not divide the heads. Each has a piece from the front of the row and one as far from
 its end, so that all attend to equally many keys. With h heads and k of keys, gathering sends less than exchanging
-where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two. The plan does not
-count the keys and values of the whole row that one layer has at a time.
+where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two. The keys and values
+of the whole row, and their gradients, are there for one layer at a time, and grow with N; the plan counts them. Where
+nothing fits, `toolkit plan` names the smallest N that does: with `parallel.sequence` where it divides the heads.
 
 Either way activations, logits and batches of a device are an Nth; what `strategy` divides is
 divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of

@@ -68,7 +68,13 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "wide")
     tokenizer.save_pretrained(folder / "wide")
+    # More in keys and values than in anything else.
+    config = LlamaConfig(**{**config.to_dict(), "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4})
+    LlamaForCausalLM(config).save_pretrained(folder / "heads")
+    tokenizer.save_pretrained(folder / "heads")
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text_rows(40)), encoding="utf-8")
+    long = [{"text": " ".join(row["text"] for row in text_rows(40)[part::4])} for part in range(4)]
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long), encoding="utf-8")
     write_recipe(folder, "wide", _RECIPE)
     return folder
 
@@ -178,6 +184,60 @@ def _summed(arguments, batches):
     workload = Workload(recipe, layout, hardware, obtain(setting, "in_process"))
     sent = [(each.during, next(iter(each.sent.values()))) for tokens in batches for each in sums(workload, tokens)]
     return {phase: sum(size for during, size in sent if during == phase) for phase in ("forward", "backward")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["sequence", pytest.param("context", marks=pytest.mark.matrix)])
+def test_a_row_that_one_process_cannot_hold_is_trained_by_several(way, folder, ranks, monkeypatch):
+    """Where no process may hold more than the plan says that two take of it, and what rounding of 3% adds."""
+    monkeypatch.chdir(folder)
+    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=1024", "batch.global_batch_size=1", *_FP32]
+
+    def train(processes):
+        arguments = ["recipe=wide", *rows, f"parallel.{way}={processes}"]
+        plan = planned(*arguments, processes=processes).phases
+        most = max(sum(parts.values()) for phase, parts in plan.items() if phase != "evaluation")
+        done = ranks.run(
+            folder, *arguments, f"output.name=limit-{way}-{processes}", processes=processes, entry="tracker",
+            TRACKER_LIMIT=str(limit or 1.03 * most),
+        )  # fmt: skip
+        return most, done
+
+    limit = 0.0
+    two, done = train(2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    limit = 1.03 * two
+    one, done = train(1)
+    assert one > 1.5 * two
+    assert done.returncode != 0 and "out of memory" in done.stderr.lower(), done.stderr[-2000:]
+    four, done = train(4)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert max(measured(Path(folder), 4)[phase] for phase in ("forward", "backward")) == pytest.approx(four, rel=0.03)
+    assert two > 1.3 * four
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "further"),
+    [
+        (4, []),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in ((2, []), (4, ["activation_checkpointing.mode=full"]), (4, ["precision=bf16"]))
+        ),
+    ],
+)
+def test_what_is_gathered_of_a_layer_is_planned(processes, further, folder, ranks, monkeypatch):
+    """Within 3%, where a layer's keys and values of the whole row are the most that a process has."""
+    monkeypatch.chdir(folder)
+    arguments = ["recipe=wide", "model.path=heads", "data.sources=[long.jsonl]", "data.over_long=split", *_FP32]
+    arguments += ["batch.seq_len=2048", "batch.global_batch_size=1", *further, f"parallel.context={processes}"]
+    name = f"gathered-{processes}-{len(further)}-{len(''.join(further))}"
+    done = ranks.run(folder, *arguments, f"output.name={name}", processes=processes, entry="tracker")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan, real = planned(*arguments, processes=processes).phases, measured(Path(folder), processes)
+    for phase in ("forward", "backward"):
+        assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
 
 
 def _exchange(arguments, processes, phase, tokens):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -41,10 +42,12 @@ class Tracker(TorchDispatchMode):
 
     Args:
         explain: Keep for each phase where the bytes at its peak were made (slow).
+        limit: Bytes beyond which the next operation runs out of memory, as a device of this size would.
     """
 
-    def __init__(self, explain: bool = False) -> None:
+    def __init__(self, explain: bool = False, limit: float = math.inf) -> None:
         super().__init__()
+        self.limit = limit
         self.current, self.phase, self.explain = 0, "load", explain
         self.peaks: dict[str, Peak] = {}
         self.ends: dict[str, int] = {}
@@ -52,6 +55,8 @@ class Tracker(TorchDispatchMode):
         self._live: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.current > self.limit:
+            raise torch.OutOfMemoryError(f"{self.current:,} bytes are live")
         result = func(*args, **(kwargs or {}))
         # One of the parts stays.
         if str(func) == "toolkit.all_to_all.default":
@@ -193,9 +198,9 @@ def phases(tracker: Tracker) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker]:
+def tracked(run: Callable[[], int], explain: bool = False, limit: float = math.inf) -> tuple[int, Tracker]:
     """Runs a training under a tracker."""
-    tracker = Tracker(explain)
+    tracker = Tracker(explain, limit)
     gc.collect()
     with phases(tracker), tracker:
         code = run()
@@ -214,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     # It looks where the main thread is, and keeps what that holds there for as long as it looks.
     watchdog.TICK_SECONDS = 3600.0
     explain = bool(os.environ.get("TRACKER_EXPLAIN"))
-    code, tracker = tracked(lambda: train(arguments), explain)
+    code, tracker = tracked(lambda: train(arguments), explain, float(os.environ.get("TRACKER_LIMIT", "inf")))
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
     rows |= {f"exchanged {phase}": size for phase, size in tracker.exchanged.items()}
     rank = os.environ.get("RANK", "0")

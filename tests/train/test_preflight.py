@@ -24,6 +24,7 @@ from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, connect
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
+from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
 
@@ -290,6 +291,48 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
     if how != "frozen":
         assert outcomes[1].printed.strip() == wanted.replace("error:", "error on process 1:")
         assert outcomes[1].exit_code == os.EX_TEMPFAIL
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor"])
+def test_what_groups_do_is_tried_and_who_does_not_come_is_named(
+    ranks: Callable[..., dict[int, Outcome]], way: str
+) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        rendezvous.begin_group()
+        torch.distributed.init_process_group("gloo")
+        comes_to = rendezvous.comes_to
+        if rank == 1:
+            rendezvous.comes_to = lambda what: time.sleep(60) if way in what else comes_to(what)
+        preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
+
+    what = {
+        "sequence": "the exchange of heads (parallel.sequence)",
+        "context": "the gathering of keys and values (parallel.context)",
+        "tensor": "the sum over divided layers (parallel.tensor)",
+    }[way]
+    outcomes = ranks(body)
+    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {what}: nothing for {TIMEOUT:g} s")
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor"])
+def test_a_wrong_result_in_a_group_is_told_by_all(ranks: Callable[..., dict[int, Outcome]], way: str) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        name = {"sequence": "all_to_all_single", "context": "all_gather_into_tensor", "tensor": "all_reduce"}[way]
+        real = getattr(torch.distributed, name)
+
+        def damaged(received: torch.Tensor, *sent: torch.Tensor, group: Any = None) -> None:
+            real(received, *sent, group=group)
+            received += int(rank == 1 and group is not None)
+
+        setattr(torch.distributed, name, damaged)
+        try:
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    errors = [outcome.error for outcome in ranks(body).values()]
+    assert all("rank 1 got a wrong result of the" in error and f"(parallel.{way})" in error for error in errors), errors
 
 
 def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "train/saved_state": "train/test_elastic",
     "data/rows": "data/test_formats",
     "distributed/layout": "distributed/test_engines",
+    "distributed/exchanges": "train/test_preflight",
     "models/adapter_init": "train/test_initial",
     "models/stored_loading": "models/test_blockwise",
     "models/attention_kernels": "models/test_attention",

@@ -25,23 +25,32 @@ _GROUP: dict[str, Any] = {}
 _BALANCE = "load_balancing_loss_func"
 
 
-def share_rows(way: str, size: int, over_parts: Callable[[Attention], Attention]) -> None:
+def group_processes(way: str, size: int) -> Any:
     """Puts each `size` processes of neighbouring ranks into a group that shares rows. All processes call this.
-
-    From then on backends that take boundaries of documents attend over whole rows where they are given parts of them.
 
     Args:
         way: `sequence` or `context`, the key of `parallel` in the recipe.
         size: Processes of a group.
+
+    Returns:
+        The group of this process.
+    """
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    _GROUP["way"] = way
+    _GROUP["rows"] = groups[dist.get_rank() // size]
+    return group()
+
+
+def share_rows(over_parts: Callable[[Attention], Attention]) -> None:
+    """Has backends that take boundaries of documents attend over whole rows where they are given parts of them.
+
+    Args:
         over_parts: Makes attention over parts of rows of one over whole rows: `sequence_parallel.exchange` or
             `context_parallel.gather`.
     """
     from transformers import AttentionInterface
     from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
-    _GROUP["way"] = way
-    _GROUP["rows"] = groups[dist.get_rank() // size]
     known = AttentionInterface()
     # On AMD's GPUs two backends have one build.
     for name in {*VARLEN, *FLASH_ATTN_KERNEL_FALLBACK.values()}:

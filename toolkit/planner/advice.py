@@ -8,6 +8,7 @@ knows the recipe as it stands and what `build` traces to find something that fit
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -88,11 +89,12 @@ def same_training(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> Can
 def _nearest(
     recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate], options: list[Candidate]
 ) -> Candidate | None:
-    """The smallest change that fits: one key before several, the same training before another."""
+    """The smallest change that fits: one key before several, the same training before another, and of that the same
+    groups of processes before others."""
     sizes = explore(recipe, hardware, estimate, _FREE[:1]) if recipe.knows_engine else []
     singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
     singles = [*sizes, *_as_auto_takes(recipe, singles)]
-    for candidates in (singles, explored, options):
+    for candidates in (singles, explored, _with_shared_rows(recipe, hardware, estimate), options):
         there = fitting(candidates)
         fewest = min((len(each.changes) for each in there), default=0)
         if best := fastest(each for each in there if len(each.changes) == fewest):
@@ -130,6 +132,26 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
     more = (_with_devices(recipe, hardware, estimate, count) for count in _COUNTS if count > hardware.devices)
     there = [best for candidates in more if (best := fastest(candidates))]
     return options + fitting(there)[:1]
+
+
+def _with_shared_rows(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
+    """What fits where as few processes as possible share each row: by exchanging heads where so many divide them."""
+    if recipe.parallel.together > 1:
+        return []
+    sizes = [size for size in range(2, hardware.devices + 1) if hardware.devices % size == 0]
+    for size, way in itertools.product(sizes, ("sequence", "context")):
+        changes = {f"parallel.{way}": size}
+        changed = recipe.with_values(changes)
+        for free in (changed.undecided, _FREE):
+            try:
+                there = fitting(explore(changed, hardware, estimate, free))
+            except UserError:
+                continue  # The batch does not divide among so few groups.
+            if there:
+                return [
+                    dataclasses.replace(each, changes={**changes, **stated(changed, each.changes)}) for each in there
+                ]
+    return []
 
 
 def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
@@ -259,6 +281,8 @@ def _notes(changes: Changes) -> Iterator[str]:
     """What the figures do not show."""
     if "optimizer.name" in changes:
         yield "the optimizer's moments are rounded to 8 bits"
+    if any(path.startswith("parallel.") for path in changes):
+        yield "devices that share a row exchange tensors in the attention of every layer"
     every = changes.get(EVERY, 1)
     for (path, value), text in _NOTES.items():
         if changes.get(path) == value:

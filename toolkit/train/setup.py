@@ -135,7 +135,7 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
-    preflight.all_reduce(rendezvous, arguments.device, layout.tensor)
+    preflight.all_reduce(rendezvous, arguments.device, recipe.parallel)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
 
