@@ -50,8 +50,9 @@ def settings() -> dict[str, Setting]:
             for variant in (*_decided(recipe), *(variants if device != _OLD else ())):
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
                     decided = variant.with_values({"precision": precision})
+                    together = decided.parallel.together
                     for backend in _backends(decided, config, device):
-                        each = setting_of(decided, config, device[0], backend, batch_layout(decided, 1))
+                        each = setting_of(decided, config, device[0], backend, batch_layout(decided, together))
                         found[each.key()] = each
     return found
 

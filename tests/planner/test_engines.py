@@ -158,15 +158,21 @@ def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, f
     assert done.returncode == 0, done.stderr[-2000:]
     plan, real = planned(*arguments, processes=2).phases, measured(Path(folder), 2)
     after = [0, *(step["tokens"] for step in metrics(folder / "runs" / name) if "tokens" in step)]
-    sent = _summed(arguments, [-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)])
+    batches = [-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)]
+    assert 0 < real["scored forward"] <= sum(batches)
+    sent = _summed(arguments, batches, real["scored forward"] / sum(batches))
     for phase in ("forward", "backward", "step"):
         assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
     for phase in ("forward", "backward"):
         assert real[f"exchanged {phase}"] == sent[phase]
 
 
-def _summed(arguments, batches):
-    """Bytes that a process is planned to send for sums over micro-batches of so many tokens, by pass."""
+def _summed(arguments, batches, share):
+    """Bytes that a process is planned to send for sums over micro-batches of so many tokens, by pass.
+
+    Args:
+        share: Of the tokens those that are scored.
+    """
     from toolkit.distributed.layout import batch_layout
     from toolkit.planner.hardware import find
     from toolkit.planner.kernels import backend
@@ -182,8 +188,9 @@ def _summed(arguments, batches):
     layout = batch_layout(recipe, 2)
     setting = setting_of(recipe, config, "cpu", backend(recipe, hardware, config, None)[0], layout)
     workload = Workload(recipe, layout, hardware, obtain(setting, "in_process"))
-    sent = [(each.during, next(iter(each.sent.values()))) for tokens in batches for each in sums(workload, tokens)]
-    return {phase: sum(size for during, size in sent if during == phase) for phase in ("forward", "backward")}
+    found = [each for tokens in batches for each in sums(workload, tokens, share * tokens)]
+    sent = [(each.during, next(iter(each.sent.values()))) for each in found]
+    return {phase: round(sum(size for during, size in sent if during == phase)) for phase in ("forward", "backward")}
 
 
 @pytest.mark.slow

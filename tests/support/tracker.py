@@ -52,6 +52,7 @@ class Tracker(TorchDispatchMode):
         self.peaks: dict[str, Peak] = {}
         self.ends: dict[str, int] = {}
         self.exchanged: Counter[str] = Counter()
+        self.scored: Counter[str] = Counter()
         self._live: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,8 +64,10 @@ class Tracker(TorchDispatchMode):
             self.exchanged[self.phase] += args[0].nbytes * (len(args[0]) - 1) // len(args[0])
         elif str(func) in ("toolkit.all_gather.default", "toolkit.reduce_scatter.default"):
             self.exchanged[self.phase] += abs(args[0].nbytes - result.nbytes)
-        elif str(func) == "toolkit.sum_parts.default":
+        elif str(func) in ("toolkit.sum_parts.default", "toolkit.largest_part.default"):
             part, size = args
+            if "largest" in str(func):  # Of each token whose label is scored.
+                self.scored[self.phase] += part.numel()
             self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
@@ -209,7 +212,8 @@ def tracked(run: Callable[[], int], explain: bool = False, limit: float = math.i
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
-    and `exchanged PHASE` to those that were sent to processes that share rows or divide layers."""
+    `exchanged PHASE` to those that were sent to processes that share rows or divide layers, and `scored PHASE` to the
+    tokens whose logits such processes have parts of."""
     from cpu_engines import use_cpu_processes
 
     from toolkit.train import watchdog
@@ -222,6 +226,7 @@ def main(arguments: Sequence[str]) -> int:
     code, tracker = tracked(lambda: train(arguments), explain, float(os.environ.get("TRACKER_LIMIT", "inf")))
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
     rows |= {f"exchanged {phase}": size for phase, size in tracker.exchanged.items()}
+    rows |= {f"scored {phase}": count for phase, count in tracker.scored.items()}
     rank = os.environ.get("RANK", "0")
     Path(f"peaks-{rank}.json").write_text(json.dumps(rows))
     if explain:

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "train/batching": "data/test_collate",
     "models/shared_rows": "models/test_sequence_parallel",
     "models/tensor_parallel": "whole/test_tensor_parallel",
+    "models/sharded_parts": "whole/test_tensor_parallel",
     "train/divided": "whole/test_tensor_parallel",
     "train/gradients": "train/test_trainer",
     "train/bad_batches": "train/test_batch_guard",

@@ -15,6 +15,7 @@ from toolkit.recipe.rules import load_checked
 
 RECIPES = {
     "llama_3_1_8b_128k_lora": ["parallel.sequence=4", "batch.seq_len=512"],
+    "llama_3_1_70b_full_tp_fsdp": ["parallel.tensor=2", "batch.seq_len=128"],
 }
 """Recipe to what makes it one for four processes."""
 
@@ -31,7 +32,7 @@ def test_no_recipe_escapes_this_test() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_four_processes(name: str, tmp_path: Path, ranks: Ranks) -> None:
     recipe = load_checked(name).recipe
-    model = tiny_model(recipe.model.path, tmp_path / "model")
+    model = tiny_model(recipe.model.path, tmp_path / "model", kv_heads=2)
     data = write_splits(tmp_path / "data", chat_rows(120))
     overrides = [f"model.path={model}", f"data.sources=[{data}]", "data.eval_split=0.1", "schedule.max_steps=3"]
     overrides += ["batch.global_batch_size=2", "optimizer.learning_rate=3e-3", "schedule.warmup_ratio=0"]

@@ -36,7 +36,7 @@ def gathering(group: Any, device: torch.device) -> bool:
     whole = torch.empty(len(ranks), device=device)
     dist.all_gather_into_tensor(whole, part, group=group)
     right = whole.tolist() == ranks
-    dist.reduce_scatter_tensor(part, whole, group=group)
+    dist.reduce_scatter_tensor(part, torch.tensor(ranks, device=device, dtype=torch.float32), group=group)
     return right and part.tolist() == [len(ranks) * own]
 
 

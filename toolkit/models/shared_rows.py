@@ -25,19 +25,26 @@ _GROUP: dict[str, Any] = {}
 _BALANCE = "load_balancing_loss_func"
 
 
-def group_processes(way: str, size: int) -> Any:
-    """Puts each `size` processes of neighbouring ranks into a group that shares rows. All processes call this.
+def group_processes(way: str, size: int, apart: int = 1) -> Any:
+    """Puts each `size` processes into a group that shares rows. All processes call this.
 
     Args:
         way: `sequence` or `context`, the key of `parallel` in the recipe.
         size: Processes of a group.
+        apart: How far apart their ranks are: as many as divide layers, of which each shares with those that have the
+            same parts.
 
     Returns:
         The group of this process.
     """
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    block, rank = size * apart, dist.get_rank()
+    for first in range(0, dist.get_world_size(), block):
+        for part in range(apart):
+            ranks = range(first + part, first + block, apart)
+            made = dist.new_group(ranks)
+            if rank in ranks:
+                _GROUP["rows"] = made
     _GROUP["way"] = way
-    _GROUP["rows"] = groups[dist.get_rank() // size]
     return group()
 
 

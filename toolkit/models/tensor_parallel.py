@@ -3,14 +3,16 @@
 Of attention and MLP each process of a group keeps some heads and some of the inner width: rows of the weights that make
 them (`colwise` in Transformers' plans) and columns of those that take them back (`rowwise`). What enters is the same on
 all of them, and what leaves is summed over them, so two sums of hidden states pass in each direction of a layer. What
-remains are plain tensors: to DDP, and to everything else, this is a model with fewer columns. Norms, embeddings and
-output head are whole on every process, and stay equal because they get equal gradients.
+remains are plain tensors: to DDP, and to everything else, this is a model with fewer columns. Of embeddings and output
+head each has some of the vocabulary: what they find of tokens is summed, and of logits only three figures of each token
+are (`cpu_head`). Norms are whole on every process, and stay equal because they get equal gradients.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +43,11 @@ def divide_processes(size: int) -> list[Any]:
 def dividing() -> int:
     """How many processes divide layers with this one, itself included."""
     return dist.get_world_size(_GROUP["layers"]) if _GROUP else 1
+
+
+def layer_group() -> Any:
+    """The group of the processes that divide layers with this one."""
+    return _GROUP["layers"]
 
 
 def replicas() -> Any:
@@ -84,7 +91,7 @@ def divide_layers(model: Any, size: int, index: int) -> None:
         raise UserError(f"parallel.tensor: this model drops out {rate:g} of its attention", remove)
     for name, module, style in found:
         if style == _SUMMED:
-            _sum_gradients(module.parameters(), size)
+            _sum_gradients(module, size)
             continue
         inner = getattr(module, "base_layer", module)
         if type(inner) is not torch.nn.Linear:
@@ -102,6 +109,66 @@ def divide_layers(model: Any, size: int, index: int) -> None:
             _divide_columns(module, inner, entrance, size, index)
         else:
             _divide_rows(module, inner, size, index)
+    _divide_vocabulary(base, size, index)
+
+
+def _divide_vocabulary(base: Any, size: int, index: int) -> None:
+    """Leaves embeddings and head whole where they are of kinds that others wrap, as PEFT does where it trains them, or
+    where the processes do not divide their rows."""
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    plain = type(head) is torch.nn.Linear and isinstance(embeddings, torch.nn.Embedding)
+    if not plain or len(head.weight) != len(embeddings.weight) or len(head.weight) % size or embeddings.max_norm:
+        return
+    tied = head.weight is embeddings.weight
+    _keep_part(embeddings, "weight", 0, size, index)
+    if tied:
+        head.weight = embeddings.weight
+    else:
+        _keep_part(head, "weight", 0, size, index)
+    if head.bias is not None:
+        _keep_part(head, "bias", 0, size, index)
+    head.out_features //= size
+    embeddings.num_embeddings //= size
+    part = vocabulary_part(embeddings.weight)
+    if (pad := embeddings.padding_idx) is not None:
+        embeddings.padding_idx = pad - part.first if 0 <= pad - part.first < part.rows else None
+    _Lookup(embeddings, part, size)
+    head.register_forward_pre_hook(lambda _, args: (_SumGradient.apply(args[0], size), *args[1:]))
+    head.register_forward_hook(lambda _, __, logits: _Join.apply(logits, size, index))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first` to `first + rows` of a vocabulary."""
+
+    first: int
+    rows: int
+
+
+def vocabulary_part(weight: Any) -> Part:
+    """What this process has of the vocabulary, of a divided weight of embeddings or head."""
+    rows = len(weight)
+    return Part(weight.part_index * rows, rows)
+
+
+class _Lookup:
+    """Embeddings of which a process has some rows: what it lacks is zero, and summed with what others find."""
+
+    def __init__(self, embeddings: Any, part: Part, size: int) -> None:
+        self._part, self._size = part, size
+        self._lacking: torch.Tensor | None = None
+        embeddings.register_forward_pre_hook(self._enter)
+        embeddings.register_forward_hook(self._leave)
+
+    def _enter(self, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        own = args[0] - self._part.first
+        self._lacking = (own < 0) | (own >= self._part.rows)
+        return (own.masked_fill(self._lacking, 0), *args[1:])
+
+    def _leave(self, _: Any, __: Any, found: torch.Tensor) -> torch.Tensor:
+        lacking, self._lacking = self._lacking, None
+        assert lacking is not None
+        return _Sum.apply(found.masked_fill(lacking[..., None], 0), self._size)
 
 
 def _planned(decoder: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
@@ -122,7 +189,7 @@ def _divide_columns(module: Any, inner: Any, entrance: _Entrance, size: int, ind
         _keep_part(up, "weight", 0, size, index)
         up.out_features //= size
     for down in getattr(module, "lora_A", {}).values():
-        _sum_gradients(down.parameters(), size)
+        _sum_gradients(down, size)
     module.register_forward_pre_hook(entrance)
 
 
@@ -133,7 +200,7 @@ def _divide_rows(module: Any, inner: Any, size: int, index: int) -> None:
         _keep_part(down, "weight", 1, size, index)
         down.in_features //= size
     for up in getattr(module, "lora_B", {}).values():
-        _sum_gradients(up.parameters(), size)
+        _sum_gradients(up, size)
     drops = getattr(module, "lora_dropout", {})
     for name, drop in drops.items():
         if getattr(drop, "p", 0):
@@ -207,6 +274,33 @@ class _SumGradient(torch.autograd.Function):
         return _sum(gradient, ctx.size), None
 
 
+class _Join(torch.autograd.Function):
+    """Joins columns of the processes that divide layers; all of them have the whole gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, size: int, index: int) -> torch.Tensor:
+        ctx.size, ctx.index = size, index
+        return _join(part, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        width = gradient.shape[-1] // ctx.size
+        return gradient.narrow(-1, ctx.index * width, width), None, None
+
+
+@torch.library.custom_op("toolkit::join_parts", mutates_args=())
+def _join(part: torch.Tensor, size: int) -> torch.Tensor:
+    """(…, columns) of (…, columns / size) that each process has."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=_GROUP["layers"])
+    return torch.cat(parts, -1)
+
+
+@_join.register_fake
+def _(part: torch.Tensor, size: int) -> torch.Tensor:
+    return part.new_empty((*part.shape[:-1], size * part.shape[-1]))
+
+
 @torch.library.custom_op("toolkit::sum_parts", mutates_args=())
 def _sum(part: torch.Tensor, size: int) -> torch.Tensor:
     """The sum over the processes that divide layers, of which there are `size`."""
@@ -220,8 +314,21 @@ def _(part: torch.Tensor, size: int) -> torch.Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
-SUM = torch.ops.toolkit.sum_parts.default
-"""The operation, by which a trace knows what is sent."""
+@torch.library.custom_op("toolkit::largest_part", mutates_args=())
+def _largest(part: torch.Tensor, size: int) -> torch.Tensor:
+    """The largest, element by element, of what the processes have that divide layers, of which there are `size`."""
+    largest = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_GROUP["layers"])
+    return largest
+
+
+@_largest.register_fake
+def _(part: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.empty_like(part, memory_format=torch.contiguous_format)
+
+
+SUMS = (torch.ops.toolkit.sum_parts.default, torch.ops.toolkit.largest_part.default)
+"""The operations, by which a trace knows what is sent."""
 
 
 def sum_over_parts(number: torch.Tensor) -> torch.Tensor:
@@ -229,10 +336,21 @@ def sum_over_parts(number: torch.Tensor) -> torch.Tensor:
     return _sum(number, dividing())
 
 
-def _sum_gradients(parameters: Any, size: int) -> None:
+def largest_over_parts(number: torch.Tensor) -> torch.Tensor:
+    """The largest of what each of them has."""
+    return _largest(number, dividing())
+
+
+def one_for_parts(whole: torch.Tensor) -> torch.Tensor:
+    """The same numbers, read by the part of something that each of them has: their gradient is summed."""
+    return _SumGradient.apply(whole, dividing())
+
+
+def _sum_gradients(module: Any, size: int) -> None:
     """Sums the gradients of whole parameters, of which every process has a part."""
-    for parameter in parameters:
+    for parameter in module.parameters():
         if parameter.requires_grad:
+            parameter.partial = True
             parameter.register_hook(lambda gradient: _sum(gradient, size))
 
 
@@ -241,13 +359,18 @@ def _keep_part(module: Any, name: str, dimension: int, size: int, index: int) ->
     width = whole.shape[dimension] // size
     part = whole.data.narrow(dimension, index * width, width).clone(memory_format=torch.contiguous_format)
     kept = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
-    kept.divided = (dimension, size)  # type: ignore[attr-defined]
+    kept.divided, kept.part_index = (dimension, size), index  # type: ignore[attr-defined]
     setattr(module, name, kept)
 
 
 def is_part(parameter: Any) -> bool:
     """Whether a process has only a part of this parameter, as the others of its group have the rest."""
     return hasattr(parameter, "divided")
+
+
+def is_partial(parameter: Any) -> bool:
+    """Whether a process has a part of the gradient of this parameter, which is whole."""
+    return hasattr(parameter, "partial")
 
 
 def whole_shape(parameter: Any) -> torch.Size:
@@ -264,7 +387,7 @@ def part_of(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
         return whole
     dimension, _ = parameter.divided
     width = parameter.shape[dimension]
-    return whole.narrow(dimension, dist.get_rank(_GROUP["layers"]) * width, width)
+    return whole.narrow(dimension, parameter.part_index * width, width)
 
 
 def whole_of(parameter: Any, part: torch.Tensor) -> torch.Tensor:
@@ -298,9 +421,3 @@ def whole_state(model: Any, keep: Callable[[Any], bool], first: bool) -> dict[st
         if first:
             state[name] = whole.detach().cpu()
     return state
-
-
-def divides(model: Any) -> int:
-    """Over how many processes the layers of a model really are divided, by what lies in its parameters."""
-    sizes = {parameter.divided[1] for parameter in model.parameters() if is_part(parameter)}
-    return max(sizes, default=1) if len(sizes) < 2 else 0

@@ -6,13 +6,14 @@ parts. What is saved is whole, as one process would save it, so that any number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
+from toolkit.models.sharded_parts import ShardsReplicas, mesh_of_parts
 from toolkit.models.tensor_parallel import dividing, replicas, whole_of, whole_state
 
 
@@ -28,9 +29,18 @@ class Divided:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if dividing() > 1:
-            accelerator = self.accelerator  # type: ignore[attr-defined]
+        if dividing() == 1:
+            return
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            accelerator._prepare_fsdp2 = _over_replicas(accelerator)
+        else:
             accelerator.ddp_handler = OverReplicas(**accelerator.ddp_handler.to_dict())
+
+    @property
+    def _writes_whole(self) -> bool:
+        """Whether parts are put together before they are saved; what FSDP shards is saved in shards or gathered by it."""
+        return dividing() > 1 and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Theirs counts the trained tokens of all processes, also of those that read the same."""
@@ -38,7 +48,7 @@ class Divided:
         return batches, count if count is None else count // dividing()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if dividing() == 1:
+        if not self._writes_whole:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         first = self.args.should_save  # type: ignore[attr-defined]
@@ -48,11 +58,27 @@ class Divided:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer  # type: ignore[attr-defined]
-        if dividing() == 1:
+        if not self._writes_whole:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         with _answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+def _over_replicas(accelerator: Any) -> Callable[..., Any]:
+    """Accelerate's preparing of FSDP2, sharding over the processes that have the same parts. It knows that of parts which
+    Transformers has divided only; to all else of it processes are data-parallel as ever."""
+    prepare, state = accelerator._prepare_fsdp2, accelerator.state
+
+    def prepared(*args: Any) -> Any:
+        before = state.parallelism_config, state.device_mesh
+        state.parallelism_config, state.device_mesh = ShardsReplicas(), mesh_of_parts(accelerator.device)
+        try:
+            return prepare(*args)
+        finally:
+            state.parallelism_config, state.device_mesh = before
+
+    return prepared
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:

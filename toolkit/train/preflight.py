@@ -140,7 +140,7 @@ def _of_groups(parallel: Parallel) -> Iterator[tuple[str, Callable[[], Any], Exc
         way = key.rpartition(".")[2]
         what = "the exchange of heads" if way == "sequence" else "the gathering of keys and values"
         exchange = exchanges.parts if way == "sequence" else exchanges.gathering
-        yield f"{what} ({key})", lambda: group_processes(way, parallel.sharing), exchange
+        yield f"{what} ({key})", lambda: group_processes(way, parallel.sharing, parallel.tensor), exchange
     if parallel.tensor > 1:
 
         def divide() -> Any:

@@ -29,8 +29,8 @@ from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
+from toolkit.models.sharded_parts import divides
 from toolkit.models.shared_rows import sizes
-from toolkit.models.tensor_parallel import divides
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
@@ -81,7 +81,8 @@ class Verify(TrainerCallback):
         expected = expected_state(recipe, session.layout, kind.__name__, attends)
         if recipe.strategy.name == "fsdp":
             mesh = fsdp_mesh(recipe, session.world)
-            expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+            replicas = session.layout.world_size // session.layout.tensor
+            expected.sharded_over = mesh["dp_shard_size"] if mesh else replicas
         expected.compile = "layers" if session.compiled else "off"
         reshard(session.trainer.model_wrapped)
         state = read(session.trainer)

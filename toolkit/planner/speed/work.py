@@ -61,7 +61,7 @@ def work(
     parameters = whole.elements()
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
-    sent = transfers(workload, boundary, load.padded)
+    sent = transfers(workload, boundary, load.padded, load.scored)
     known = counted or recipe.schedule.max_steps
     length = run_length(recipe, counted.rows if counted else None, layout) if known else None
     steps = length.total_steps if length else None

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, context_parallel, experts, output_head, pair_head, stored
+from toolkit.models import attention, context_parallel, cpu_head, experts, output_head, pair_head, stored
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.tracker import STAND_INS, attention_flops
 
@@ -223,6 +223,7 @@ def installed(setting: Setting) -> Iterator[None]:
             # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
             (chunked_logprob, {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}),
             (output_head, {"scored_on_cpu": contextlib.nullcontext}),
+            (cpu_head, {"_is_cpu": lambda place: False}),
             (pair_head, {"scored_on_cpu": contextlib.nullcontext}),
             (modeling_utils, {"save_on_cpu": _SaveOnHost}),
             (functional, {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from toolkit.models.context_parallel import GATHER
-from toolkit.models.tensor_parallel import SUM
+from toolkit.models.tensor_parallel import SUMS
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
 """As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""
@@ -207,7 +207,7 @@ class Tracker(TorchDispatchMode):
         if not made and not changes:
             return  # A view: no kernel runs.
         amounts = {"launches": 1.0}
-        if func is SUM:
+        if func in SUMS:
             amounts["summed"] = float(args[0].nbytes)
         packet, traffic = func._overloadpacket, sum(tensor.nbytes for tensor in tensors)
         if packet in flop_registry:
