@@ -76,7 +76,9 @@ def compare_kind(rank: int, kind: str, adapters: bool) -> None:
     parameters = dict(model.named_parameters())
     for name, part in parts.items():
         whole = tensor_parallel.whole_of(parameters[name], part)
-        torch.testing.assert_close(whole, gradients[name], rtol=1e-10, atol=1e-12, msg=lambda text, n=name: n + text)
+        # Norms compute in 32 bits, whatever they are given.
+        rounded = 1e-6 if "_norm" in name else 1e-10
+        assert (whole - gradients[name]).norm() <= rounded * gradients[name].norm() + 1e-12, (kind, name)
     base = model.get_base_model() if adapters else model
     divided = tensor_parallel.is_part(base.get_input_embeddings().weight)
     assert divided == tensor_parallel.is_part(base.get_output_embeddings().weight) == (kind != "mistral")
@@ -111,18 +113,20 @@ def compare_heads(rank: int, store: str) -> None:
 def compare_head(rank: int, kind: str, compute: torch.dtype) -> None:
     models = [model_of(kind, False).float() for _ in range(2)]
     tensor_parallel.divide_layers(models[1], 2, rank)
-    largest: list[int] = []
+    gathered: list[int] = []
     gathers = dist.all_gather
-    dist.all_gather = lambda parts, part, **kwargs: largest.append(part.numel()) or gathers(parts, part, **kwargs)
+    dist.all_gather = lambda parts, part, **kwargs: gathered.append(part.numel()) or gathers(parts, part, **kwargs)
     with torch.autocast("cpu", compute, enabled=compute != torch.float32):
         (expected, gradients), (scored, parts) = (score(model) for model in models)
     dist.all_gather = gathers
-    assert not largest, "all logits were gathered"
+    assert not gathered, "all logits were gathered"
     exact = compute == torch.float32
     torch.testing.assert_close(scored, expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2)
+    largest = max(each.norm() for each in gradients.values())
     for name, parameter in models[1].named_parameters():
         whole = tensor_parallel.whole_of(parameter, parts[name])
-        difference = (whole - gradients[name]).norm() / gradients[name].norm()
+        # The biases of keys have none but for rounding.
+        difference = (whole - gradients[name]).norm() / max(gradients[name].norm(), 1e-2 * largest)
         assert difference < (1e-5 if exact else 3e-2), (name, difference)
 
 

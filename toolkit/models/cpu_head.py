@@ -23,7 +23,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from toolkit.data.encode import IGNORE
-from toolkit.models.tensor_parallel import Part, largest_over_parts, one_for_parts, sum_over_parts, vocabulary_part
+from toolkit.models.tensor_parallel import Part, largest_over_parts, one_for_parts, sum_over_parts
 
 CHUNK = 256
 """Tokens whose logits are there at a time: more make the products no faster."""
@@ -40,11 +40,9 @@ def scored_on_cpu(labels: torch.Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scored_in_parts(labels: torch.Tensor, weight: torch.Tensor) -> Iterator[None]:
-    """While this context lasts, TRL's fused head scores these labels in this way, with this process's part of its
-    weight."""
-    head = _Head(labels.ne(IGNORE).flatten(), vocabulary_part(weight))
-    with patch.object(trl_utils, "_ChunkedLogProbFunction", head):
+def scored_in_parts(labels: torch.Tensor, part: Part) -> Iterator[None]:
+    """While this context lasts, TRL's fused head scores these labels in this way, of which this process has a part."""
+    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten(), part)):
         yield
 
 

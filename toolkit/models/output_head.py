@@ -20,7 +20,6 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from toolkit.data.encode import IGNORE
 from toolkit.models.cpu_head import scored_in_parts, scored_on_cpu
-from toolkit.models.tensor_parallel import is_part
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ class OutputHead:
 
 def _scoring(module: Any, labels: torch.Tensor) -> Any:
     """The way in which the fused head scores these labels, while this context lasts."""
-    weight = module.get_output_embeddings().weight
-    return scored_in_parts(labels, weight) if is_part(weight) else scored_on_cpu(labels)
+    part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
+    return scored_in_parts(labels, part) if part else scored_on_cpu(labels)
 
 
 def _only(backbone: Any, positions: torch.Tensor) -> Any:

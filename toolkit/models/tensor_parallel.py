@@ -129,7 +129,7 @@ def _divide_vocabulary(base: Any, size: int, index: int) -> None:
         _keep_part(head, "bias", 0, size, index)
     head.out_features //= size
     embeddings.num_embeddings //= size
-    part = vocabulary_part(embeddings.weight)
+    part = head.vocabulary_part = Part(index * embeddings.num_embeddings, embeddings.num_embeddings)
     if (pad := embeddings.padding_idx) is not None:
         embeddings.padding_idx = pad - part.first if 0 <= pad - part.first < part.rows else None
     _Lookup(embeddings, part, size)
@@ -143,12 +143,6 @@ class Part:
 
     first: int
     rows: int
-
-
-def vocabulary_part(weight: Any) -> Part:
-    """What this process has of the vocabulary, of a divided weight of embeddings or head."""
-    rows = len(weight)
-    return Part(weight.part_index * rows, rows)
 
 
 class _Lookup:

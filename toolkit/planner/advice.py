@@ -8,7 +8,7 @@ knows the recipe as it stands and what `build` traces to find something that fit
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Iterator
 
@@ -31,6 +31,7 @@ from toolkit.planner.search import (
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.rules import check
 
 MOST = 6
 """Entries of a list of advice."""
@@ -135,16 +136,20 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
 
 
 def _with_shared_rows(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
-    """What fits where as few processes as possible share each row: by exchanging heads where so many divide them."""
+    """What fits where as few processes as possible share each row: by exchanging heads where so many divide them, else
+    by gathering keys and values, of which there is a trace for each number of processes."""
     if recipe.parallel.together > 1:
         return []
-    sizes = [size for size in range(2, hardware.devices + 1) if hardware.devices % size == 0]
-    for size, way in itertools.product(sizes, ("sequence", "context")):
-        changes = {f"parallel.{way}": size}
+    for size in (size for size in range(2, hardware.devices + 1) if hardware.devices % size == 0):
+        ways = ({f"parallel.{way}": size} for way in ("sequence", "context"))
+        changes = next((each for each in ways if not check(recipe.with_values(each))), None)
+        if changes is None:
+            continue
         changed = recipe.with_values(changes)
+        asked = functools.partial(estimate, may_trace=True) if "parallel.context" in changes else estimate
         for free in (changed.undecided, _FREE):
             try:
-                there = fitting(explore(changed, hardware, estimate, free))
+                there = fitting(explore(changed, hardware, asked, free))
             except UserError:
                 continue  # The batch does not divide among so few groups.
             if there:

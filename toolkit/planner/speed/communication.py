@@ -152,8 +152,8 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
 
 
 def sums(workload: Workload, tokens: float, scored: float) -> Iterator[Transfer]:
-    """Of what processes that divide layers sum, as the trace has seen it: hidden states, figures of logits, gradients of
-    what is whole beside them. Two sums stand in each layer of a pass, and wait for each other."""
+    """Of what processes that divide layers sum, as the trace has seen it: hidden states, figures of logits, gradients
+    of what is whole beside them. Two sums stand in each layer of a pass, and wait for each other."""
     parts, hardware, every = workload.layout.tensor, workload.hardware, workload.layout.gradient_accumulation_steps
     across = parts > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)
