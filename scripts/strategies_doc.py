@@ -124,8 +124,9 @@ not gathered for the loss: of each token the largest, the sum of exponentials an
 of the devices is data-parallel, and `fsdp` shards each part over those that have the same one; with `parallel.sequence`
 or `parallel.context` groups of them share rows besides. Layers are divided as Transformers' own plan for the
 architecture says. N must divide the heads of keys and values, all heads and the inner width; architectures whose plan
-needs more than columns and rows (fused projections, mixtures of experts) are refused, and so is what has not been tried
-with it: other strategies, offloading, quantization, streams, compiled layers. Losses stay those of one process. Final
+needs more than columns and rows (mixtures of experts) are refused, and so is what has not been tried with it: other
+strategies, offloading, quantization, streams, compiled layers, and under `fsdp` projections that are several in one
+(Phi-3, GLM), of which each process has a part of every one of the several. Losses stay those of one process. Final
 models and adapters are plain files as ever, and any number of processes and any strategy goes on from a checkpoint.
 Every process reads the whole model into host memory before it keeps its part.
 

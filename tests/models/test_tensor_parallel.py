@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.common import UserError
-from toolkit.models import tensor_parallel
+from toolkit.models import layer_sums, tensor_parallel
 from toolkit.models.output_head import HeadChoice, OutputHead
 
 SIZES = {
@@ -29,9 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma3_text": {"tie_word_embeddings": True, "final_logit_softcapping": 5.0},
     "mistral": {"vocab_size": 51},
+    "phi3": {},
 }
 """Architectures with what is special in each: biases, tied embeddings, norms of single heads, embeddings with a scale,
-and a vocabulary that two processes do not divide."""
+a vocabulary that two processes do not divide, and projections that are several in one."""
 
 
 def model_of(kind: str, adapters: bool) -> Any:
@@ -56,7 +57,7 @@ def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def in_a_group(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    tensor_parallel.divide_processes(2)
+    layer_sums.divide_processes(2)
 
 
 def compare(rank: int, store: str, adapters: bool) -> None:
@@ -79,6 +80,7 @@ def compare_kind(rank: int, kind: str, adapters: bool) -> None:
         # Norms compute in 32 bits, whatever they are given.
         rounded = 1e-6 if "_norm" in name else 1e-10
         assert (whole - gradients[name]).norm() <= rounded * gradients[name].norm() + 1e-12, (kind, name)
+        assert torch.equal(tensor_parallel.part_of(parameters[name], whole), part)
     base = model.get_base_model() if adapters else model
     divided = tensor_parallel.is_part(base.get_input_embeddings().weight)
     assert divided == tensor_parallel.is_part(base.get_output_embeddings().weight) == (kind != "mistral")

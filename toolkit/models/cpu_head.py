@@ -23,7 +23,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from toolkit.data.encode import IGNORE
-from toolkit.models.tensor_parallel import Part, largest_over_parts, one_for_parts, sum_over_parts
+from toolkit.models.layer_sums import largest_over_parts, one_for_parts, sum_over_parts
+from toolkit.models.tensor_parallel import Part
 
 CHUNK = 256
 """Tokens whose logits are there at a time: more make the products no faster."""

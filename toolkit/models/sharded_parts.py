@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from toolkit.models.tensor_parallel import dividing, is_part, is_partial
+from toolkit.common import UserError
+from toolkit.models.layer_sums import dividing
+from toolkit.models.tensor_parallel import is_part, is_partial
 
 REPLICAS, LAYERS = "replicas", "layers"
 """Dimensions of the mesh: processes that have the same parts, and those that divide layers."""
@@ -41,7 +43,7 @@ def as_parts_of_mesh(model: Any, mesh: DeviceMesh) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                placement = Shard(parameter.divided[0]) if is_part(parameter) else Replicate()
+                placement = _placement(parameter)
                 whole = DTensor.from_local(parameter.data, mesh[LAYERS], [placement], run_check=False)
                 made[id(parameter)] = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 made[id(made[id(parameter)])] = made[id(parameter)]
@@ -50,6 +52,17 @@ def as_parts_of_mesh(model: Any, mesh: DeviceMesh) -> None:
             module._parameters[name] = made[id(parameter)]
         if module._parameters:
             _hand_out_parts(module, partial)
+
+
+def _placement(parameter: Any) -> Shard | Replicate:
+    if not is_part(parameter):
+        return Replicate()
+    if len(parameter.divided.blocks) > 1:
+        raise UserError(
+            "strategy.name=fsdp does not shard parts of projections that are several in one, as this model's are",
+            "set strategy.name=ddp, or remove parallel.tensor",
+        )
+    return Shard(parameter.divided.dimension)
 
 
 def _hand_out_parts(module: torch.nn.Module, partial: Collection[str]) -> None:
@@ -87,7 +100,7 @@ def divides(model: Any) -> int:
 
 def _divided_over(parameter: Any) -> int:
     if is_part(parameter):
-        return int(parameter.divided[1])
+        return int(parameter.divided.size)
     names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     if LAYERS not in names or parameter.placements[names.index(LAYERS)].is_replicate():
         return 1

@@ -10,6 +10,7 @@ are (`cpu_head`). Norms are whole on every process, and stay equal because they 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,39 +21,15 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from toolkit.common import UserError
+from toolkit.models.layer_sums import Join, Sum, SumGradient, layer_group, sum_of_parts
 
-_GROUP: dict[str, Any] = {}
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of Transformers' plans. The last is of norms of single heads, of which each process has some."""
-
-
-def divide_processes(size: int) -> list[Any]:
-    """Puts each `size` processes of neighbouring ranks into a group that divides layers, and those that have the same
-    parts into another, over which gradients are averaged. All processes call this.
-
-    Returns:
-        The groups of this process: `size` members, and as many as there are groups of that kind.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    layers = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    replicas = [dist.new_group(range(first, world, size)) for first in range(size)]
-    _GROUP["layers"], _GROUP["replicas"] = layers[rank // size], replicas[rank % size]
-    return [_GROUP["layers"], _GROUP["replicas"]]
-
-
-def dividing() -> int:
-    """How many processes divide layers with this one, itself included."""
-    return dist.get_world_size(_GROUP["layers"]) if _GROUP else 1
-
-
-def layer_group() -> Any:
-    """The group of the processes that divide layers with this one."""
-    return _GROUP["layers"]
-
-
-def replicas() -> Any:
-    """The group of the processes that have the same parts as this one."""
-    return _GROUP["replicas"]
+_FUSED, _OF_FUSED = "colwise_gather_output", "rowwise_split_input"
+"""Styles of Transformers' plans. The third is of norms of single heads, of which each process has some. The last two
+are of projections that are several in one, and of what takes those: Transformers joins their outputs, here each process
+has its part of every one of the several."""
+_SEVERAL = ("qkv_proj", "gate_up_proj")
+"""Names of such projections."""
 
 
 def divide_layers(model: Any, size: int, index: int) -> None:
@@ -75,7 +52,14 @@ def divide_layers(model: Any, size: int, index: int) -> None:
     config = base.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None) or {}
     remove = "remove parallel.tensor"
-    if unknown := sorted({*plan.values()} - {_COLUMNS, _ROWS, _SUMMED}):
+    if unknown := sorted(
+        {
+            style
+            for key, style in plan.items()
+            if style not in (_COLUMNS, _ROWS, _SUMMED, _OF_FUSED)
+            and not (style == _FUSED and key.rpartition(".")[2] in _SEVERAL)
+        }
+    ):
         raise UserError(
             f"parallel.tensor: Transformers divides layers of a {config.model_type} in a way that is not built here: "
             f"{', '.join(unknown)}",
@@ -84,7 +68,7 @@ def divide_layers(model: Any, size: int, index: int) -> None:
     decoder = base.get_decoder()
     entrances: dict[Any, _Entrance] = {}
     found = list(_planned(decoder, plan))
-    if {style for _, _, style in found} < {_COLUMNS, _ROWS}:
+    if {style.partition("_")[0] for _, _, style in found} < {_COLUMNS, _ROWS}:
         raise UserError(f"parallel.tensor: Transformers has no plan to divide a {config.model_type}", remove)
     if rate := getattr(config, "attention_dropout", 0.0):
         # Heads would be dropped alike on all processes.
@@ -96,17 +80,21 @@ def divide_layers(model: Any, size: int, index: int) -> None:
         inner = getattr(module, "base_layer", module)
         if type(inner) is not torch.nn.Linear:
             raise UserError(f"parallel.tensor: {name} is a {type(inner).__name__}, which is not divided", remove)
-        width = inner.weight.shape[0 if style == _COLUMNS else 1]
-        if width % size:
+        columns = style in (_COLUMNS, _FUSED)
+        parent = decoder.get_submodule(name.rpartition(".")[0])
+        width = inner.weight.shape[0 if columns else 1]
+        blocks = _blocks(name, parent, width) if style == _FUSED else (width,)
+        if undivided := [block for block in blocks if block % size]:
+            what = f"{undivided[0]:,} {'columns' if columns else 'rows'} of {name}"
             raise UserError(
-                f"parallel.tensor={size} does not divide the {width:,} "
-                f"{'columns' if style == _COLUMNS else 'rows'} of {name}",
+                f"parallel.tensor={size} does not divide the {what}",
                 "set parallel.tensor to a number that divides the widths of every layer, or remove it",
             )
-        if style == _COLUMNS:
-            parent = decoder.get_submodule(name.rpartition(".")[0])
+        if columns:
             entrance = entrances.setdefault(parent, _Entrance(parent, size))
-            _divide_columns(module, inner, entrance, size, index)
+            _divide_columns(module, inner, entrance, size, index, blocks)
+            if len(blocks) > 2:
+                _tell_heads(parent, size)
         else:
             _divide_rows(module, inner, size, index)
     _divide_vocabulary(base, size, index)
@@ -133,8 +121,8 @@ def _divide_vocabulary(base: Any, size: int, index: int) -> None:
     if (pad := embeddings.padding_idx) is not None:
         embeddings.padding_idx = pad - part.first if 0 <= pad - part.first < part.rows else None
     _Lookup(embeddings, part, size)
-    head.register_forward_pre_hook(lambda _, args: (_SumGradient.apply(args[0], size), *args[1:]))
-    head.register_forward_hook(lambda _, __, logits: _Join.apply(logits, size, index))
+    head.register_forward_pre_hook(lambda _, args: (SumGradient.apply(args[0], size), *args[1:]))
+    head.register_forward_hook(lambda _, __, logits: Join.apply(logits, size, index))
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,23 @@ class _Lookup:
     def _leave(self, _: Any, __: Any, found: torch.Tensor) -> torch.Tensor:
         lacking, self._lacking = self._lacking, None
         assert lacking is not None
-        return _Sum.apply(found.masked_fill(lacking[..., None], 0), self._size)
+        return Sum.apply(found.masked_fill(lacking[..., None], 0), self._size)
+
+
+def _blocks(name: str, parent: Any, width: int) -> tuple[int, ...]:
+    """Columns of each of the projections that are in one."""
+    if name.endswith("gate_up_proj"):
+        return width // 2, width // 2
+    size = parent.head_dim
+    shared = parent.num_key_value_heads * size
+    return width - 2 * shared, shared, shared
+
+
+def _tell_heads(attention: Any, size: int) -> None:
+    """Tells a module that takes queries, keys and values apart how many it has of each."""
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= size
+    attention.num_key_value_heads //= size
 
 
 def _planned(decoder: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
@@ -174,13 +178,15 @@ def _planned(decoder: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, 
                 yield name, module, style
 
 
-def _divide_columns(module: Any, inner: Any, entrance: _Entrance, size: int, index: int) -> None:
-    _keep_part(inner, "weight", 0, size, index)
+def _divide_columns(
+    module: Any, inner: Any, entrance: _Entrance, size: int, index: int, blocks: tuple[int, ...]
+) -> None:
+    _keep_part(inner, "weight", 0, size, index, blocks)
     if inner.bias is not None:
-        _keep_part(inner, "bias", 0, size, index)
+        _keep_part(inner, "bias", 0, size, index, blocks)
     inner.out_features //= size
     for up in getattr(module, "lora_B", {}).values():
-        _keep_part(up, "weight", 0, size, index)
+        _keep_part(up, "weight", 0, size, index, blocks)
         up.out_features //= size
     for down in getattr(module, "lora_A", {}).values():
         _sum_gradients(down, size)
@@ -203,7 +209,7 @@ def _divide_rows(module: Any, inner: Any, size: int, index: int) -> None:
         inner.forward = lambda inputs: F.linear(inputs, inner.weight)
 
     def leave(_: Any, __: Any, outputs: torch.Tensor) -> torch.Tensor:
-        whole = _Sum.apply(outputs, size)
+        whole = Sum.apply(outputs, size)
         return whole if inner.bias is None else whole + inner.bias.to(whole.dtype)
 
     module.register_forward_hook(leave)
@@ -220,7 +226,7 @@ class _Entrance:
 
     def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if args[0] is not self._given:
-            self._given, self._entered = args[0], _SumGradient.apply(args[0], self._size)
+            self._given, self._entered = args[0], SumGradient.apply(args[0], self._size)
         return (self._entered, *args[1:])
 
     def _leave(self, *_: Any) -> None:
@@ -243,118 +249,48 @@ class _PartOfDropout(torch.nn.Module):
         return inputs * kept.narrow(-1, self._index * width, width)
 
 
-class _Sum(torch.autograd.Function):
-    """Sums over the processes that divide layers; all of them have the whole gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, size: int) -> torch.Tensor:
-        return _sum(part, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same numbers on all processes that divide layers, each of which gives a part of their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradient, ctx.size), None
-
-
-class _Join(torch.autograd.Function):
-    """Joins columns of the processes that divide layers; all of them have the whole gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, size: int, index: int) -> torch.Tensor:
-        ctx.size, ctx.index = size, index
-        return _join(part, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        width = gradient.shape[-1] // ctx.size
-        return gradient.narrow(-1, ctx.index * width, width), None, None
-
-
-@torch.library.custom_op("toolkit::join_parts", mutates_args=())
-def _join(part: torch.Tensor, size: int) -> torch.Tensor:
-    """(…, columns) of (…, columns / size) that each process has."""
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=_GROUP["layers"])
-    return torch.cat(parts, -1)
-
-
-@_join.register_fake
-def _(part: torch.Tensor, size: int) -> torch.Tensor:
-    return part.new_empty((*part.shape[:-1], size * part.shape[-1]))
-
-
-@torch.library.custom_op("toolkit::sum_parts", mutates_args=())
-def _sum(part: torch.Tensor, size: int) -> torch.Tensor:
-    """The sum over the processes that divide layers, of which there are `size`."""
-    total = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_GROUP["layers"])
-    return total
-
-
-@_sum.register_fake
-def _(part: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.empty_like(part, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("toolkit::largest_part", mutates_args=())
-def _largest(part: torch.Tensor, size: int) -> torch.Tensor:
-    """The largest, element by element, of what the processes have that divide layers, of which there are `size`."""
-    largest = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_GROUP["layers"])
-    return largest
-
-
-@_largest.register_fake
-def _(part: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.empty_like(part, memory_format=torch.contiguous_format)
-
-
-SUMS = (torch.ops.toolkit.sum_parts.default, torch.ops.toolkit.largest_part.default)
-"""The operations, by which a trace knows what is sent."""
-
-
-def sum_over_parts(number: torch.Tensor) -> torch.Tensor:
-    """The sum of what each of the processes that divide layers has of something."""
-    return _sum(number, dividing())
-
-
-def largest_over_parts(number: torch.Tensor) -> torch.Tensor:
-    """The largest of what each of them has."""
-    return _largest(number, dividing())
-
-
-def one_for_parts(whole: torch.Tensor) -> torch.Tensor:
-    """The same numbers, read by the part of something that each of them has: their gradient is summed."""
-    return _SumGradient.apply(whole, dividing())
-
-
 def _sum_gradients(module: Any, size: int) -> None:
     """Sums the gradients of whole parameters, of which every process has a part."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.partial = True
-            parameter.register_hook(lambda gradient: _sum(gradient, size))
+            parameter.register_hook(lambda gradient: sum_of_parts(gradient, size))
 
 
-def _keep_part(module: Any, name: str, dimension: int, size: int, index: int) -> None:
+def _keep_part(
+    module: Any, name: str, dimension: int, size: int, index: int, blocks: tuple[int, ...] | None = None
+) -> None:
     whole = getattr(module, name)
-    width = whole.shape[dimension] // size
-    part = whole.data.narrow(dimension, index * width, width).clone(memory_format=torch.contiguous_format)
+    divided = Divided(dimension, size, index, blocks or (whole.shape[dimension],))
+    part = divided.of(whole.data).clone(memory_format=torch.contiguous_format)
     kept = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
-    kept.divided, kept.part_index = (dimension, size), index  # type: ignore[attr-defined]
+    kept.divided = divided  # type: ignore[attr-defined]
     setattr(module, name, kept)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How a parameter is divided, and which part this process has.
+
+    Args:
+        blocks: Widths of what lies side by side in the dimension that is divided, each of which is by itself.
+    """
+
+    dimension: int
+    size: int
+    index: int
+    blocks: tuple[int, ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of something of the whole shape."""
+        parts = [each.chunk(self.size, self.dimension)[self.index] for each in whole.split(self.blocks, self.dimension)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole of all parts, in order."""
+        widths = [block // self.size for block in self.blocks]
+        split = [part.split(widths, self.dimension) for part in parts]
+        return torch.cat([each[block] for block in range(len(widths)) for each in split], self.dimension)
 
 
 def is_part(parameter: Any) -> bool:
@@ -371,27 +307,26 @@ def whole_shape(parameter: Any) -> torch.Size:
     """The shape of a parameter as one process would have it."""
     if not is_part(parameter):
         return parameter.shape
-    dimension, size = parameter.divided
-    return torch.Size(width * size if each == dimension else width for each, width in enumerate(parameter.shape))
+    divided = parameter.divided
+    return torch.Size(
+        width * divided.size if each == divided.dimension else width for each, width in enumerate(parameter.shape)
+    )
 
 
 def part_of(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """What this process has of something of a parameter's whole shape."""
-    if not is_part(parameter):
-        return whole
-    dimension, _ = parameter.divided
-    width = parameter.shape[dimension]
-    return whole.narrow(dimension, parameter.part_index * width, width)
+    part: torch.Tensor = parameter.divided.of(whole) if is_part(parameter) else whole
+    return part
 
 
 def whole_of(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     """Something of a parameter's whole shape, of the parts of it. All processes of a group call this."""
     if not is_part(parameter) or part.shape != parameter.shape:
         return part
-    dimension, size = parameter.divided
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=_GROUP["layers"])
-    return torch.cat(parts, dimension)
+    parts = [torch.empty_like(part) for _ in range(parameter.divided.size)]
+    dist.all_gather(parts, part.contiguous(), group=layer_group())
+    whole: torch.Tensor = parameter.divided.join(parts)
+    return whole
 
 
 def whole_state(model: Any, keep: Callable[[Any], bool], first: bool) -> dict[str, torch.Tensor]:

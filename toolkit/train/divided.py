@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
+from toolkit.models.layer_sums import dividing, replicas
 from toolkit.models.sharded_parts import ShardsReplicas, mesh_of_parts
-from toolkit.models.tensor_parallel import dividing, replicas, whole_of, whole_state
+from toolkit.models.tensor_parallel import whole_of, whole_state
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -39,7 +40,7 @@ class Divided:
 
     @property
     def _writes_whole(self) -> bool:
-        """Whether parts are put together before they are saved; what FSDP shards is saved in shards or gathered by it."""
+        """Whether parts are put together before they are saved. What FSDP shards it saves in shards, or gathers."""
         return dividing() > 1 and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +67,8 @@ class Divided:
 
 
 def _over_replicas(accelerator: Any) -> Callable[..., Any]:
-    """Accelerate's preparing of FSDP2, sharding over the processes that have the same parts. It knows that of parts which
-    Transformers has divided only; to all else of it processes are data-parallel as ever."""
+    """Accelerate's preparing of FSDP2, sharding over the processes that have the same parts. It would do so of what
+    Transformers has divided alone; to all else of it processes are data-parallel as ever."""
     prepare, state = accelerator._prepare_fsdp2, accelerator.state
 
     def prepared(*args: Any) -> Any:

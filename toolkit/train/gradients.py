@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.tensor_parallel import is_part, layer_group
+from toolkit.models.layer_sums import layer_group
+from toolkit.models.tensor_parallel import is_part
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -29,9 +29,9 @@ from toolkit.distributed.exchanges import Exchange
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
+from toolkit.models.layer_sums import divide_processes, replicas
 from toolkit.models.load import ModelSource
 from toolkit.models.shared_rows import group_processes
-from toolkit.models.tensor_parallel import divide_processes, replicas
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel

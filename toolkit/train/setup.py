@@ -32,8 +32,8 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.step_casts import StepCasts
 from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
+from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER

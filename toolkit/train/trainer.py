@@ -28,9 +28,9 @@ from toolkit.common import UserError, concealed, write_atomically
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
+from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.step_casts import StepCasts
-from toolkit.models.tensor_parallel import dividing
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
 from toolkit.train.elastic import Continues

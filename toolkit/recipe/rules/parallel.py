@@ -21,7 +21,7 @@ def _parts(recipe: Recipe) -> bool:
 
 
 def nearest_heads(recipe: Recipe, config: Config) -> str:
-    """The nearest sizes of `parallel.sequence` that divide the heads, of which processes that divide layers have some."""
+    """The nearest sizes of `parallel.sequence` that divide the heads that processes have which divide layers."""
     return _nearest(attention_widths(config)[0] // recipe.parallel.tensor, recipe.parallel.sequence)
 
 
@@ -85,7 +85,7 @@ PARALLEL_RULES = {
         lambda r, c: (
             _shares(r, "sequence") and bool(attention_widths(c)[0] % (r.parallel.sequence * r.parallel.tensor))
         ),
-        "the model's {attention_heads} attention heads do not divide among parallel.sequence x parallel.tensor processes",
+        "the model's {attention_heads} attention heads do not divide among parallel.sequence x parallel.tensor of them",
         "set parallel.sequence={nearest_heads}, or parallel.context instead, which divides no heads",
         reference="(https://arxiv.org/abs/2309.14509)",
     ),
