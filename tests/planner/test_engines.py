@@ -73,6 +73,7 @@ def folder(tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(folder / "heads")
     tokenizer.save_pretrained(folder / "heads")
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text_rows(40)), encoding="utf-8")
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text_rows(300)), encoding="utf-8")
     long = [{"text": " ".join(row["text"] for row in text_rows(40)[part::4])} for part in range(4)]
     (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long), encoding="utf-8")
     write_recipe(folder, "wide", _RECIPE)
@@ -159,7 +160,7 @@ def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, f
     plan, real = planned(*arguments, processes=2).phases, measured(Path(folder), 2)
     after = [0, *(step["tokens"] for step in metrics(folder / "runs" / name) if "tokens" in step)]
     batches = [-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)]
-    assert 0 < real["scored forward"] <= sum(batches)
+    assert real["scored forward"] > 0
     sent = _summed(arguments, batches, real["scored forward"] / sum(batches))
     for phase in ("forward", "backward", "step"):
         assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
@@ -198,7 +199,8 @@ def _summed(arguments, batches, share):
 def test_a_row_that_one_process_cannot_hold_is_trained_by_several(way, folder, ranks, monkeypatch):
     """Where no process may hold more than the plan says that two take of it, and what rounding of 3% adds."""
     monkeypatch.chdir(folder)
-    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=1024", "batch.global_batch_size=1", *_FP32]
+    rows = ["data.sources=[many.jsonl]", "data.packing=true", "data.over_long=split", "batch.seq_len=2048"]
+    rows += ["batch.global_batch_size=1", *_FP32]
 
     def train(processes):
         arguments = ["recipe=wide", *rows, f"parallel.{way}={processes}"]
@@ -215,12 +217,12 @@ def test_a_row_that_one_process_cannot_hold_is_trained_by_several(way, folder, r
     assert done.returncode == 0, done.stderr[-2000:]
     limit = 1.03 * two
     one, done = train(1)
-    assert one > 1.5 * two
+    assert one > 1.3 * two
     assert done.returncode != 0 and "out of memory" in done.stderr.lower(), done.stderr[-2000:]
     four, done = train(4)
     assert done.returncode == 0, done.stderr[-2000:]
     assert max(measured(Path(folder), 4)[phase] for phase in ("forward", "backward")) == pytest.approx(four, rel=0.03)
-    assert two > 1.3 * four
+    assert two > 1.2 * four
 
 
 @pytest.mark.slow
