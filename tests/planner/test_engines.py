@@ -145,31 +145,35 @@ def test_peaks_fall_with_the_processes_that_share_a_row(way, method, folder, ran
                 ("lora", []),
                 ("full", ["activation_checkpointing.mode=full"]),
                 ("lora", ["activation_checkpointing.mode=full"]),
+                ("full", ["parallel.sequence=2"]),
+                ("full", ["parallel.context=2"]),
             )
         ),
     ],
 )
 def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, further, folder, ranks, monkeypatch):
-    """Memory within 3%, and the bytes that are summed to the byte."""
+    """Memory within 3%, and the bytes that are summed to the byte, with those that others exchange that share rows."""
     monkeypatch.chdir(folder)
     rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=64", "batch.global_batch_size=1", *_FP32]
     arguments = ["recipe=wide", f"method.name={method}", *rows, *further, "parallel.tensor=2"]
-    name = f"parts-{method}-{len(further)}"
-    done = ranks.run(folder, *arguments, f"output.name={name}", processes=2, entry="tracker")
+    name = f"parts-{method}-{'-'.join(further)}".translate(str.maketrans("=.", "--"))
+    sharing = 2 if any("parallel" in each for each in further) else 1
+    processes = 2 * sharing
+    done = ranks.run(folder, *arguments, f"output.name={name}", processes=processes, entry="tracker")
     assert done.returncode == 0, done.stderr[-2000:]
-    plan, real = planned(*arguments, processes=2).phases, measured(Path(folder), 2)
+    plan, real = planned(*arguments, processes=processes).phases, measured(Path(folder), processes)
     after = [0, *(step["tokens"] for step in metrics(folder / "runs" / name) if "tokens" in step)]
-    batches = [-(-(end - start) // 8) * 8 for start, end in itertools.pairwise(after)]
+    batches = [-(-(end - start) // 8) * 8 // sharing for start, end in itertools.pairwise(after)]
     assert real["scored forward"] > 0
-    sent = _summed(arguments, batches, real["scored forward"] / sum(batches))
+    sent = _summed(arguments, processes, batches, real["scored forward"] / sum(batches))
     for phase in ("forward", "backward", "step"):
         assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
     for phase in ("forward", "backward"):
         assert real[f"exchanged {phase}"] == sent[phase]
 
 
-def _summed(arguments, batches, share):
-    """Bytes that a process is planned to send for sums over micro-batches of so many tokens, by pass.
+def _summed(arguments, processes, batches, share):
+    """Bytes that a process is planned to send for sums and to share rows, for micro-batches of so many tokens, by pass.
 
     Args:
         share: Of the tokens those that are scored.
@@ -177,7 +181,7 @@ def _summed(arguments, batches, share):
     from toolkit.distributed.layout import batch_layout
     from toolkit.planner.hardware import find
     from toolkit.planner.kernels import backend
-    from toolkit.planner.speed.communication import sums
+    from toolkit.planner.speed.communication import exchanges, sums
     from toolkit.planner.trace.setting import setting_of
     from toolkit.planner.trace.store import obtain
     from toolkit.planner.workload import Workload
@@ -185,11 +189,14 @@ def _summed(arguments, batches, share):
     from toolkit.recipe.rules import load_checked
 
     recipe = load_checked(*split_arguments(list(arguments))).recipe
-    config, hardware = model_configs.config_of(recipe.model), find("cpux2")
-    layout = batch_layout(recipe, 2)
+    config, hardware = model_configs.config_of(recipe.model), find(f"cpux{processes}")
+    layout = batch_layout(recipe, processes)
     setting = setting_of(recipe, config, "cpu", backend(recipe, hardware, config, None)[0], layout)
-    workload = Workload(recipe, layout, hardware, obtain(setting, "in_process"))
-    found = [each for tokens in batches for each in sums(workload, tokens, share * tokens)]
+    heads = model_configs.attention_widths(config)
+    workload = Workload(recipe, layout, hardware, obtain(setting, "in_process"), heads=heads)
+    found = [
+        each for tokens in batches for each in (*sums(workload, tokens, share * tokens), *exchanges(workload, tokens))
+    ]
     sent = [(each.during, next(iter(each.sent.values()))) for each in found]
     return {phase: round(sum(size for during, size in sent if during == phase)) for phase in ("forward", "backward")}
 

@@ -114,7 +114,8 @@ def machine_sentences(manifest: Manifest) -> list[str]:
         passes, size = batch.gradient_accumulation_steps, batch.micro_batch_size
         who = f" on each of {batch.world_size} processes" if batch.world_size > 1 else " on one process"
         if batch.together > 1:
-            what = "divide the layers" if batch.tensor > 1 else "share them"
+            ways = ("share them", batch.sharing), ("divide the layers", batch.tensor)
+            what = " and ".join(way for way, size in ways if size > 1)
             who = f" on each of {batch.data_parallel_size} groups of {batch.together} processes that {what}"
         texts.append(
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
