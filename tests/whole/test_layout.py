@@ -23,7 +23,6 @@ ELSEWHERE = {
     "train/sentry": "train/test_watchdog",
     "train/batching": "data/test_collate",
     "models/shared_rows": "models/test_sequence_parallel",
-    "models/sharded_parts": "whole/test_tensor_parallel",
     "models/layer_sums": "models/test_tensor_parallel",
     "train/divided": "whole/test_tensor_parallel",
     "train/gradients": "train/test_trainer",

@@ -6,6 +6,7 @@ parts. What is saved is whole, as one process would save it, so that any number 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,6 +71,8 @@ def _over_replicas(accelerator: Any) -> Callable[..., Any]:
     """Accelerate's preparing of FSDP2, sharding over the processes that have the same parts. It would do so of what
     Transformers has divided alone; to all else of it processes are data-parallel as ever."""
     prepare, state = accelerator._prepare_fsdp2, accelerator.state
+    # It warns of two steps where parameters are gathered, which is for a save.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def prepared(*args: Any) -> Any:
         before = state.parallelism_config, state.device_mesh
