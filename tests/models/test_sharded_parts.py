@@ -73,6 +73,6 @@ def test_sharded_parts_compute_what_the_whole_does(tmp_path: Path) -> None:
 
 def test_projections_that_are_several_in_one_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, 2))
-    parameter.divided = tensor_parallel.Divided(0, 2, 0, (4, 4))  # type: ignore[attr-defined]
+    parameter.divided = tensor_parallel.Share(0, 2, 0, (4, 4))  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"strategy\.name=fsdp does not shard parts of projections"):
         sharded_parts._placement(parameter)

@@ -261,7 +261,7 @@ def _keep_part(
     module: Any, name: str, dimension: int, size: int, index: int, blocks: tuple[int, ...] | None = None
 ) -> None:
     whole = getattr(module, name)
-    divided = Divided(dimension, size, index, blocks or (whole.shape[dimension],))
+    divided = Share(dimension, size, index, blocks or (whole.shape[dimension],))
     part = divided.of(whole.data).clone(memory_format=torch.contiguous_format)
     kept = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
     kept.divided = divided  # type: ignore[attr-defined]
@@ -269,7 +269,7 @@ def _keep_part(
 
 
 @dataclass(frozen=True)
-class Divided:
+class Share:
     """How a parameter is divided, and which part this process has.
 
     Args:
