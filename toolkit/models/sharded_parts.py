@@ -8,7 +8,6 @@ hands out its own part of what FSDP2 has gathered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def mesh_of_parts(device: torch.device) -> DeviceMesh:
 def as_parts_of_mesh(model: Any, mesh: DeviceMesh) -> None:
     """Makes the parameters of a model, whose layers have been divided, DTensors over the processes that divide them.
 
-    Before an optimizer is made for them.
+    Before an optimizer is made for them; `hand_out_parts` must follow before the model computes.
     """
     made: dict[int, torch.nn.Parameter] = {}
     for module in list(model.modules()):
@@ -50,8 +49,7 @@ def as_parts_of_mesh(model: Any, mesh: DeviceMesh) -> None:
             if is_partial(parameter):
                 partial.add(name)
             module._parameters[name] = made[id(parameter)]
-        if module._parameters:
-            _hand_out_parts(module, partial)
+        module.__dict__["_partial_gradients"] = frozenset(partial)
 
 
 def _placement(parameter: Any) -> Shard | Replicate:
@@ -65,13 +63,12 @@ def _placement(parameter: Any) -> Shard | Replicate:
     return Shard(parameter.divided.dimension)
 
 
-def _hand_out_parts(module: torch.nn.Module, partial: Collection[str]) -> None:
-    """Args:
-    partial: Parameters of which each process has a part of the gradient.
-    """
-    kind = type(module)
-    module.__dict__["_partial_gradients"] = frozenset(partial)
-    module.__class__ = type(kind.__name__, (_HandsOutParts, kind), {})
+def hand_out_parts(model: Any) -> None:
+    """Has modules compute with the parts of this process; FSDP must have seen before which parameters are tied."""
+    for module in list(model.modules()):
+        if module._parameters:
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (_HandsOutParts, kind), {})
 
 
 class _HandsOutParts:

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
 from toolkit.models.layer_sums import dividing, replicas
-from toolkit.models.sharded_parts import ShardsReplicas, mesh_of_parts
+from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts
 from toolkit.models.tensor_parallel import whole_of, whole_state
 
 
@@ -74,15 +74,19 @@ def _over_replicas(accelerator: Any) -> Callable[..., Any]:
     # It warns of two steps where parameters are gathered, which is for a save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def prepared(*args: Any) -> Any:
+    def over_replicas(*args: Any) -> Any:
         before = state.parallelism_config, state.device_mesh
         state.parallelism_config, state.device_mesh = ShardsReplicas(), mesh_of_parts(accelerator.device)
         try:
-            return prepare(*args)
+            prepared = prepare(*args)
+            for each in prepared:
+                if isinstance(each, torch.nn.Module):
+                    hand_out_parts(each)
+            return prepared
         finally:
             state.parallelism_config, state.device_mesh = before
 
-    return prepared
+    return over_replicas
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:
