@@ -358,7 +358,8 @@ def _unshard_trained_head(model: Any, inputs: Any) -> None:
     itself, which TRL's loss reads without calling it: it would gather the weight, but not sum its gradient over the
     processes."""
     head = model.get_output_embeddings()
-    if head.weight.requires_grad and isinstance(head, FSDPModule):
+    # Of a divided head the loss takes this process's part, where TRL would gather all of a sharded one.
+    if (head.weight.requires_grad or hasattr(head, "vocabulary_part")) and isinstance(head, FSDPModule):
         head.unshard()
 
 

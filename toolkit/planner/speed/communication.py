@@ -158,15 +158,14 @@ def sums(workload: Workload, tokens: float, scored: float) -> Iterator[Transfer]
     across = parts > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)
     waiting = 2 * workload.trace.layers * latency(hardware, reduces=True, across=across)
-    # What is outside the layers is the head's, but for what embeddings find.
-    found = sum(each.shape[1] * workload.width(each) for each in workload.trace.tensors
-                if each.place == "embeddings" and each.parts > 1)  # fmt: skip
-    passes: tuple[tuple[During, float], ...] = (("forward", found), ("backward", 0.0))
-    for during, of_all in passes:
+    # A divided head sums three figures of each token that it scores, and its hidden state's gradient.
+    head = next((each for each in workload.trace.tensors if each.place == "embeddings" and each.parts > 1), None)
+    computed = WIDTH[workload.types.compute]
+    state = 0 if head is None else head.shape[1] * (computed if workload.over.parameters > 1 else workload.width(head))
+    passes: tuple[tuple[During, float], ...] = (("forward", 3.0 * 4 * (state > 0)), ("backward", state))
+    for during, of_scored in passes:
         summed = workload.trace.passes[during].summed
-        whole = summed.of(workload.trace.layers, tokens, 0, share=scored / max(1.0, tokens)) + of_all * (
-            tokens - scored
-        )
+        whole = summed.of(workload.trace.layers, tokens, 0) + of_scored * (scored - tokens)
         yield Transfer(during, every, {link: 2 * whole * (parts - 1) / parts}, hidden=False, latency=waiting)
 
 
