@@ -79,6 +79,8 @@ class _Head:
             bias: As long as the weight.
         """
         if self.part is not None:
+            # What TRL has gathered of a sharded head would be scored as if it were the part.
+            assert len(weight) == self.part.rows, "the head that is read is not this process's part"
             hidden = one_for_parts(hidden)
         wanted = [
             torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)
