@@ -51,8 +51,9 @@ def settings() -> dict[str, Setting]:
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
                     # The stages of a pipeline are parts of one trace.
                     decided = variant.with_values({"precision": precision, "parallel.pipeline": 1})
+                    together = decided.parallel.together
                     for backend in _backends(decided, config, device):
-                        each = setting_of(decided, config, device[0], backend, batch_layout(decided, 1))
+                        each = setting_of(decided, config, device[0], backend, batch_layout(decided, together))
                         found[each.key()] = each
     return found
 

@@ -293,18 +293,51 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
         assert outcomes[1].exit_code == os.EX_TEMPFAIL
 
 
-def test_who_does_not_hand_on_in_a_pipeline_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
+def _came_to(way: str) -> str:
+    """What processes that are divided so do first in their group."""
+    return {
+        "sequence": "the exchange of heads (parallel.sequence)",
+        "context": "the gathering of keys and values (parallel.context)",
+        "tensor": "the sum over divided layers (parallel.tensor)",
+        "pipeline": "handing hidden states on and back (parallel.pipeline)",
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor", "pipeline"])
+def test_what_groups_do_is_tried_and_who_does_not_come_is_named(
+    ranks: Callable[..., dict[int, Outcome]], way: str
+) -> None:
     def body(rendezvous: Rendezvous, rank: int) -> None:
         rendezvous.begin_group()
         torch.distributed.init_process_group("gloo")
         comes_to = rendezvous.comes_to
         if rank == 1:
-            rendezvous.comes_to = lambda what: time.sleep(60) if "pipeline" in what else comes_to(what)
-        preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(pipeline=2))
+            rendezvous.comes_to = lambda what: time.sleep(60) if way in what else comes_to(what)
+        preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
 
     outcomes = ranks(body)
-    what = "handing hidden states on and back (parallel.pipeline)"
-    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {what}: nothing for {TIMEOUT:g} s")
+    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {_came_to(way)}: nothing for {TIMEOUT:g} s")
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor"])
+def test_a_wrong_result_in_a_group_is_told_by_all(ranks: Callable[..., dict[int, Outcome]], way: str) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        name = {"sequence": "all_to_all_single", "context": "all_gather_into_tensor", "tensor": "all_reduce"}[way]
+        real = getattr(torch.distributed, name)
+
+        def damaged(received: torch.Tensor, *sent: torch.Tensor, group: Any = None) -> None:
+            real(received, *sent, group=group)
+            received += int(rank == 1 and group is not None)
+
+        setattr(torch.distributed, name, damaged)
+        try:
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    errors = [outcome.error for outcome in ranks(body).values()]
+    assert all("rank 1 got a wrong result of the" in error and f"(parallel.{way})" in error for error in errors), errors
 
 
 def test_what_is_handed_on_wrong_in_a_pipeline_is_told_by_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
@@ -325,9 +358,8 @@ def test_what_is_handed_on_wrong_in_a_pipeline_is_told_by_all(ranks: Callable[..
             torch.distributed.batch_isend_irecv = real
             torch.distributed.destroy_process_group()
 
-    what = "rank 1 got a wrong result of handing hidden states on and back (parallel.pipeline)"
     errors = [outcome.error for outcome in ranks(body).values()]
-    assert all(what in error for error in errors), errors
+    assert all(f"rank 1 got a wrong result of {_came_to('pipeline')}" in error for error in errors), errors
 
 
 def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:

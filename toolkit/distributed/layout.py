@@ -153,6 +153,10 @@ class BatchLayout:
         """Processes of neighbouring ranks that get the same rows."""
         return self.sharing * self.tensor
 
+    def part_of_rows(self, rank: int) -> int:
+        """Which part of its rows a process has; those that divide layers, whose ranks are neighbours, have the same."""
+        return rank // self.tensor % self.sharing
+
     @property
     def data_parallel_size(self) -> int:
         """Groups of processes that each get rows of their own."""

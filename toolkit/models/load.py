@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,6 +44,8 @@ from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe, model_configs
 
 _log = logging.getLogger("toolkit.models")
+_IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
+"""Of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class ModelSource:
         if torch.cuda.is_available():
             attention_kernels.repeat_shared_heads(device.capability())
         arguments: dict[str, Any] = {
-            "dtype": getattr(torch, dtypes.load),
+            "dtype": getattr(torch, self._read_in(dtypes)),
             "attn_implementation": attention_kernels.implementation(backend),
         }
         method = self.recipe.method
@@ -194,6 +197,18 @@ class ModelSource:
             # New rows are drawn around the mean of the others, by the seed.
             model.resize_token_embeddings(self.vocab_size)
         return model
+
+    def _read_in(self, dtypes: Dtypes) -> str:
+        """The dtype in which weights are read. Of layers that processes divide each keeps a part, which it converts by
+        itself: as they lie in the files, weights are mapped into memory, once for all processes of a node."""
+        if self.recipe.parallel.tensor == 1 or dtypes.load != "float32" or "gguf_file" in self.location:
+            return dtypes.load
+        kinds = set()
+        for file in self.weight_files():
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        return _IN_16_BITS.get("+".join(kinds), dtypes.load)
 
     def in_files(self, dtypes: Dtypes, folder: Path) -> Weights:
         """The weights where they are, in their files, and the model without them.

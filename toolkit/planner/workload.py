@@ -69,7 +69,9 @@ class Workload:
         """What the recipe's strategy divides."""
         strategy, ranks = self.strategy, self.layout.world_size
         if strategy.name == "fsdp":
-            ranks = self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks
+            ranks = (
+                self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks // self.layout.tensor
+            )
             return Division(ranks, ranks, ranks)
         return Division(*(ranks if strategy.zero_stage >= least else 1 for least in (3, 2, 1)))
 
@@ -95,6 +97,7 @@ class Workload:
         """Bytes of a token of a process's part that go to others in the forward pass of a layer, and in the backward
         pass; none where processes share no rows."""
         (heads, shared, size), parts = self.heads, self.layout.sharing
+        heads, shared = heads // self.layout.tensor, shared // self.layout.tensor
         width = size * WIDTH[self.types.compute]
         if self.layout.context > 1:
             # Keys and values go to all others; backwards they do once more, and the gradients come back.

@@ -25,7 +25,8 @@ class Parallel(Section):
     tensor: PositiveInt = 1
     """How many processes divide each layer: every one has a part of the heads and of the inner width, with the weights,
     gradients and optimizer state of them (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
-    same rows. Divides the model's heads of keys and values and its inner width; under `ddp`."""
+    same rows. Divides the model's heads of keys and values and its inner width; under `ddp` and `fsdp`, and beside
+    `sequence` or `context`, whose processes then share the heads that are left."""
     pipeline: PositiveInt = 1
     """How many processes the layers are spread over, one run of them after the other (pipeline parallelism, Huang et
     al. 2019, arXiv:1811.06965). Hidden states go from each to the next, one micro-batch behind the other, so that
@@ -60,5 +61,5 @@ class Parallel(Section):
 
     @property
     def together_by(self) -> str:
-        """The key by which they do."""
-        return self.shares_by or "parallel.tensor"
+        """The key by which they do, or both."""
+        return " x ".join(filter(None, [self.shares_by, "parallel.tensor" if self.tensor > 1 else ""]))

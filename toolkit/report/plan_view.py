@@ -104,8 +104,9 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
     together = plan.sequence * plan.tensor * plan.pipeline
-    what = "divide the layers" if plan.tensor > 1 else "follow each other" if plan.pipeline > 1 else "share each"
     groups = plan.devices // together
+    ways = ("share each", plan.sequence), ("divide the layers", plan.tensor), ("follow each other", plan.pipeline)
+    what = " and ".join(way for way, size in ways if size > 1)
     if together > 1:
         batch += (f"{groups} groups of " if groups > 1 else "") + f"{together} devices that {what} x "
     else:

@@ -115,8 +115,9 @@ def machine_sentences(manifest: Manifest) -> list[str]:
         who = f" on each of {batch.world_size} processes" if batch.world_size > 1 else " on one process"
         together = batch.together * batch.pipeline
         if together > 1:
-            what = "divide the layers" if batch.tensor > 1 else "share them"
-            what = "follow each other" if batch.pipeline > 1 else what
+            ways = [("share them", batch.sharing), ("divide the layers", batch.tensor)]
+            ways.append(("follow each other", batch.pipeline))
+            what = " and ".join(way for way, size in ways if size > 1)
             who = f" on each of {batch.data_parallel_size} groups of {together} processes that {what}"
         texts.append(
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "

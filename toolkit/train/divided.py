@@ -6,14 +6,17 @@ parts. What is saved is whole, as one process would save it, so that any number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
-from toolkit.models.tensor_parallel import dividing, replicas, whole_of, whole_state
+from toolkit.models.layer_sums import dividing, replicas
+from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts
+from toolkit.models.tensor_parallel import whole_of, whole_state
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -28,9 +31,18 @@ class Divided:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if dividing() > 1:
-            accelerator = self.accelerator  # type: ignore[attr-defined]
+        if dividing() == 1:
+            return
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            accelerator._prepare_fsdp2 = _over_replicas(accelerator)
+        else:
             accelerator.ddp_handler = OverReplicas(**accelerator.ddp_handler.to_dict())
+
+    @property
+    def _writes_whole(self) -> bool:
+        """Whether parts are put together before they are saved. What FSDP shards it saves in shards, or gathers."""
+        return dividing() > 1 and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Theirs counts the trained tokens of all processes, also of those that read the same."""
@@ -38,7 +50,7 @@ class Divided:
         return batches, count if count is None else count // dividing()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if dividing() == 1:
+        if not self._writes_whole:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         first = self.args.should_save  # type: ignore[attr-defined]
@@ -48,11 +60,33 @@ class Divided:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer  # type: ignore[attr-defined]
-        if dividing() == 1:
+        if not self._writes_whole:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         with answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+def _over_replicas(accelerator: Any) -> Callable[..., Any]:
+    """Accelerate's preparing of FSDP2, sharding over the processes that have the same parts. It would do so of what
+    Transformers has divided alone; to all else of it processes are data-parallel as ever."""
+    prepare, state = accelerator._prepare_fsdp2, accelerator.state
+    # It warns of two steps where parameters are gathered, which is for a save.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def over_replicas(*args: Any) -> Any:
+        before = state.parallelism_config, state.device_mesh
+        state.parallelism_config, state.device_mesh = ShardsReplicas(), mesh_of_parts(accelerator.device)
+        try:
+            prepared = prepare(*args)
+            for each in prepared:
+                if isinstance(each, torch.nn.Module):
+                    hand_out_parts(each)
+            return prepared
+        finally:
+            state.parallelism_config, state.device_mesh = before
+
+    return over_replicas
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:

@@ -21,8 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
+from toolkit.models.layer_sums import dividing
 from toolkit.models.pipeline import chain
-from toolkit.models.tensor_parallel import dividing, is_part, part_of, whole_shape
+from toolkit.models.tensor_parallel import is_part, part_of, whole_shape
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 from toolkit.train.stage_files import whole_groups
 
@@ -144,20 +145,30 @@ def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, c
     state: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
         name, local, start = names[parameter], parameter.data, 0
+        part: tuple[slice, ...] = ()
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
-            _, offsets = compute_local_shape_and_global_offset(
+            shape, offsets = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
             start = offsets[0] * math.prod(parameter.shape[1:])
+            part = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))[1:]
 
         def filled(
-            kind: str, name: str = name, like: torch.Tensor = local, start: int = start, parameter: Any = parameter
+            kind: str,
+            name: str = name,
+            like: torch.Tensor = local,
+            start: int = start,
+            part: tuple[slice, ...] = part,
+            parameter: Any = parameter,
         ) -> torch.Tensor:
-            shape = whole_shape(parameter) if is_part(parameter) else like.shape
+            # Of rows that are divided, too, all.
+            shape = torch.Size([*like.shape[:1], *parameter.shape[1:]]) if part else like.shape
+            shape = whole_shape(parameter) if is_part(parameter) else shape
             flat = torch.empty(shape.numel(), dtype=like.dtype, device=like.device)
             saved.copy(name, kind, start, flat)
-            return part_of(parameter, flat.view(shape)).contiguous()
+            rows = flat.view(shape)[(slice(None), *part)] if part else flat.view(shape)
+            return part_of(parameter, rows).contiguous()
 
         local.copy_(filled(MASTER))
         state[number] = saved.rest(name)

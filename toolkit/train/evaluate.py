@@ -20,10 +20,10 @@ from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, with_mask
+from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
 from toolkit.models.pipeline import piped
 from toolkit.models.shared_rows import sharing
-from toolkit.models.tensor_parallel import dividing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 

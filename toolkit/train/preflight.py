@@ -29,9 +29,10 @@ from toolkit.distributed.exchanges import Exchange
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
 from toolkit.models import device
+from toolkit.models.layer_sums import divide_processes, replicas
 from toolkit.models.load import ModelSource
 from toolkit.models.pipeline import alike_group, chain_processes, hand_on
-from toolkit.models.tensor_parallel import divide_processes, replicas
+from toolkit.models.shared_rows import group_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
@@ -136,6 +137,11 @@ def all_reduce(rendezvous: Rendezvous, device: torch.device, parallel: Parallel 
 
 def _of_groups(parallel: Parallel) -> Iterator[tuple[str, Callable[[], Any], Exchange]]:
     """What processes do in their groups, how a process gets to its group, and a small example of it."""
+    if key := parallel.shares_by:
+        way = key.rpartition(".")[2]
+        what = "the exchange of heads" if way == "sequence" else "the gathering of keys and values"
+        exchange = exchanges.parts if way == "sequence" else exchanges.gathering
+        yield f"{what} ({key})", lambda: group_processes(way, parallel.sharing, parallel.tensor), exchange
     if parallel.tensor > 1:
 
         def divide() -> Any:

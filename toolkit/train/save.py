@@ -19,8 +19,8 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
+from toolkit.models.layer_sums import dividing
 from toolkit.models.pipeline import chain
-from toolkit.models.tensor_parallel import dividing
 from toolkit.train import stage_files
 from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush

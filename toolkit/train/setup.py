@@ -34,6 +34,7 @@ from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource, auto_class
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.pipeline import Split, elsewhere, split_layers
+from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
 from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
@@ -158,6 +159,10 @@ def set_up(
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, begins.recipe)
     divide_layers(model, layout.tensor, world.rank % layout.tensor)
+    if layout.tensor > 1 and types.load == "float32":
+        cast_parameters(model.parameters(), types.load)  # They may have been read as they lie in their files.
+    if layout.tensor > 1 and recipe.strategy.name == "fsdp":
+        as_parts_of_mesh(model, mesh_of_parts(arguments.device))
     counts = Parameters(**parameter_counts(model))
     if split:
         split_layers(model, split)
@@ -175,7 +180,7 @@ def set_up(
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=train.with_format("numpy"),
         eval_dataset=prepared.eval,
-        data_collator=collator(recipe, backend, tokenizer, compiles, world.rank % layout.sharing),
+        data_collator=collator(recipe, backend, tokenizer, compiles, layout.part_of_rows(world.rank)),
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule

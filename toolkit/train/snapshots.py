@@ -18,11 +18,13 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
 from toolkit.models.pipeline import chain
+from toolkit.models.sharded_parts import LAYERS
 from toolkit.models.tensor_parallel import part_of, whole_shape
 from toolkit.seal import seal
 from toolkit.train.save import gathered
@@ -116,6 +118,9 @@ def put(trainer: Any, state: Mapping[str, torch.Tensor]) -> None:
         value = torch.empty(whole, dtype=place.dtype, device=accelerator.device)
         if accelerator.is_main_process:
             value.copy_(state[name])
+        if isinstance(place, DTensor) and LAYERS in (place.device_mesh.mesh_dim_names or ()):
+            place.to_local().copy_(_own(broadcast(value), place))
+            continue
         if isinstance(place, DTensor):
             # Sends each process its part.
             place.to_local().copy_(distribute_tensor(value, place.device_mesh, place.placements).to_local())
@@ -141,6 +146,12 @@ def _put_in_stages(
         whole = broadcast(value)
         if name in held:
             held[name].data.copy_(whole)
+
+
+def _own(whole: torch.Tensor, place: DTensor) -> torch.Tensor:
+    """What this process has of a parameter that is divided with its layer and sharded."""
+    shape, offsets = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)
+    return whole[tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))]
 
 
 def _gathered(parameter: Any) -> Any:

@@ -28,10 +28,10 @@ from toolkit.common import UserError, concealed, write_atomically
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
+from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.pipeline import piped
 from toolkit.models.step_casts import StepCasts
-from toolkit.models.tensor_parallel import dividing
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
 from toolkit.train.elastic import Continues
@@ -365,7 +365,8 @@ def _unshard_trained_head(model: Any, inputs: Any) -> None:
     itself, which TRL's loss reads without calling it: it would gather the weight, but not sum its gradient over the
     processes."""
     head = model.get_output_embeddings()
-    if head.weight.requires_grad and isinstance(head, FSDPModule):
+    # Of a divided head the loss takes this process's part, where TRL would gather all of a sharded one.
+    if (head.weight.requires_grad or hasattr(head, "vocabulary_part")) and isinstance(head, FSDPModule):
         head.unshard()
 
 

@@ -30,8 +30,8 @@ from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
 from toolkit.models.pipeline import chain
+from toolkit.models.sharded_parts import divides
 from toolkit.models.shared_rows import sizes
-from toolkit.models.tensor_parallel import divides
 from toolkit.train.evaluate import evaluating
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.session import Session
@@ -83,7 +83,8 @@ class Verify(TrainerCallback):
         expected = expected_state(recipe, session.layout, kind.__name__, attends)
         if recipe.strategy.name == "fsdp":
             mesh = fsdp_mesh(recipe, session.world)
-            expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+            replicas = session.layout.world_size // session.layout.tensor
+            expected.sharded_over = mesh["dp_shard_size"] if mesh else replicas
         expected.compile = "layers" if session.compiled else "off"
         if own := chain():
             expected.stages = {stage: list(own.split.between(stage)) for stage in own.split.stages(own.place)}

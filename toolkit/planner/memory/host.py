@@ -51,9 +51,7 @@ def host(workload: Workload) -> Host:
     training, loading, saving = sum(parts.values()), 0.0, 0.0
     if not on_cpu:
         loading = _loading(workload)
-        if recipe.strategy.shards_parameters:
-            saving = whole_model(workload)
-        elif workload.layout.tensor > 1:
+        if recipe.strategy.shards_parameters or workload.layout.tensor > 1:
             saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
         elif recipe.method.name == "full":
             saving = workload.trace.elements() * WIDTH[workload.types.export]
@@ -147,10 +145,11 @@ def _loading(workload: Workload) -> float:
     """Weights on their way to the devices of one node.
 
     They lie in 16 bits in files that are mapped into memory, once for all processes. GPUs convert to 32 bits what they
-    read themselves; under ZeRO-3 and FSDP the first process does it on the host, or every one of them.
+    read themselves; under ZeRO-3 and FSDP the first process does it on the host, or every one of them, and processes
+    that divide layers do with their parts.
     """
     recipe = workload.recipe
     alone = loads_on_first_process(recipe) or recipe.strategy.zero_stage == 3
     converts = WIDTH[workload.types.load] > 2 and not loads_on_device(recipe)
-    readers = (1 if alone else workload.processes_per_node) if converts else 0
+    readers = (1 if alone else workload.processes_per_node / workload.layout.tensor) if converts else 0
     return workload.trace.whole().elements() * (2.0 + 4.0 * readers)

@@ -71,15 +71,16 @@ def inner_link(hardware: Hardware) -> str:
     return "xGMI" if device.kind == "rocm" else "NVLink"
 
 
-def transfers(workload: Workload, boundary: float, tokens: float) -> list[Transfer]:
+def transfers(workload: Workload, boundary: float, tokens: float, scored: float) -> list[Transfer]:
     """All that one rank sends in a step.
 
     Args:
         boundary: Bytes of the hidden states between two layers.
         tokens: Of a rank's micro-batch, with padding.
+        scored: Of them those that reach the output head.
     """
     sent = [*_collectives(workload), *_offloads(workload, boundary), *exchanges(workload, tokens)]
-    sent += sums(workload, tokens) if workload.layout.tensor > 1 else ()
+    sent += sums(workload, tokens, scored) if workload.layout.tensor > 1 else ()
     sent += _through(workload, boundary, tokens) if workload.place is not None else ()
     return [each for each in sent if any(each.sent.values())]
 
@@ -144,7 +145,7 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
     """Between processes that share rows, in each layer's attention: parts of rows for heads and back
     (`models.sequence_parallel`), or keys and values (`models.context_parallel`)."""
     layout, hardware = workload.layout, workload.hardware
-    across = layout.sharing > hardware.devices_per_node
+    across = layout.together > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)
     once = workload.trace.layers * latency(hardware, across=across) * (2 if layout.context > 1 else 4)
     forward, backward = workload.exchanged
@@ -154,15 +155,21 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
         yield Transfer(during, layout.gradient_accumulation_steps, {link: size}, hidden=False, latency=waiting)
 
 
-def sums(workload: Workload, tokens: float) -> Iterator[Transfer]:
-    """Of what processes that divide layers sum, as the trace has seen it: hidden states, and gradients of what is whole
-    beside them. Two sums stand in each layer of a pass, and wait for each other."""
+def sums(workload: Workload, tokens: float, scored: float) -> Iterator[Transfer]:
+    """Of what processes that divide layers sum, as the trace has seen it: hidden states, figures of logits, gradients
+    of what is whole beside them. Two sums stand in each layer of a pass, and wait for each other."""
     parts, hardware, every = workload.layout.tensor, workload.hardware, workload.layout.gradient_accumulation_steps
     across = parts > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)
     waiting = 2 * workload.trace.layers * latency(hardware, reduces=True, across=across)
-    for during in ("forward", "backward"):
-        whole = workload.trace.passes[during].summed.of(workload.trace.layers, tokens, 0)
+    # A divided head sums three figures of each token that it scores, and its hidden state's gradient.
+    head = next((each for each in workload.trace.tensors if each.place == "embeddings" and each.parts > 1), None)
+    computed = WIDTH[workload.types.compute]
+    state = 0 if head is None else head.shape[1] * (computed if workload.over.parameters > 1 else workload.width(head))
+    passes: tuple[tuple[During, float], ...] = (("forward", 3.0 * 4 * (state > 0)), ("backward", state))
+    for during, of_scored in passes:
+        summed = workload.trace.passes[during].summed
+        whole = summed.of(workload.trace.layers, tokens, 0) + of_scored * (scored - tokens)
         yield Transfer(during, every, {link: 2 * whole * (parts - 1) / parts}, hidden=False, latency=waiting)
 
 

@@ -125,7 +125,7 @@ def _slowest(
     workload: Workload, load: Load, boundary: float, experts: tuple[int, int]
 ) -> tuple[Workload, list[Transfer]]:
     """Of the processes of a pipeline the one that all wait for, and what it sends; without one what every rank does."""
-    every = [(each, transfers(each, boundary, load.padded)) for each in processes(workload)]
+    every = [(each, transfers(each, boundary, load.padded, load.scored)) for each in processes(workload)]
     if len(every) == 1:
         return every[0]
     return max(every, key=lambda each: Step(each[0], load, each[1], experts=experts).seconds)
