@@ -93,7 +93,11 @@ def test_a_training_uses_them_where_layers_are_not_compiled_and_its_losses_stay(
         done = run(paths, "recipe=small", "max_steps=3", f"compile={compiles}", f"output.name={compiles}", cwd=tmp_path)
         folder = tmp_path / "runs" / compiles
         effective = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["effective"]
-        found[compiles] = (losses(folder), effective["liger_modules"], "Liger's kernels run" in done.stdout + done.stderr)
+        found[compiles] = (
+            losses(folder),
+            effective["liger_modules"],
+            "Liger's kernels run" in done.stdout + done.stderr,
+        )
     own, kernels = found["off"], found["auto"]
     assert (own[1:], kernels[2]) == ((0, False), True)
     assert kernels[1] >= 5
