@@ -22,14 +22,16 @@ from toolkit.recipe import Section
 
 _log = logging.getLogger("toolkit.planner")
 _LOOK = 0.3
+"""Seconds for which others are looked at."""
 _OTHERS = 0.15
 """Share of all processors that others may use meanwhile."""
 _UNSURE = 0.15
 """Half of the range of what is measured in layers: their model is not the one that is planned."""
 
 LAYERS_VERSION = 2
-"""Of what `layer` measures; figures of an earlier one are measured again. 2 has the products of wide layers read off a
-profile as well, where 1 had one product alone; 0 measured all products alone, and had fp32 under bf16 layers."""
+"""Of what `layer` measures; figures of an earlier one are measured again. 2 has adapters that
+compute as in training, and wide layers, where 1 had PEFT's adapters and one large product alone; 0 measured all
+products alone, and had fp32 under bf16 layers."""
 _UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
 
 
@@ -101,8 +103,7 @@ def path_of(device: Device) -> Path:
 
 
 def busy() -> bool:
-    """Whether other programs keep processors of this machine, by a look of `_LOOK` seconds: the load of the last
-    minute would count what has just ended."""
+    """Whether other programs keep processors of this machine now; its load would count what has just ended."""
     import psutil
 
     return psutil.cpu_percent(_LOOK) > 100 * _OTHERS
