@@ -149,7 +149,7 @@ def known(device: Device) -> Calibration | None:
 def once_measured(hardware: Hardware) -> Hardware:
     """With figures of this CPU, which are measured now if they never were, or not well enough.
 
-    That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
+    That takes about half a minute in a process of its own, once for a CPU; a GPU is not measured unasked.
     """
     if hardware.device.kind != "cpu" or ((found := known(hardware.device)) and not found.again):
         return hardware
@@ -166,7 +166,7 @@ def once_measured(hardware: Hardware) -> Hardware:
 
 
 def _measure() -> None:
-    _log.info("measuring this CPU, for plans: some seconds, once")
+    _log.info("measuring this CPU, for plans: about half a minute, once")
     command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", "5"]
     done = subprocess.run(command, env=apart(), capture_output=True, text=True)
     if done.returncode:
