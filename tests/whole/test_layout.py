@@ -15,6 +15,7 @@ ELSEWHERE = {
     "train/session": "train/test_main",
     "train/snapshots": "train/test_selection",
     "train/setup": "train/test_main",
+    "train/agreed": "train/test_main",
     "train/startup": "train/test_callbacks",
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.

@@ -16,7 +16,7 @@ from toolkit.recipe.rules import load_checked
 RECIPES = {
     "llama_3_1_8b_128k_lora": ["parallel.sequence=4", "batch.seq_len=512"],
     "llama_3_1_70b_full_tp_fsdp": ["parallel.tensor=2", "batch.seq_len=128"],
-    "llama_3_1_70b_pipeline": ["parallel.pipeline=2", "batch.seq_len=128", "batch.global_batch_size=4"],
+    "llama_3_1_70b_pipeline": ["batch.seq_len=128", "batch.global_batch_size=8"],
 }
 """Recipe to what makes it one for four processes."""
 
@@ -33,7 +33,7 @@ def test_no_recipe_escapes_this_test() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_four_processes(name: str, tmp_path: Path, ranks: Ranks) -> None:
     recipe = load_checked(name).recipe
-    model = tiny_model(recipe.model.path, tmp_path / "model", kv_heads=2)
+    model = tiny_model(recipe.model.path, tmp_path / "model", kv_heads=2, layers=4)
     data = write_splits(tmp_path / "data", chat_rows(120))
     overrides = [f"model.path={model}", f"data.sources=[{data}]", "data.eval_split=0.1", "schedule.max_steps=3"]
     overrides += ["batch.global_batch_size=2", "optimizer.learning_rate=3e-3", "schedule.warmup_ratio=0"]
@@ -50,3 +50,7 @@ def test_a_recipe_trains_on_four_processes(name: str, tmp_path: Path, ranks: Ran
     assert {key: effective[key] for key in asked} == asked
     saved = "adapter_model.safetensors" if recipe.method.name == "lora" else "model.safetensors"
     assert (run / "final" / saved).is_file()
+    report = (run / "report.html").read_text(encoding="utf-8")
+    ways = {"sequence": "share them", "tensor": "divide the layers", "pipeline": "follow each other"}
+    assert all(f"processes that {ways[key]}" in report for key in asked)
+    assert ("its bubble is" in report) == (parallel.pipeline > 1)

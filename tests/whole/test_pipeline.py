@@ -6,16 +6,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from figures import record
-from harness import metrics, write_recipe
+from harness import write_recipe
 from matrix import METHODS, RECIPE, SEQUENCES, STEPS, Difference, Launcher, Result
-from ranks import ON_CPU, Ranks
-from tiny import chat_rows, models_and_rows, tiny_model, write_splits
-
-from toolkit.recipe.rules import load_checked
+from ranks import Ranks
+from tiny import models_and_rows
 
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
@@ -155,24 +152,3 @@ def test_further_settings_train_alike(method: str, further: list[str], schedule:
     low = Difference(loss=6e-4, grad_norm=2e-2, held_out=5e-4, weights=1.5e-2)
     limits = vars(low if "precision=bf16" in further else LIMITS)
     assert not {key: value for key, value in vars(difference).items() if not value <= limits[key]}
-
-
-@pytest.mark.slow
-def test_the_recipe_for_slow_links_trains_on_four_processes(tmp_path: Path, ranks: Ranks) -> None:
-    name = "llama_3_1_70b_pipeline"
-    recipe = load_checked(name).recipe
-    assert recipe.parallel.pipeline == 4 and recipe.method.name == "lora"
-    model = tiny_model(recipe.model.path, tmp_path / "model", layers=4)
-    data = write_splits(tmp_path / "data", chat_rows(120))
-    overrides = [f"model.path={model}", f"data.sources=[{data}]", "data.eval_split=0.1", "schedule.max_steps=3"]
-    overrides += ["batch.global_batch_size=8", "batch.seq_len=128", "optimizer.learning_rate=3e-3"]
-    overrides += ["schedule.warmup_ratio=0", "evaluation.max_new_tokens=4", "logging.every_steps=1", "output.name=run"]
-    done = ranks.run(tmp_path, f"recipe={name}", *overrides, "checkpoint.save_steps=2", processes=4, entry=ON_CPU)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    run = tmp_path / "runs" / "run"
-    losses = [row["loss"] for row in metrics(run) if "loss" in row]
-    # A random model of 512 tokens starts near ln 512 = 6.2.
-    assert len(losses) == 3 and 5 < losses[0] < 8 and losses[-1] < losses[0]
-    assert (run / "final" / "adapter_model.safetensors").is_file()
-    report = (run / "report.html").read_text(encoding="utf-8")
-    assert "processes that follow each other" in report and "its bubble is" in report

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
-from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
+from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.distributed.stages import cut
-from toolkit.models import attention, attention_kernels, compiled_layers, device, liger_kernels
+from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
@@ -33,12 +31,11 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource, auto_class
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.pipeline import Split, elsewhere, split_layers
+from toolkit.models.pipeline import elsewhere, split_layers
 from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
 from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
-from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
@@ -47,7 +44,7 @@ from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
-from toolkit.train import checkpoint, optimizer, preflight
+from toolkit.train import agreed, checkpoint, optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.batching import collator, micro_batches, score_parts, share
@@ -120,14 +117,14 @@ def set_up(
     start_up.ended("data")
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
-    loaded, layout = _decided(loaded, layout, guard, rendezvous)
+    loaded, layout = agreed.decided(loaded, layout, guard, rendezvous)
     loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.message)
-    compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
+    compiles = recipe.compile != "off" and agreed.compiles(recipe, rendezvous, guard)
     if compiles:
         compiled_layers.prepare(device.kind())
     if recipe.model.attention == "auto":
-        backend = _for_rows(backend, rendezvous, guard)
-    split = _split(recipe, source, rendezvous, guard) if layout.pipeline > 1 else None
+        backend = agreed.attention_for_rows(backend, rendezvous, guard)
+    split = agreed.stages_of(recipe, source, rendezvous, guard) if layout.pipeline > 1 else None
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
 
     start_up.ended("plan")
@@ -153,7 +150,7 @@ def set_up(
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
     if recipe.compile == "auto" and not compiles and device.kind() == "cuda":
-        _use_liger(base, arguments.device, rendezvous, progress)
+        agreed.use_liger(base, arguments.device, rendezvous, progress)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
@@ -318,59 +315,6 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard
-
-
-def _decided(
-    loaded: Loaded, layout: BatchLayout, guard: PlanGuard | None, rendezvous: Rendezvous
-) -> tuple[Loaded, BatchLayout]:
-    """The recipe with what the first process's plan has chosen beside the engine, and its layout."""
-    size, workers = (guard.plan.micro_batch_size, guard.plan.num_workers) if guard else (layout.micro_batch_size, 0)
-    values = {"batch.micro_batch_size": size, "data.num_workers": workers}
-    values = {key: value for key, value in values.items() if attrgetter(key)(loaded.recipe) == "auto"}
-    unplanned = {key: f"{value}: no plan can be made" for key, value in values.items()}
-    own = [values, dict(guard.plan.chosen) if guard else {**loaded.chosen, **unplanned}]
-    values, chosen = rendezvous.exchange("plan", own, lambda everybodys: everybodys[0])
-    loaded = loaded.decided(loaded.recipe.with_values(values), chosen)
-    return loaded, batch_layout(loaded.recipe, layout.world_size)
-
-
-def _split(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous, guard: PlanGuard | None) -> Split:
-    """How the layers are cut into stages: as the first process's plan says, equally where none can be made."""
-    parallel = recipe.parallel
-    planned = rendezvous.exchange("stages", guard.plan.stages if guard else [], lambda every: every[0])
-    layers = planned or cut(source.config.get_text_config().num_hidden_layers, parallel.stages)
-    return Split(tuple(layers), parallel.pipeline, returns=parallel.schedule == "zero_bubble")
-
-
-def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -> bool:
-    """Whether the layers are compiled: as the recipe or the plan says, and where every process can."""
-
-    def judge(lacks: Mapping[int, str]) -> bool:
-        planned = "layers" if guard and guard.plan.work.compile_seconds else "off"
-        wanted = planned if recipe.compile == "auto" else recipe.compile
-        rank, reason = next(((rank, each) for rank, each in lacks.items() if each), (0, ""))
-        if wanted == "layers" and reason:
-            _log.warning("layers are not compiled: %s%s", reason, f", on {rendezvous.name(rank)}" if rank else "")
-        return wanted == "layers" and not reason
-
-    return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
-
-
-def _use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress) -> None:
-    """Has Liger's kernels compute parts of layers that are not compiled, where every process can."""
-    lacks = rendezvous.exchange("liger", liger_kernels.missing(), lambda every: next(filter(None, every.values()), ""))
-    if lacks:
-        return
-    reason = liger_kernels.use_liger(base, where)
-    progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
-
-
-def _for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> str:
-    """Eager attention instead of `sdpa` where the first process's plan takes it for rows as long as these."""
-    eager = guard is not None and (backend, guard.plan.attention) == ("sdpa", "eager")
-    if guard and eager:
-        _log.info("%s", next(note for note in guard.plan.notes if note.startswith(EAGER)))
-    return "eager" if rendezvous.exchange("attention", eager, lambda planned: planned[0]) else backend
 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.distributed.engines import reshards_after_forward
-from toolkit.planner.hardware import Hardware
+from toolkit.planner.hardware import End, Hardware
 from toolkit.planner.memory.states import states
 from toolkit.planner.pipeline import hops, tied_bytes
 from toolkit.planner.trace.types import Tensors
@@ -69,6 +69,19 @@ def inner_link(hardware: Hardware) -> str:
     if device.link is None:
         return "PCIe"
     return "xGMI" if device.kind == "rocm" else "NVLink"
+
+
+def link_rate(name: str, hardware: Hardware, end: End = "value") -> float:
+    """Bytes/s that one rank gets of a link, one direction. The devices of a node share its network and its drives."""
+    device, node = hardware.device, hardware.node
+    rates = device.efficiency
+    if name == NETWORK:
+        return node.network / hardware.devices_per_node * getattr(rates.network, end)
+    if name == NVME:
+        return node.nvme / hardware.devices_per_node
+    if name == HOST:
+        return device.pcie * getattr(rates.pcie, end)
+    return (device.link or device.pcie) * getattr(rates.link, end)
 
 
 def transfers(workload: Workload, boundary: float, tokens: float, scored: float) -> list[Transfer]:

@@ -14,13 +14,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
 
-from toolkit.planner.hardware import Hardware, Rate, between
+from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states
 from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
-from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, inner_link
+from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
@@ -72,7 +71,6 @@ and 0.95 to 0.98 (full) of their time, with rows of 80 and 512 tokens."""
 _RESTORING = 7
 """Bytes moved for a number in fp8 that is restored: cast, 1 read and 2 written, and scaled in place, 2 and 2."""
 
-End = Literal["value", "low", "high"]
 OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
 """The end of a range of rates that gives an end of a range of times."""
 
@@ -389,16 +387,3 @@ def _overlapped(kernels: float, launches: float) -> float:
 def product_speed(*sides: float, half: float) -> float:
     """Of a matrix product, as a share of that of an endless one."""
     return math.prod(side / (side + half) for side in sides)
-
-
-def link_rate(name: str, hardware: Hardware, end: End = "value") -> float:
-    """Bytes/s that one rank gets of a link, one direction. The devices of a node share its network and its drives."""
-    device, node = hardware.device, hardware.node
-    rates = device.efficiency
-    if name == NETWORK:
-        return node.network / hardware.devices_per_node * getattr(rates.network, end)
-    if name == NVME:
-        return node.nvme / hardware.devices_per_node
-    if name == HOST:
-        return device.pcie * getattr(rates.pcie, end)
-    return (device.link or device.pcie) * getattr(rates.link, end)

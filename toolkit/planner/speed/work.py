@@ -15,11 +15,11 @@ from itertools import zip_longest
 from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
 from toolkit.models.attention import VARLEN
-from toolkit.planner.hardware import DOCUMENTS, Hardware
+from toolkit.planner.hardware import DOCUMENTS, End, Hardware
 from toolkit.planner.pipeline import processes
 from toolkit.planner.plan import Disk, Link, Range, Work
-from toolkit.planner.speed.communication import Transfer, transfers
-from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
+from toolkit.planner.speed.communication import Transfer, link_rate, transfers
+from toolkit.planner.speed.step import OPPOSITE, Load, Step, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
