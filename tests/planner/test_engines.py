@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import record
 from harness import metrics, write_recipe
 from tiny import text_rows, tiny_tokenizer
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -189,7 +190,9 @@ def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, f
         ),
     ],
 )
-def test_peaks_of_stages_and_what_they_send_are_as_planned(schedule, method, further, folder, ranks, monkeypatch):
+def test_peaks_of_stages_and_what_they_send_are_as_planned(
+    schedule, method, further, folder, ranks, monkeypatch, record_property
+):
     """Memory of each process within 5%, and the bytes that it hands on to the byte."""
     monkeypatch.chdir(folder)
     rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=256", "batch.global_batch_size=6", *_FP32]
@@ -204,7 +207,12 @@ def test_peaks_of_stages_and_what_they_send_are_as_planned(schedule, method, fur
     for place in range(2):
         real = json.loads(Path(f"peaks-{place}.json").read_text())
         peak = max(real[phase] for phase in ("forward", "backward", "step", "pipeline"))
-        assert planned_peaks[f"process {place + 1} of 2 of each pipeline"] == pytest.approx(peak, rel=0.05), place
+        planned_peak = planned_peaks[f"process {place + 1} of 2 of each pipeline"]
+        record(
+            record_property, "Peaks of a pipeline's processes: planned above measured", run=name, process=str(place),
+            difference=f"{planned_peak / peak - 1:+.2%}",
+        )  # fmt: skip
+        assert planned_peak == pytest.approx(peak, rel=0.05), place
         micro_batches = json.loads(Path(f"micro-batches-{place}.json").read_text())
         assert real["exchanged pipeline"] == _handed_on(arguments, plan, place, micro_batches)
 

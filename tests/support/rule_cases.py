@@ -419,6 +419,7 @@ CASES = [
             ("pipeline-modules", [LORA, "method.modules_to_save=[embed_tokens]"], "method.modules_to_save=[]"),
             ("pipeline-new-tokens", [TOKENS], "model.new_tokens=[]"),
             ("pipeline-init", [LORA, "method.init_lora_weights=pissa"], "method.init_lora_weights=default"),
+            ("pipeline-extra-lora", [LORA, "extra.lora.exclude_modules=[k_proj]"], "~extra.lora"),
             ("pipeline-optimizer", ["optimizer=adafactor"], "optimizer.name=adamw"),
             ("pipeline-precision", ["precision=fp16"], "precision=bf16"),
             ("pipeline-compile", ["compile=layers"], "compile=auto"),

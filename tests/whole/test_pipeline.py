@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 from figures import record
 from harness import write_recipe
 from matrix import METHODS, RECIPE, SEQUENCES, STEPS, Difference, Launcher, Result
@@ -111,6 +112,28 @@ def test_a_checkpoint_is_continued_by_other_layouts(
     result = run(f"{first}-{continued}", continued, f"checkpoint.resume={checkpoint}")
     for name, weight in reference.weights.items():
         assert (result.weights[name] - weight).norm() <= 1e-6 * weight.norm(), name
+
+
+@pytest.mark.parametrize(
+    "schedule", [each if each == "1f1b" else pytest.param(each, marks=pytest.mark.matrix) for each in SCHEDULES]
+)
+def test_with_dropout_it_goes_on_as_if_it_had_not_stopped(schedule: str, launcher: Launcher) -> None:
+    """Masks are other ones than of one process, and those of each process are its own."""
+    common = ["model.path=llama", *METHODS["lora"], "method.lora_dropout=0.2", "batch.micro_batch_size=2"]
+    common += ["checkpoint.save_steps=5", "checkpoint.save_total_limit=2"]
+    piped = [*common, "parallel.pipeline=2", f"parallel.schedule={schedule}"]
+    name = f"dropout-{schedule}"
+    straight = launcher.result(name, "ddp", *piped, processes=2)
+    checkpoint = launcher.folder / "runs" / name / "checkpoints" / f"checkpoint-{STEPS // 2}"
+    again = launcher.result(f"{name}-again", "ddp", *piped, f"checkpoint.resume={checkpoint}", processes=2)
+    for key, weight in straight.weights.items():
+        assert (again.weights[key] - weight).norm() <= 1e-6 * weight.norm(), key
+    one = launcher.result("dropout-single", "single", *common)
+    difference = Difference.between(straight, one)
+    assert difference.held_out < 1e-3 < difference.weights
+    states = [torch.load(checkpoint / f"rng_state_{rank}.pth", weights_only=False)["cpu"] for rank in range(2)]
+    # A state begins with the seed.
+    assert not torch.equal(*(state[:8] for state in states))
 
 
 @pytest.mark.matrix

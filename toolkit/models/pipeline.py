@@ -320,6 +320,11 @@ def chain() -> Chain | None:
     return _CHAIN.get("own")
 
 
+def draw_apart(own: Chain) -> None:
+    """Has the stages of different processes drop out differently: until then all have the same random numbers."""
+    torch.manual_seed(int(torch.randint(2**62, ())) + own.place)
+
+
 def piped() -> int:
     """How many processes the layers are spread over."""
     return dist.get_world_size(_GROUPS["chain"]) if _GROUPS else 1

@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
 from toolkit.models.layer_sums import dividing
-from toolkit.models.pipeline import chain
+from toolkit.models.pipeline import chain, draw_apart
 from toolkit.models.tensor_parallel import is_part, part_of, whole_shape
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 from toolkit.train.stage_files import whole_groups
@@ -60,6 +60,8 @@ class Continues:
         rank, alike = args.process_index // size * size, args.world_size if size == 1 else 0
         if checkpoint and not restore_random_numbers(Path(checkpoint), rank, alike):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif checkpoint and (own := chain()):
+            draw_apart(own)
 
 
 @torch.no_grad()

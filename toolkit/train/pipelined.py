@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from toolkit.data.collate import TWO_DOCUMENTS
 from toolkit.data.encode import IGNORE
-from toolkit.models.pipeline import Chain, chain, piped, pipeline_group
+from toolkit.models.pipeline import Chain, chain, draw_apart, piped, pipeline_group
 from toolkit.models.stage import SCHEDULES, Sent, Stage, Whole, schedule_of, shape_of
 from toolkit.train.divided import answering
 from toolkit.train.stage_files import whole_optimizer, whole_parameters
@@ -72,6 +72,7 @@ class Pipeline:
             for stage in own.stages
         ]  # fmt: skip
         self.order = schedule_of(schedule, self.stages, own, trainer.args.gradient_accumulation_steps)
+        draw_apart(own)
 
     def effective(self) -> dict[str, Any]:
         """Over how many processes layers really are spread, which of them are in the stages of this one, and in what

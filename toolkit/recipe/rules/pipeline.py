@@ -92,6 +92,12 @@ PIPELINE_RULES = {
         "adapters that begin by weights or rows have not been tried with layers that are spread over processes",
         "set method.init_lora_weights=default",
     ),
+    "pipeline-extra-lora": _rule(
+        "extra.lora",
+        lambda r: r.extra.lora,
+        "further settings of PEFT have not been tried with layers that are spread over processes",
+        "remove extra.lora",
+    ),
     "pipeline-adapter": _rule(
         "model.adapter",
         lambda r: r.model.adapter is not None,
