@@ -14,7 +14,7 @@ import torch
 
 from toolkit.common import UserError
 from toolkit.models.stored import Stored, StoredLinear
-from toolkit.models.tensor_parallel import whole_shape
+from toolkit.models.parts import whole_shape
 from toolkit.recipe import Recipe, model_configs
 
 _TOKEN_ROWS = "trainable_tokens_delta"

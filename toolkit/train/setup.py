@@ -29,6 +29,7 @@ from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
+from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
@@ -135,7 +136,7 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
-    preflight.all_reduce(rendezvous, arguments.device, layout.tensor)
+    preflight.all_reduce(rendezvous, arguments.device, layout.tensor, layout.expert)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
 
@@ -154,6 +155,7 @@ def set_up(
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, begins.recipe)
     divide_layers(model, layout.tensor, world.rank % layout.tensor)
+    divide_experts(model, layout.expert, world.rank % layout.expert)
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
         from toolkit.models.fp8_products import multiply_in_fp8
