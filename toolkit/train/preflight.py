@@ -115,8 +115,8 @@ def all_reduce(rendezvous: Rendezvous, place: torch.device, tensor: int = 1, exp
     size = rendezvous.world.world_size
     rendezvous.group_started()
     groups: list[Any] = [None]
-    for size, kind in ((tensor, tensor_parallel), (expert, expert_parallel)):
-        groups += kind.divide_processes(size) if size > 1 else ()
+    for parts, kind in ((tensor, tensor_parallel), (expert, expert_parallel)):
+        groups += kind.divide_processes(parts) if parts > 1 else ()
     right = []
     for group in groups:
         members = range(size) if group is None else torch.distributed.get_process_group_ranks(group)
