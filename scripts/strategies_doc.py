@@ -19,6 +19,7 @@ from toolkit.recipe.errors import as_text
 from toolkit.recipe.files import locate, options
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES
+from toolkit.recipe.rules.expert import EXPERT_RULES
 from toolkit.recipe.rules.parallel import PARALLEL_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
 from toolkit.recipe.sections import Strategy
@@ -239,7 +240,7 @@ def _optimizers(strategies: Mapping[str, Any]) -> str:
 def _rules() -> str:
     rows = [
         [f"`{name}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
-        for name, rule in (STRATEGY_RULES | PARALLEL_RULES).items()
+        for name, rule in (STRATEGY_RULES | PARALLEL_RULES | EXPERT_RULES).items()
     ]
     return _table(["rule", "at", "why", "change"], rows)
 
