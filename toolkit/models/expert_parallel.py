@@ -108,10 +108,21 @@ class Exchange:
         goes = (chosen > 0).t()
         mine = torch.stack([goes.sum(1), chosen.sum(0)], 1)
         theirs = _send(mine, [1] * self.size, [1] * self.size)
-        sent, received = torch.stack([mine, theirs]).tolist()
+        sent, received = self.counts(experts, mine, theirs)
         rows = [count for count, _ in sent]
         tokens = torch.nonzero_static(goes, size=sum(rows))[:, 1]
         return Routes(tokens, rows, [count for count, _ in received], sum(pairs for _, pairs in received))
+
+    def counts(self, experts: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) -> list[list[list[int]]]:
+        """Rows, and pairs of them and experts, that go to each process, and that come from each.
+
+        Args:
+            experts: Those of each token (tokens, chosen).
+            mine: What goes to each (processes, 2).
+            theirs: What comes from each.
+        """
+        counts: list[list[list[int]]] = torch.stack([mine, theirs]).tolist()
+        return counts
 
     def pairs(self, local: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and place (pairs,) of those of the experts of each row (rows, chosen) that this process has.
@@ -217,6 +228,27 @@ def _(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
     return values.new_empty((count, *values.shape[1:]))
 
 
+def plan_of(config: Any) -> dict[str, str]:
+    """Transformers' plan to divide the experts of a model with this configuration.
+
+    Raises:
+        UserError: If it has none, or one that is not built here.
+    """
+    text = config.get_text_config()
+    plan = getattr(text, "base_model_ep_plan", None) or {}
+    if _DISPATCHED not in plan.values():
+        raise UserError(
+            f"parallel.expert: Transformers has no plan to divide the experts of a {text.model_type}", _REMOVE
+        )
+    if unknown := sorted({*plan.values()} - {_DISPATCHED, _BY_EXPERT}):
+        raise UserError(
+            f"parallel.expert: Transformers divides a {text.model_type} in a way that is not built here: "
+            f"{', '.join(unknown)}",
+            _REMOVE,
+        )
+    return plan
+
+
 def divide_experts(model: Any, size: int, index: int, exchange: type[Exchange] = Exchange) -> None:
     """Keeps one process's experts of each layer of a model, and has it send tokens to the others'.
 
@@ -234,19 +266,10 @@ def divide_experts(model: Any, size: int, index: int, exchange: type[Exchange] =
     if size == 1:
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config.get_text_config()
-    plan = getattr(config, "base_model_ep_plan", None) or {}
-    if _DISPATCHED not in plan.values():
-        raise UserError(f"parallel.expert: Transformers has no plan to divide the experts of a {config.model_type}", _REMOVE)
-    if unknown := sorted({*plan.values()} - {_DISPATCHED, _BY_EXPERT}):
-        raise UserError(
-            f"parallel.expert: Transformers divides a {config.model_type} in a way that is not built here: "
-            f"{', '.join(unknown)}",
-            _REMOVE,
-        )
+    plan = plan_of(base.config)
     found = list(_planned(base.get_decoder(), plan))
     if not found:
-        raise UserError(f"parallel.expert: this {config.model_type} has no layer with experts", _REMOVE)
+        raise UserError(f"parallel.expert: this {base.config.model_type} has no layer with experts", _REMOVE)
     for name, module, parameters in found:
         _divide(name, module, parameters, size, index, exchange)
 
@@ -265,11 +288,11 @@ def _divide(name: str, module: Any, parameters: list[str], size: int, index: int
     wrappers = []
     while hasattr(inner := wrappers[-1].base_layer if wrappers else module, "base_layer"):
         wrappers.append(inner)
-    count = inner.num_experts
     held = [each for each in parameters if getattr(inner, each, None) is not None]
-    plain = all(type(getattr(inner, each)) is torch.nn.Parameter for each in held)
+    plain = all(isinstance(getattr(inner, each), torch.nn.Parameter) for each in held)
     if not held or not plain or not hasattr(inner, "_is_expert_parallel"):
         raise UserError(f"parallel.expert: {name} is a {type(inner).__name__}, whose experts are not divided", _REMOVE)
+    count = inner.num_experts
     if count % size:
         raise UserError(
             f"parallel.expert={size} does not divide the {count} experts of {name}",

@@ -29,7 +29,7 @@ from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
-from toolkit.models.expert_parallel import divide_experts
+from toolkit.models.expert_parallel import divide_experts, plan_of
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
@@ -102,6 +102,8 @@ def set_up(
     first = world.rank == 0
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
+    if layout.expert > 1:
+        plan_of(source.config)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     trains = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
     kind: Any = functools.partial(trains, choice=_head(source, first))
