@@ -13,6 +13,27 @@ from toolkit.models import expert_parallel, tensor_parallel
 from toolkit.models.expert_parallel import part_of_experts
 
 
+def require_plans(config: Any, expert: int) -> None:
+    """Refuses what is not divided before its weights are read.
+
+    Raises:
+        UserError: If so many processes cannot divide the experts of a model with this configuration.
+    """
+    if expert > 1:
+        expert_parallel.plan_of(config)
+
+
+def divide_model(model: Any, tensor: int, expert: int, rank: int) -> None:
+    """Keeps one process's part of the layers and of the experts of a model, see `divide_layers`, `divide_experts`."""
+    tensor_parallel.divide_layers(model, tensor, rank % tensor)
+    expert_parallel.divide_experts(model, expert, rank % expert)
+
+
+def sizes(model: Any) -> dict[str, int]:
+    """Over how many processes layers and experts really are divided."""
+    return {"tensor": tensor_parallel.divides(model), "expert": expert_parallel.divides(model)}
+
+
 def holds_parts() -> bool:
     """Whether this process has parts of some parameters."""
     return tensor_parallel.dividing() > 1 or expert_parallel.dividing() > 1

@@ -19,9 +19,7 @@ _NOTABLE, _LEAST = 0.05, 60.0
 """The share of a run's time, and the seconds, from which on waiting for checkpoints is worth a note."""
 
 
-def notes_of(
-    recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, config: Mapping[str, Any]
-) -> list[str]:
+def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, config: Mapping[str, Any]) -> list[str]:
     """The remarks of one plan.
 
     Args:

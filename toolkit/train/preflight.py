@@ -26,8 +26,8 @@ from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
-from toolkit.models.load import ModelSource
 from toolkit.models import device, expert_parallel, tensor_parallel
+from toolkit.models.load import ModelSource
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING

@@ -29,8 +29,8 @@ from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.output_head import HeadChoice
-from toolkit.models.step_casts import StepCasts
 from toolkit.models.parts import holds_parts
+from toolkit.models.step_casts import StepCasts
 from toolkit.models.tensor_parallel import dividing
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided

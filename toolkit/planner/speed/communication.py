@@ -194,7 +194,9 @@ def _replicas(workload: Workload) -> Iterator[Transfer]:
     if size := workload.apart * WIDTH[workload.types.local]:
         parts = workload.layout.expert
         divided = (each.count for each in workload.trace.tensors if each.trained and each.parts == parts)
-        waiting = sum(divided) * latency(workload.hardware, reduces=True, within=parts < workload.hardware.devices_per_node)
+        waiting = sum(divided) * latency(
+            workload.hardware, reduces=True, within=parts < workload.hardware.devices_per_node
+        )
         if workload.layout.world_size > parts:
             yield Transfer("backward", 1, _gathered(workload, 2 * size, parts=parts), latency=waiting)
 

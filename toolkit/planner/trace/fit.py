@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
 from toolkit.models.head_choice import choose
-from toolkit.models.stored import StoredWeight
 from toolkit.models.parts import parts_of
+from toolkit.models.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
