@@ -80,8 +80,8 @@ def test_tokens_that_meet_no_expert_of_a_process_are_not_sent_there():
     ],
 )
 def test_peaks_and_what_is_sent_are_as_planned(model, method, further, folder, ranks, monkeypatch):
-    """Memory within 3%, and the bytes that are sent to the byte where each token meets all experts; where it meets some,
-    chance spreads tokens unevenly, and both are near."""
+    """Memory within 3%, and the bytes that are sent to the byte where each token meets all experts; where it meets
+    some, chance spreads tokens unevenly, and both are near."""
     monkeypatch.chdir(folder)
     arguments = ["recipe=wide", f"model.path={model}", f"method.name={method}", *further]
     name = f"{model}-{method}-{len(further)}"

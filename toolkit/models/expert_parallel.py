@@ -285,7 +285,7 @@ def _planned(decoder: Any, plan: dict[str, str]) -> Iterator[tuple[str, Any, lis
 
 
 def _divide(name: str, module: Any, parameters: list[str], size: int, index: int, exchange: type[Exchange]) -> None:
-    wrappers = []
+    wrappers: list[Any] = []
     while hasattr(inner := wrappers[-1].base_layer if wrappers else module, "base_layer"):
         wrappers.append(inner)
     held = [each for each in parameters if getattr(inner, each, None) is not None]

@@ -153,9 +153,9 @@ class _ExactMixin(Divided, DividedExperts, Continues):
         if not engine and "zero_grad" not in vars(model):
             spare_walks(model)
         if self.casts is None:
-            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+            return super().training_step(model, *args, **kwargs)
         with self.casts.micro_batch(last=self.accelerator.sync_gradients):  # type: ignore[attr-defined]
-            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+            return super().training_step(model, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Theirs counts the model's parameters in every micro-batch."""
