@@ -129,8 +129,8 @@ keeps its part.
 
 ## Experts that several devices divide
 
-Most of a mixture are its experts, of which each token meets a few. `parallel.expert=N` has N devices divide them (expert
-parallelism, Lepikhin et al. 2020), under `strategy.name=ddp`:
+Most of a mixture are its experts, of which each token meets a few. `parallel.expert=N` has N devices divide them
+(expert parallelism, Lepikhin et al. 2020), under `strategy.name=ddp`:
 
 ```sh
 toolkit plan recipe=qwen3_30b_a3b_full_expert hardware=h200x8
@@ -147,9 +147,9 @@ how many rows will come: neighbouring ranks divide, so that with N up to the dev
 
 The experts are divided as Transformers' own plan for the architecture says; they compute all their tokens in grouped
 products, as without it. No expert has a capacity, so no token is dropped. What the devices of a group have to do
-differs with the routing: `metrics.jsonl` says how evenly tokens were spread (`expert_load`, how many times the mean of a
-layer its fullest expert got, on average over the layers, and `expert_load_worst`, `idle_experts` the share that got
-none, and `process_load` the same of devices), for every mixture, and the plan takes them to be spread evenly. The
+differs with the routing: `metrics.jsonl` says how evenly tokens were spread, for every mixture (`expert_load`, how many
+times the mean of a layer its fullest expert got, on average over the layers, and `expert_load_worst`; `idle_experts`,
+the share that got none; `process_load`, as the first, of devices), and the plan takes them to be spread evenly. The
 balance loss is that of each micro-batch, as without it.
 
 N must divide the experts. Losses stay those of one process that takes micro-batches of the same size. Final models and
