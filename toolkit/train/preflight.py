@@ -114,15 +114,22 @@ def all_reduce(rendezvous: Rendezvous, place: torch.device, tensor: int = 1, exp
         return
     size = rendezvous.world.world_size
     rendezvous.group_started()
-    groups: list[Any] = [None]
-    for parts, kind in ((tensor, tensor_parallel), (expert, expert_parallel)):
-        groups += kind.divide_processes(parts) if parts > 1 else ()
+    groups: dict[str, Any] = {"": None}
+    for key, parts, kind in (("tensor", tensor, tensor_parallel), ("expert", expert, expert_parallel)):
+        if parts > 1:
+            rendezvous.group_started(f"the groups of parallel.{key}")
+            divides, alike = kind.divide_processes(parts)
+            groups |= {f"the all-reduce of parallel.{key}": divides, f"that beside parallel.{key}": alike}
     right = []
-    for group in groups:
+    for operation, group in groups.items():
+        if operation:
+            rendezvous.group_started(operation)
         members = range(size) if group is None else torch.distributed.get_process_group_ranks(group)
         numbers = torch.tensor([1.0, rendezvous.world.rank], device=place)
         torch.distributed.all_reduce(numbers, group=group)
         right.append(numbers.tolist() == [len(members), sum(members)])
+    if expert > 1:
+        rendezvous.group_started("the all-to-all of parallel.expert")
     exchanged = expert == 1 or expert_parallel.arrives(place)
 
     def judge(sums: Values) -> None:
