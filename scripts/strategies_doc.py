@@ -140,7 +140,7 @@ Each has an Nth of the experts of every layer, with their weights, adapters, gra
 whole on all, and averaged as ever. Every device reads rows of its own. In each layer with experts it sends a token to
 the devices that have experts for it, once to each, with the weights that the router gave these experts; there their
 results are added up, and one row comes back. Between N devices, of whose E experts a token meets k, that is
-(N - 1)(1 - C(E - E/N, k) / C(E, k)) rows each way if all are chosen equally often: 4.6 for 128 experts on 8 devices of
+(N - 1)(1 - C(E - E/N, k) / C(E, k)) rows each way if all are chosen equally often: 4.7 for 128 experts on 8 devices of
 which a token meets 8. A copy for each expert, as Transformers' own exchange sends it, would be 7; what FSDP gathers
 instead, all weights of a layer, depends on no token. Nothing hides the exchange, and the host waits once in a layer for
 how many rows will come: neighbouring ranks divide, so that with N up to the devices of a node it stays within it.

@@ -4,7 +4,7 @@ arXiv:2006.16668, section 3.2).
 Outside the experts this is data parallelism. In each layer with experts a process sends every token to the processes
 that have experts for it, once to each however many of its experts they have, with the weights of these; they return the
 weighted sum of what their experts make of it. Transformers' own exchange sends a copy for each expert: of 8 over 8
-processes 7 rows a token where this sends 4.6, and over 2 processes 4 where this sends 1. That all processes read the
+processes 7 rows a token where this sends 4.7, and over 2 processes 4 where this sends 1. That all processes read the
 same rows, and each computes what its experts add, would send less still, but all of attention would be computed as
 often as there are processes.
 
