@@ -9,17 +9,30 @@ from collections.abc import Callable
 
 import pytest
 from figures import record
-from harness import write_recipe
+from harness import metrics, write_recipe
 from matrix import METHODS, RECIPE, SEQUENCES, STEPS, Difference, Launcher, Result
-from ranks import Ranks
-from tiny import models_and_rows
+from ranks import ON_CPU, Ranks
+from tiny import models_and_rows, tiny_model
+from transformers import AutoModelForCausalLM
 
 MODELS = {"qwen3_moe": "Qwen/Qwen3-30B-A3B"}
+_SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+MORE = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **_SIZES},
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, **_SIZES},
+}
 # By the usual seed two experts of a token are so nearly alike that on some processors rounding decides between them.
 SEED = "seed=2"
 LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=1e-6)
 CORE = [("qwen3_moe", "full", False, 4, 2), ("qwen3_moe", "lora", True, 1, 4)]
-CELLS = [*CORE, *itertools.product(MODELS, ("full", "lora"), (False, True), (1, 4), (2, 4))]
+CELLS = [
+    *CORE,
+    *itertools.product(MODELS, ("full", "lora"), (False, True), (1, 4), (2, 4)),
+    *itertools.product(MORE, ("full", "lora"), (True,), (4,), (2,)),
+]
 """Model, method, packing, micro-batches of a process in a step, and processes, of which two divide the experts."""
 
 
@@ -28,6 +41,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     """A folder with tiny mixtures, and the processes to train them on."""
     folder = tmp_path_factory.mktemp("expert")
     models_and_rows(folder, MODELS)
+    for name, config in MORE.items():
+        tiny_model(config, folder / name)
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)
 
@@ -70,6 +85,43 @@ def test_processes_that_divide_experts_equal_one_process(
         assert json.loads((saved / "adapter_config.json").read_text()) == json.loads(
             (one / "adapter_config.json").read_text()
         )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("way", "method", "processes"), [("sequence", "full", 2), ("context", "lora", 4)])
+def test_processes_that_share_rows_divide_experts_too(
+    way: str, method: str, processes: int, launcher: Launcher
+) -> None:
+    size = 2 * SEQUENCES
+    common = ["model.path=qwen3_moe", *METHODS[method], SEED, "data.packing=true", f"batch.global_batch_size={size}"]
+    common += [f"batch.micro_batch_size={size * 2 // processes}"]
+    reference = launcher.result(f"shared-{method}", "single", *common)
+    changed = [f"parallel.{way}=2", "parallel.expert=2"]
+    run = launcher.result(f"shared-{method}-{way}", "ddp", *common, *changed, processes=processes)
+    difference = Difference.between(run, reference)
+    assert not {key: value for key, value in vars(difference).items() if not value <= getattr(LIMITS, key)}
+    assert run.answers == reference.answers
+
+
+def test_the_shipped_recipe_trains_on_four_processes(launcher: Launcher, ranks: Ranks) -> None:
+    """On a tiny model of its architecture: each has one of four experts, and what ran is what was asked for."""
+    recipe = ["recipe=qwen3_30b_a3b_full_expert", "model.path=qwen3_moe", "data.sources=[chat.jsonl]"]
+    batch = ["batch.seq_len=128", "batch.micro_batch_size=1", "batch.global_batch_size=8", "schedule.max_steps=2"]
+    further = ["parallel.expert=4", "evaluation.max_new_tokens=4", "precision=fp32", "output.name=recipe"]
+    done = ranks.run(launcher.folder, *recipe, *batch, *further, processes=4, entry=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = launcher.folder / "runs" / "recipe"
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    assert (manifest["effective"]["expert"], manifest["plan"]["expert"], manifest["batch"]["expert"]) == (4, 4, 4)
+    steps = [row for row in metrics(run) if "loss" in row]
+    assert len(steps) == 2
+    for row in steps:
+        # Of four experts with two for each token: the fullest has 1 to 2 times the mean, and each process one.
+        assert 1 <= row["expert_load"] == row["process_load"] <= row["expert_load_worst"] <= 2
+        assert row["dropped_tokens"] == 0 <= row["idle_experts"] <= 0.5
+    assert "the fullest expert of a layer met" in (run / "report.html").read_text(encoding="utf-8")
+    saved = AutoModelForCausalLM.from_pretrained(run / "final")
+    assert saved.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 4
 
 
 @pytest.mark.parametrize(
