@@ -30,7 +30,8 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Scores that are balanced by biases, in groups; the first layer is dense.
     "deepseek_v3": {
         "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-        "kv_lora_rank": 16, "q_lora_rank": 16, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
     },
     # Biases, and matrices that are stored the other way round.
     "gpt_oss": {"num_local_experts": 8, "sliding_window": 16},
@@ -113,7 +114,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(UserError, match="no plan to divide the experts of a llama"):
         divide_experts(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **_SIZES)), 2, 0)
-    with pytest.raises(UserError, match="parallel.expert=3 does not divide the 8 experts of layers.0.mlp.experts"):
+    with pytest.raises(UserError, match=r"parallel\.expert=3 does not divide the 8 experts of layers\.0\.mlp\.experts"):
         divide_experts(mixture("qwen3_moe"), 3, 0)
     config = AutoConfig.for_model("qwen3_moe", **_SIZES, num_experts=8, mlp_only_layers=[0, 1])
     with pytest.raises(UserError, match="this qwen3_moe has no layer with experts"):

@@ -139,7 +139,8 @@ class _Dispatched:
     """The forward pass of a module of experts over the tokens of all processes of a group."""
 
     def __init__(self, module: Any, exchange: Exchange) -> None:
-        self._forward, self._exchange, self.size = module.forward, exchange, exchange.size
+        self._forward, self._exchange = module.forward, exchange
+        self.size, self.index = exchange.size, exchange.index
 
     def __call__(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Hidden states (tokens, width), and the experts and weights of each (tokens, chosen); returns (tokens, width).
@@ -365,7 +366,11 @@ def part_of_experts(parameter: Any) -> ExpertPart | None:
 
 def divides(model: Any) -> int:
     """Over how many processes the experts of a model really are divided, by what lies in its parameters and by where
-    its modules send tokens; 0 where they contradict each other."""
-    sizes = {part.size for each in model.parameters() if (part := part_of_experts(each))}
-    sizes |= {each.forward.size for each in model.modules() if isinstance(vars(each).get("forward"), _Dispatched)}
-    return max(sizes, default=1) if len(sizes) < 2 else 0
+    its modules send tokens; 0 where these contradict each other, or this process has the experts of another."""
+    held = [part for each in model.parameters() if (part := part_of_experts(each))]
+    sends = [forward for each in model.modules() if isinstance(forward := vars(each).get("forward"), _Dispatched)]
+    sizes = {each.size for each in (*held, *sends)}
+    if not sizes:
+        return 1
+    misplaced = bool(_GROUP) and any(each.index != dist.get_rank(group()) for each in sends)
+    return 0 if len(sizes) > 1 or misplaced or not (held and sends) else sizes.pop()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.common import UserError
 from toolkit.models.expert_parallel import dividing, part_of_experts, replicas
 
 
@@ -26,6 +27,11 @@ class DividedExperts:
             return
         model = self.model  # type: ignore[attr-defined]
         experts = {name: each for name, each in model.named_parameters() if part_of_experts(each)}
+        if not any(each.requires_grad for name, each in model.named_parameters() if name not in experts):
+            raise UserError(
+                "with parallel.expert only experts would be trained, and DDP has nothing to average",
+                "train another layer too, such as method.target_modules=[q_proj], or remove parallel.expert",
+            )
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(experts))
         for each in experts.values():
             if each.requires_grad:
