@@ -119,3 +119,23 @@ def test_what_cannot_be_divided_is_refused() -> None:
     config = AutoConfig.for_model("qwen3_moe", **_SIZES, num_experts=8, mlp_only_layers=[0, 1])
     with pytest.raises(UserError, match="this qwen3_moe has no layer with experts"):
         divide_experts(AutoModelForCausalLM.from_config(config), 2, 0)
+
+
+def test_where_experts_are_is_read_from_the_model() -> None:
+    assert expert_parallel.divides(mixture("qwen3_moe")) == 1
+    model = mixture("qwen3_moe")
+    divide_experts(model, 4, 1)
+    assert expert_parallel.divides(model) == 4
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    assert first.gate_up_proj.shape[0] == first.num_experts == 2
+    whole = mixture("qwen3_moe").model.layers[1].mlp.experts
+    assert torch.equal(second.down_proj, whole.down_proj[2:4]), "the second process has the third and fourth"
+    first.gate_up_proj.experts = second.down_proj.experts = expert_parallel.ExpertPart(
+        torch.Size((8, 1)), torch.Size((8, 1)), 0, 2
+    )
+    assert expert_parallel.divides(model) == 0, "parts of other sizes than tokens are sent by"
+    sending = mixture("qwen3_moe")
+    divide_experts(sending, 4, 1)
+    for layer in sending.model.layers:
+        del layer.mlp.experts.forward
+    assert expert_parallel.divides(sending) == 0, "nothing is sent"
