@@ -88,6 +88,18 @@ def test_processes_that_divide_experts_equal_one_process(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_travels_in_16_bits_trains_as_one_process_does(method: str, launcher: Launcher) -> None:
+    """Within what rounding in another order makes of bf16, as in test_matrix.py."""
+    common = ["model.path=qwen3_moe", *METHODS[method], SEED, "precision=bf16", "batch.micro_batch_size=2"]
+    reference = launcher.result(f"bf16-{method}", "single", *common)
+    run = launcher.result(f"bf16-{method}-expert", "ddp", *common, "parallel.expert=2", processes=2)
+    difference = vars(Difference.between(run, reference))
+    limits = {"loss": 6e-4, "grad_norm": 2e-2, "held_out": 5e-4, "weights": 1.5e-2}
+    assert not {key: value for key, value in difference.items() if not value <= limits[key]}
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize(("way", "method", "processes"), [("sequence", "full", 2), ("context", "lora", 4)])
 def test_processes_that_share_rows_divide_experts_too(
     way: str, method: str, processes: int, launcher: Launcher

@@ -110,7 +110,8 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     else:
         batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
     if plan.expert > 1:
-        batch = batch.removesuffix(" x ") + f", each {plan.expert} of which divide the experts, x "
+        which = "that" if plan.expert == plan.devices else f"of which each {plan.expert}"
+        batch = batch.removesuffix(" x ") + f" {which} divide the experts x "
     every = plan.gradient_accumulation_steps
     batch += f"{every} micro-batch{'es' if every > 1 else ''} of {plan.micro_batch_size}"
     return [

@@ -132,7 +132,8 @@ def machine_sentences(manifest: Manifest) -> list[str]:
             what = "divide the layers" if batch.tensor > 1 else "share them"
             who = f" on each of {batch.data_parallel_size} groups of {batch.together} processes that {what}"
         if batch.expert > 1:
-            who += f", each {batch.expert} of which divide the experts"
+            which = "that" if batch.expert == batch.world_size else f"of which each {batch.expert}"
+            who += f" {which} divide the experts"
         texts.append(
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."
