@@ -117,7 +117,12 @@ def test_processes_that_share_rows_divide_experts_too(
 
 def test_the_shipped_recipe_trains_on_four_processes(launcher: Launcher, ranks: Ranks) -> None:
     """On a tiny model of its architecture: each has one of four experts, and what ran is what was asked for."""
-    recipe = ["recipe=qwen3_30b_a3b_full_expert", "model.path=qwen3_moe", "data.sources=[chat.jsonl]"]
+    recipe = [
+        "recipe=qwen3_30b_a3b_full_expert",
+        "model.path=qwen3_moe",
+        "data.sources=[chat.jsonl]",
+        "data.eval_split=0.1",
+    ]
     batch = ["batch.seq_len=128", "batch.micro_batch_size=1", "batch.global_batch_size=8", "schedule.max_steps=2"]
     further = ["parallel.expert=4", "evaluation.max_new_tokens=4", "precision=fp32", "output.name=recipe"]
     done = ranks.run(launcher.folder, *recipe, *batch, *further, processes=4, entry=ON_CPU)

@@ -46,9 +46,7 @@ def is_part(parameter: Any) -> bool:
 
 def parts_of(parameter: Any) -> int:
     """How many processes have a part of this parameter each; 1 where each has all of it."""
-    if part := part_of_experts(parameter):
-        return part.size
-    return int(parameter.divided[1]) if tensor_parallel.is_part(parameter) else 1
+    return whole_shape(parameter).numel() // max(1, parameter.numel()) if is_part(parameter) else 1
 
 
 def whole_shape(parameter: Any) -> torch.Size:
