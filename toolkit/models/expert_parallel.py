@@ -369,7 +369,7 @@ def divides(model: Any) -> int:
     its modules send tokens; 0 where these contradict each other, or this process has the experts of another."""
     held = [part for each in model.parameters() if (part := part_of_experts(each))]
     sends = [forward for each in model.modules() if isinstance(forward := vars(each).get("forward"), _Dispatched)]
-    sizes = {each.size for each in (*held, *sends)}
+    sizes = {each.size for each in held} | {each.size for each in sends}
     if not sizes:
         return 1
     misplaced = bool(_GROUP) and any(each.index != dist.get_rank(group()) for each in sends)
