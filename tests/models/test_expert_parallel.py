@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.common import UserError
 from toolkit.models import expert_parallel, parts
 from toolkit.models.expert_parallel import divide_experts, part_of_experts
+from toolkit.train.evaluate import answer
 
 _SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
@@ -105,6 +107,28 @@ def compare(rank: int, size: int, store: str) -> None:
                 error = (gradient - expected).norm() / expected.norm().clamp(min=1e-12)
                 assert error < 1e-5, (kind, name, error)
     dist.destroy_process_group()
+
+
+def generate(rank: int, size: int, store: str) -> None:
+    """Each answers a prompt of its own, in as many tokens as its rank says."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    expert_parallel.divide_processes(size)
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("qwen3_moe", **_SIZES | {"vocab_size": len(tokenizer), "num_experts": 8})
+    whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    part = copy.deepcopy(whole)
+    divide_experts(part, size, rank)
+    prompt, tokens = [[7 + rank, 8, 9]], 2 + 4 * rank
+    given = answer(part, tokenizer, prompt, tokens, frozenset())
+    ids = whole.generate(torch.tensor(prompt), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+    assert given == [tokenizer.decode(ids[0, 3:], skip_special_tokens=True).strip()]
+    dist.destroy_process_group()
+
+
+def test_processes_answer_prompts_of_their_own(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(generate, (2, f"{tmp_path}/store"), nprocs=2, start_method="fork")
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
