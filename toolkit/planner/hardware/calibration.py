@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -22,12 +21,15 @@ from toolkit.planner.trace.store import apart
 from toolkit.recipe import Section
 
 _log = logging.getLogger("toolkit.planner")
+_LOOK = 0.3
+_OTHERS = 0.15
+"""Share of all processors that others may use meanwhile."""
 _UNSURE = 0.15
 """Half of the range of what is measured in layers: their model is not the one that is planned."""
 
-LAYERS_VERSION = 1
-"""Of what `layer` measures; figures of an earlier one are measured again. 1 reads products and attention off a profile
-of layers whose hidden states are in their dtype; 0 measured products alone, and had fp32 under bf16 layers."""
+LAYERS_VERSION = 2
+"""Of what `layer` measures; figures of an earlier one are measured again. 2 has the products of wide layers read off a
+profile as well, where 1 had one product alone; 0 measured all products alone, and had fp32 under bf16 layers."""
 _UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
 
 
@@ -99,8 +101,11 @@ def path_of(device: Device) -> Path:
 
 
 def busy() -> bool:
-    """Whether other programs keep processors of this machine."""
-    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+    """Whether other programs keep processors of this machine, by a look of `_LOOK` seconds: the load of the last
+    minute would count what has just ended."""
+    import psutil
+
+    return psutil.cpu_percent(_LOOK) > 100 * _OTHERS
 
 
 def load(path: Path) -> Calibration:
