@@ -50,6 +50,15 @@ def test_nothing_is_measured_for_a_recipe_that_is_wrong(
     assert not list(place.rglob("*.*")), "no figures of this machine"
 
 
+def test_nothing_is_measured_for_a_model_that_cannot_be_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(place / "cache"))
+    monkeypatch.setattr("toolkit.planner.hardware.calibration.subprocess.run", None)
+    assert main(["plan", "recipe=smollm2_135m_lora_demo", "model.path=nobody/nothing", "hardware=cpu"]) == 1
+    assert "nobody/nothing is neither a folder here nor in the hub's cache" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "compare", "sweeps", "asked"),
     [
