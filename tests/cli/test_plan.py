@@ -40,6 +40,16 @@ def planned(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_a_terminal_gets_a_screen_and_a_file_the_whole_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("recipe=llama_3_1_8b_lora", "hardware=h200")
+    assert "Allocated by phase" in planned(*arguments, capsys=capsys)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = planned(*arguments, capsys=capsys).splitlines()
+    assert len(lines) <= 40 and "same command with `| less`" in lines[-1]
+
+
 @pytest.mark.parametrize("override", ["optimizer.learning_rate=1e-4,1e-3", "sed=1", "seq_len=x"])
 def test_nothing_is_measured_for_a_recipe_that_is_wrong(
     place: Path, override: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

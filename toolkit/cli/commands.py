@@ -209,7 +209,10 @@ def plan(options: argparse.Namespace) -> None:
         text, figures = plan_text.comparison_text(plans, plan_text.width()), [row.model_dump() for row in plans]
     else:
         plans = [plan.answer(rows[0], *where)]
-        text, figures = plan_text.plan_text(plans[0], plan_text.width()), plans[0].model_dump()
+        columns, figures = plan_text.width(), plans[0].model_dump()
+        text = plan_text.plan_text(plans[0], columns)
+        if sys.stdout.isatty():
+            text = plan_text.screen_text(plans[0], columns, PAGED)
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
