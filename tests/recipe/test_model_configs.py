@@ -104,6 +104,7 @@ def test_broken_local_config_names_the_file(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[1]", "no object"),
+        ("\ufeff{}", "begins with a byte order mark, which JSON must not: save it as UTF-8 without one"),
         ('{"model_type": "llama", "text_config": [1]}', "text_config"),
         ('{"model_type": "llama", "hidden_size": "96"}', 'hidden_size is "96"'),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers is 0"),
