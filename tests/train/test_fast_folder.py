@@ -156,9 +156,9 @@ def test_two_machines_that_are_killed_lose_no_step_that_both_have_taken_in(
         happens = f"3 all hold {fast}.not\n6 all kill"
         folder, ended = on_two_machines(ranks, home, f"left-{engine}-{name}", happens, *settings)
         assert all(each.returncode for each in ended) and list((folder / "checkpoints").glob("checkpoint-*")) == []
-        assert len(left := sorted(fast.iterdir())) == 2
+        assert len([*fast.iterdir()]) == 2
         if lost:
-            shutil.rmtree(left[1])
+            shutil.rmtree(max(fast.iterdir()))
         _, ended = on_two_machines(ranks, home, folder.name, "", *settings)
         assert [each.returncode for each in ended] == [0, 0], "".join(each.stderr[-3000:] for each in ended)
         resumed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["resumed_from"]
