@@ -324,4 +324,4 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             what = "is neither a folder here nor in the hub's cache"
             change += f"; `hf download {path}` fills the cache where there is a network"
-        raise UserError(f"{key}: {path} {what}", change) from error
+        raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error
