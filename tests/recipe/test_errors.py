@@ -348,6 +348,13 @@ def test_a_slip_of_typing_leads_to_the_key(path: str) -> None:
         assert did_you_mean(slip, names) == key
 
 
+def test_of_very_many_unknown_keys_some_are_enough() -> None:
+    """The libraries' own, too, each of which is compared with all that are known."""
+    extra = "".join(f"      unknown_key_{number}: 1\n" for number in range(900))
+    text = problems(f"{BASE}strategy: zero3\nextra:\n  deepspeed:\n    zero_optimization:\n{extra}")
+    assert "250 problems or more" in text
+
+
 def test_several_recipes_are_compared() -> None:
     with pytest.raises(RecipeError, match="--compare a b"):
         load("a,b")

@@ -20,6 +20,7 @@ ELSEWHERE = {
     # Steps of one piece of work, which is tested as a whole.
     "recipe/faults": "recipe/test_rules",
     "train/sealing": "train/test_staging",
+    "train/left_parts": "train/test_fast_folder",
     "train/sentry": "train/test_watchdog",
     "train/batching": "data/test_collate",
     "models/shared_rows": "models/test_sequence_parallel",

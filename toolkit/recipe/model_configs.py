@@ -7,6 +7,7 @@ network and before any weight is downloaded. Other models are looked up in the h
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.hub_cache import hub_caches
 from toolkit.recipe.config_limits import EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
 from toolkit.recipe.schema import Model
 
@@ -299,26 +301,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _hub_snapshot(model: Model) -> Path | None:
     """Folder of the model's files in the hub's cache, laid out as `huggingface_hub` documents it.
 
-    Raises:
-        UserError: If it is another user's, and closed: libraries would say that a file is missing, or nothing.
+    One with a file that is another user's and closed does not count: libraries would say that the file is missing, or
+    nothing.
     """
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    repository = cache / f"models--{model.path.replace('/', '--')}"
     revision = model.revision or "main"
-    try:
+    for cache in hub_caches():
+        repository = cache / f"models--{model.path.replace('/', '--')}"
         ref = repository / "refs" / revision
-        commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
-        snapshot = repository / "snapshots" / commit
-        closed = [file for file in (snapshot.iterdir() if snapshot.is_dir() else ()) if not os.access(file, os.R_OK)]
-    except PermissionError as error:
-        closed = [Path(error.filename)]
-    if closed:
-        raise UserError(
-            f"model.path: {closed[0]} in the hub's cache is not this user's to read",
-            f"set HF_HUB_CACHE to a folder of your own, or have its owner type `chmod -R a+rX {repository}`",
-        )
-    return snapshot if snapshot.is_dir() else None
+        with contextlib.suppress(PermissionError):
+            commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+            snapshot = repository / "snapshots" / commit
+            if snapshot.is_dir() and all(os.access(file, os.R_OK) for file in snapshot.iterdir()):
+                return snapshot
+    return None
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -113,7 +113,7 @@ class _Bench:
         loaded: Whether other programs run.
     """
 
-    def __init__(self, on_gpu: bool, seconds: float, loaded: bool = False) -> None:
+    def __init__(self, on_gpu: bool, seconds: float, loaded: bool) -> None:
         self.on_gpu, self.loaded = on_gpu, loaded
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.skipped: dict[str, str] = {}

@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -22,14 +23,16 @@ from toolkit.recipe import Section
 
 _log = logging.getLogger("toolkit.planner")
 _LOOK = 0.3
+"""Seconds for which others are looked at."""
 _OTHERS = 0.15
 """Share of all processors that others may use meanwhile."""
 _UNSURE = 0.15
 """Half of the range of what is measured in layers: their model is not the one that is planned."""
 
 LAYERS_VERSION = 2
-"""Of what `layer` measures; figures of an earlier one are measured again. 2 has the products of wide layers read off a
-profile as well, where 1 had one product alone; 0 measured all products alone, and had fp32 under bf16 layers."""
+"""Of what `layer` measures; figures of an earlier one are measured again. 2 has adapters that
+compute as in training, and wide layers, where 1 had PEFT's adapters and one large product alone; 0 measured all
+products alone, and had fp32 under bf16 layers."""
 _UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
 
 
@@ -101,8 +104,7 @@ def path_of(device: Device) -> Path:
 
 
 def busy() -> bool:
-    """Whether other programs keep processors of this machine, by a look of `_LOOK` seconds: the load of the last
-    minute would count what has just ended."""
+    """Whether other programs keep processors of this machine now; its load would count what has just ended."""
     import psutil
 
     return psutil.cpu_percent(_LOOK) > 100 * _OTHERS
@@ -145,13 +147,18 @@ def known(device: Device) -> Calibration | None:
         return None
 
 
-def once_measured(hardware: Hardware) -> Hardware:
+def once_measured(hardware: Hardware, before: Callable[[], object] | None = None) -> Hardware:
     """With figures of this CPU, which are measured now if they never were, or not well enough.
 
-    That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
+    That takes about half a minute in a process of its own, once for a CPU; a GPU is not measured unasked.
+
+    Args:
+        before: What to try first, if anything is to be measured.
     """
     if hardware.device.kind != "cpu" or ((found := known(hardware.device)) and not found.again):
         return hardware
+    if before:
+        before()
     file = find(path_of(hardware.device))
     began = file.stat().st_mtime_ns if file.is_file() else None
     try:
@@ -165,7 +172,7 @@ def once_measured(hardware: Hardware) -> Hardware:
 
 
 def _measure() -> None:
-    _log.info("measuring this CPU, for plans: some seconds, once")
+    _log.info("measuring this CPU, for plans: about half a minute, once")
     command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", "5"]
     done = subprocess.run(command, env=apart(), capture_output=True, text=True)
     if done.returncode:

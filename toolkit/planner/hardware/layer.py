@@ -206,8 +206,7 @@ class _Layers:
 
 
 def _shares(layers: Work) -> tuple[float, float]:
-    """Which share of their time products and attention have, by a profile."""
-    layers()
+    """Which share of their time products and attention have, by a profile; of layers that have run before."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         started = time.perf_counter()
         for _ in range(3):

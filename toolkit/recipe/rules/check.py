@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.recipe import compilation, model_configs
 from toolkit.recipe.base import Section
-from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, Rule, as_text, origin_of
+from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
 from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
@@ -75,7 +75,7 @@ def check(
         rules = [rule for rule in RULES.values() if rule.warns == warns and rule.broken(decided, config)]
         if origins is not None:
             rules = [rule for rule in rules if not rule.own or _is_own(rule.path, origins)]
-        return rules, list(of_extra(decided, origins or {}))
+        return rules, list(itertools.islice(of_extra(decided, origins or {}), ENOUGH))
 
     choices = ((decided, *broken(decided)) for decided in _decided(recipe))
     nearest, rules, others = min(choices, key=lambda choice: len(choice[1]) + len(choice[2]))
