@@ -25,7 +25,6 @@ ELSEWHERE = {
     "train/batching": "data/test_collate",
     "models/shared_rows": "models/test_sequence_parallel",
     "models/tensor_parallel": "whole/test_tensor_parallel",
-    "models/expert_parallel": "whole/test_expert_parallel",
     "models/parts": "whole/test_expert_parallel",
     "train/divided_experts": "whole/test_expert_parallel",
     "train/expert_load": "models/test_routing",
