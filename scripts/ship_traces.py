@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def settings() -> dict[str, Setting]:
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
                     decided = variant.with_values({"precision": precision})
                     for backend in _backends(decided, config, device):
-                        each = setting_of(decided, config, device[0], backend, batch_layout(decided, 1))
+                        layout = batch_layout(decided, math.lcm(decided.parallel.together, decided.parallel.expert))
+                        each = setting_of(decided, config, device[0], backend, layout)
                         found[each.key()] = each
     return found
 

@@ -251,6 +251,7 @@ def test_wrong_override(override: str, words: list[str]) -> None:
         *((f"activation_checkpointing={off}", "write activation_checkpointing.mode=none") for off in ("false", "off")),
         *((f"strategy={name}", "write strategy.name=zero2") for name in ("deepspeed", "2")),
         ("strategy=tp", "set parallel.tensor"),
+        ("strategy=ep", "set parallel.expert"),
         *((f"evaluation={off}", "set data.eval_split: null") for off in ("false", "none", "off")),
         ("schedule=3", "write schedule.num_epochs=3"),
         ("compile=true", "write compile=layers"),

@@ -61,6 +61,10 @@ class Tracker(TorchDispatchMode):
         elif str(func) == "toolkit.sum_parts.default":
             part, size = args
             self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
+        elif str(func) == "toolkit.send_rows.default":
+            rows, sent, _ = args
+            mine = sent[torch.distributed.get_rank() % len(sent)]
+            self.exchanged[self.phase] += rows.nbytes // max(1, len(rows)) * (len(rows) - mine)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from toolkit.common import UserError
 from toolkit.distributed import rendezvous as rendezvous_module
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, connect
+from toolkit.models import expert_parallel
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules import load_checked
@@ -264,6 +266,35 @@ def test_other_data_or_another_model_is_named(
     for outcome in ranks(body).values():
         assert "data (fingerprint) is data0 on rank 0 but data1 on rank 1" in outcome.error
         assert "model files is " in outcome.error
+
+
+def test_processes_that_divide_experts_try_what_they_will_send(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int, spoilt: bool = False) -> None:
+        torch.distributed.init_process_group("gloo")
+        with pytest.MonkeyPatch.context() as patched:
+            if spoilt:
+                send = expert_parallel._send
+                patched.setattr(expert_parallel, "_send", lambda *args: send(*args) + (rank == 2))
+            preflight.all_reduce(rendezvous, torch.device("cpu"), expert=2)
+        torch.distributed.destroy_process_group()
+
+    assert [each.error for each in ranks(body, 4).values()] == [""] * 4
+    wrong = "rank 2 did not get from an all-to-all what the other processes sent"
+    assert [each.error.partition("\n")[0] for each in ranks(partial(body, spoilt=True), 4).values()] == [wrong] * 4
+
+
+def test_who_does_not_come_to_the_exchange_of_its_group_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        rendezvous.begin_group()
+        torch.distributed.init_process_group("gloo")
+        come = rendezvous.group_started
+        if rank == 3:
+            rendezvous.group_started = lambda *what: time.sleep(60) if "all-to-all" in str(what) else come(*what)
+        preflight.all_reduce(rendezvous, torch.device("cpu"), expert=2)
+
+    outcomes = ranks(body, 4)
+    assert "rank 3 did not come to the all-to-all of parallel.expert" in outcomes[0].printed
+    assert {each.exit_code for each in outcomes.values()} == {os.EX_TEMPFAIL}
 
 
 @pytest.mark.parametrize("how", ["late", "frozen", "alone"])

@@ -91,6 +91,7 @@ class Rendezvous:
         self.world = world
         # By when the process group must have started; None while nobody starts it.
         self.group_deadline: float | None = None
+        self._operations: list[str] = []
         self.ends = False
         self._labels: dict[int, str] = {}
         self._silent: list[int] = []
@@ -164,9 +165,10 @@ class Rendezvous:
         """From here to `close` this process may hang in a library; then it reports and ends by itself."""
         self.group_deadline = time.monotonic() + GROUP_SECONDS
 
-    def group_started(self) -> None:
-        """This process has started its group and comes to the first collective operation."""
-        self._put(f"started/{self.world.rank}", True)
+    def group_started(self, operation: str = "the first all-reduce") -> None:
+        """This process has started its group and comes to a collective operation, as all do in the same order."""
+        self._operations.append(operation)
+        self._put(f"started/{operation}/{self.world.rank}", True)
 
     def group_error(self, why: str) -> UserError:
         """Who has gone; else who did not come; else that they do not reach each other."""
@@ -179,14 +181,17 @@ class Rendezvous:
             first = self._ask(beats)
             time.sleep(5 * _BEAT_SECONDS)
             second = self._ask(beats)
-            absent = self._ask(lambda store: [rank for rank in others if not store.check([f"started/{rank}"])])
-            arrived = self._ask(lambda store: store.check([f"started/{self.world.rank}"]))
+            absent = {
+                operation: self._ask(functools.partial(_not_come, operation=operation, ranks=others))
+                for operation in self._operations
+            }
         except UserError as error:
             return error
         if silent := [rank for rank, old, new in zip(others, first, second, strict=True) if old == new]:
             return self._gone(silent, "stopped answering while the process group started")
-        if arrived and absent:
-            return SharedError(f"{self.name(*absent)} did not come to the first all-reduce: {why}", *self._of_network)
+        for operation, ranks in absent.items():
+            if ranks:
+                return SharedError(f"{self.name(*ranks)} did not come to {operation}: {why}", *self._of_network)
         return SharedError(f"the processes are all there, but cannot exchange data: {why}", *self._of_network)
 
     def close(self) -> None:
@@ -318,6 +323,10 @@ class Rendezvous:
             print(f"error on process {rank}: {error.what}" if rank else f"error: {error}", file=sys.stderr, flush=True)
             self.tell(error)
             os._exit(error.exit_code)
+
+
+def _not_come(store: Store, operation: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([f"started/{operation}/{rank}"])]
 
 
 def _open_store(world: World) -> tuple[PrefixStore, str]:

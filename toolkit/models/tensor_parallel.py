@@ -10,7 +10,7 @@ output head are whole on every process, and stay equal because they get equal gr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -275,29 +275,6 @@ def whole_of(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(part) for _ in range(size)]
     dist.all_gather(parts, part.contiguous(), group=_GROUP["layers"])
     return torch.cat(parts, dimension)
-
-
-def whole_state(model: Any, keep: Callable[[Any], bool], first: bool) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by name, without second names of tied ones, each whole in host memory of the first
-    process; nothing on the others.
-
-    Every process must call this.
-
-    Args:
-        keep: Which parameters are asked for.
-        first: Whether this is the first process.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {}
-    for name, held in model.state_dict().items():
-        parameter = parameters.get(name)
-        if name in tied or (parameter is not None and not keep(parameter)):
-            continue
-        whole = held if parameter is None else whole_of(parameter, held)
-        if first:
-            state[name] = whole.detach().cpu()
-    return state
 
 
 def divides(model: Any) -> int:

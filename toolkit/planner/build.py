@@ -116,6 +116,7 @@ class _Question:
             seq_len=layout.seq_len,
             sequence=layout.sharing,
             tensor=layout.tensor,
+            expert=layout.expert,
             num_workers=workers,
             chosen=chosen,
             memory=ranks,
@@ -128,7 +129,7 @@ class _Question:
             serving=serving(recipe.method, self.config, trace.whole(), device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
-            notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done)],
+            notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done, self.config)],
         )
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import functools
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -208,6 +209,12 @@ def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     text = text_config(config)
     count = next((int(text[key]) for key in EXPERT_KEYS if text.get(key)), 1)
     return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
+
+
+def meeting_share(experts: int, chosen: int, processes: int) -> float:
+    """The share of tokens that meet an expert of one process, of those that divide them, where all are chosen equally
+    often: those that meet none choose all of theirs among the experts of the others."""
+    return 1 - math.comb(experts - experts // processes, chosen) / math.comb(experts, chosen)
 
 
 def fused_experts(config: Mapping[str, Any]) -> int:

@@ -1,4 +1,5 @@
-"""What training needs to know of layers that several processes divide (`models.tensor_parallel`).
+"""What training needs to know of layers that several processes divide (`models.tensor_parallel`), and how what is
+divided of layers or experts is saved.
 
 Each of them has the whole loss, and gradients of its own parts; they are averaged over the processes that have the same
 parts. What is saved is whole, as one process would save it, so that any number of processes goes on from it.
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
-from toolkit.models.tensor_parallel import dividing, replicas, whole_of, whole_state
+from toolkit.models.parts import holds_parts, whole_of, whole_state
+from toolkit.models.tensor_parallel import dividing, replicas
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -38,7 +40,7 @@ class Divided:
         return batches, count if count is None else count // dividing()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if dividing() == 1:
+        if not holds_parts():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         first = self.args.should_save  # type: ignore[attr-defined]
@@ -48,7 +50,7 @@ class Divided:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer  # type: ignore[attr-defined]
-        if dividing() == 1:
+        if not holds_parts():
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         with _answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
@@ -56,7 +58,7 @@ class Divided:
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:
-    """What is saved of a model with divided layers: all of it, or its adapters. See `whole_state`."""
+    """What is saved of a model with divided layers or experts: all of it, or its adapters. See `whole_state`."""
     adapter = hasattr(model, "peft_config")
     return whole_state(model, lambda parameter: parameter.requires_grad or not adapter, first)
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
-from toolkit.models.tensor_parallel import dividing, is_part, part_of, whole_shape
+from toolkit.models.parts import is_part, part_of, whole_shape
+from toolkit.models.tensor_parallel import dividing
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.tensor_parallel import dividing, is_part, sum_over_parts
+from toolkit.models.parts import sum_of_squares
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -21,12 +21,9 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
     norms = torch._foreach_norm(local, 2, dtype=torch.float64)
     squares = torch.stack(norms).square() if norms else torch.zeros(0, dtype=torch.float64)
-    total = squares.sum()
+    total = sum_of_squares([each for each, _ in updated], squares)
     for group in _sharded_over(gradients):
         torch.distributed.all_reduce(total, group=group)
-    if dividing() > 1:
-        parts = torch.tensor([is_part(each) for each, _ in updated], dtype=torch.bool, device=squares.device)
-        total = squares[~parts].sum() + sum_over_parts(squares[parts].sum())
     norm = total.sqrt()
     # torch and DeepSpeed divide by a norm that is larger by this much.
     scale = max_norm / (norm.item() + 1e-6)

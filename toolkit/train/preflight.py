@@ -26,9 +26,8 @@ from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
-from toolkit.models import device
+from toolkit.models import device, expert_parallel, tensor_parallel
 from toolkit.models.load import ModelSource
-from toolkit.models.tensor_parallel import divide_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
@@ -97,35 +96,55 @@ def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     rendezvous.begin_group()
 
 
-def all_reduce(rendezvous: Rendezvous, device: torch.device, tensor: int = 1) -> None:
-    """Sums one number per process over the groups that training will use, and ends the rendezvous.
+def all_reduce(rendezvous: Rendezvous, place: torch.device, tensor: int = 1, expert: int = 1) -> None:
+    """Sums one number per process over the groups that training will use, sends some where training will, and ends the
+    rendezvous.
 
     What hangs in the communication library cannot be interrupted: after a time-out, processes that wait say which ones
     are missing and end themselves.
 
     Args:
         tensor: Processes that divide each layer, which get groups of their own here.
+        expert: Processes that divide experts, too.
 
     Raises:
-        UserError: On every process, if a sum is wrong.
+        UserError: On every process, if a sum is wrong, or something else came than was sent.
     """
     if rendezvous.alone:
         return
     size = rendezvous.world.world_size
     rendezvous.group_started()
-    groups: list[Any] = [None, *(divide_processes(tensor) if tensor > 1 else ())]
+    groups: dict[str, Any] = {"": None}
+    for key, parts, kind in (("tensor", tensor, tensor_parallel), ("expert", expert, expert_parallel)):
+        if parts > 1:
+            rendezvous.group_started(f"the groups of parallel.{key}")
+            divides, alike = kind.divide_processes(parts)
+            groups |= {f"the all-reduce of parallel.{key}": divides, f"that beside parallel.{key}": alike}
     right = []
-    for group in groups:
+    for operation, group in groups.items():
+        if operation:
+            rendezvous.group_started(operation)
         members = range(size) if group is None else torch.distributed.get_process_group_ranks(group)
-        numbers = torch.tensor([1.0, rendezvous.world.rank], device=device)
+        numbers = torch.tensor([1.0, rendezvous.world.rank], device=place)
         torch.distributed.all_reduce(numbers, group=group)
         right.append(numbers.tolist() == [len(members), sum(members)])
+    if expert > 1:
+        rendezvous.group_started("the all-to-all of parallel.expert")
+    exchanged = expert == 1 or expert_parallel.arrives(place)
 
     def judge(sums: Values) -> None:
         if wrong := [rank for rank, fits in sums.items() if not all(fits)]:
             raise SharedError(f"{rendezvous.name(*wrong)} got a wrong sum from an all-reduce", "check those devices")
 
+    def judge_exchange(states: Values) -> None:
+        if wrong := [rank for rank, arrived in states.items() if not arrived]:
+            raise SharedError(
+                f"{rendezvous.name(*wrong)} did not get from an all-to-all what the other processes sent",
+                "check those devices, or remove parallel.expert",
+            )
+
     rendezvous.exchange("sum", right, judge)
+    rendezvous.exchange("sent", exchanged, judge_exchange)
     rendezvous.close()
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
-from toolkit.models.tensor_parallel import part_of, whole_shape
+from toolkit.models.parts import part_of, whole_shape
 from toolkit.seal import seal
 from toolkit.train.save import gathered
 

@@ -49,7 +49,7 @@ def host(workload: Workload) -> Host:
         loading = _loading(workload)
         if recipe.strategy.shards_parameters:
             saving = whole_model(workload)
-        elif workload.layout.tensor > 1:
+        elif recipe.parallel.divides:
             saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
         elif recipe.method.name == "full":
             saving = workload.trace.elements() * WIDTH[workload.types.export]

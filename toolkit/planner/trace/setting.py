@@ -57,6 +57,7 @@ class Setting:
         trust_remote_code: Whether the model's own code may run.
         path: `model.path`, where its code comes with the weights.
         tensor: Processes that divide each layer.
+        expert: Processes that divide the experts of each layer.
     """
 
     config: Mapping[str, Any]
@@ -75,6 +76,7 @@ class Setting:
     trust_remote_code: bool = False
     path: str | None = None
     tensor: int = 1
+    expert: int = 1
 
     @property
     def chunk(self) -> int:
@@ -102,8 +104,9 @@ class Setting:
             content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
-        if self.tensor == 1:
-            del content["tensor"]  # Traces are older than it.
+        for key in ("tensor", "expert"):
+            if content[key] == 1:
+                del content[key]  # Traces are older than it.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
         return _hash(content)
 
@@ -150,6 +153,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         trust_remote_code=recipe.model.trust_remote_code,
         path=recipe.model.path if recipe.model.trust_remote_code else None,
         tensor=recipe.parallel.tensor,
+        expert=recipe.parallel.expert,
     )
 
 

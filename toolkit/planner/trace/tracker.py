@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from toolkit.models.expert_parallel import SEND
 from toolkit.models.tensor_parallel import SUM
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
@@ -36,7 +37,7 @@ STAND_INS = "toolkit_tracing"
 """Library of the operations that stand in for kernels; those that return nothing write into their arguments."""
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
-_WORK = ("matmul", "attention", "moved", "launches", "summed")
+_WORK = ("matmul", "attention", "moved", "launches", "summed", "exchanged")
 
 
 def attention_flops(q: Any, k: Any, v: Any) -> int:
@@ -203,6 +204,8 @@ class Tracker(TorchDispatchMode):
         amounts = {"launches": 1.0}
         if func is SUM:
             amounts["summed"] = float(args[0].nbytes)
+        if func is SEND:
+            amounts["exchanged"] = float(args[0].nbytes)
         packet, traffic = func._overloadpacket, sum(tensor.nbytes for tensor in tensors)
         if packet in flop_registry:
             kind = "attention" if "attention" in func.name() or "attn" in func.name() else "matmul"
