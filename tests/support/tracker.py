@@ -74,6 +74,10 @@ class Tracker(TorchDispatchMode):
         elif str(func) == "c10d.send.default" and self.phase == "pipeline":
             # Not the votes of the first step.
             self.exchanged[self.phase] += sum(each.nbytes for each in args[0] if each.is_floating_point())
+        elif str(func) == "toolkit.send_rows.default":
+            rows, sent, _ = args
+            mine = sent[torch.distributed.get_rank() % len(sent)]
+            self.exchanged[self.phase] += rows.nbytes // max(1, len(rows)) * (len(rows) - mine)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))

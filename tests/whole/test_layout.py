@@ -21,6 +21,7 @@ ELSEWHERE = {
     # Steps of one piece of work, which is tested as a whole.
     "recipe/faults": "recipe/test_rules",
     "train/sealing": "train/test_staging",
+    "train/left_parts": "train/test_fast_folder",
     "train/sentry": "train/test_watchdog",
     "train/batching": "data/test_collate",
     "models/shared_rows": "models/test_sequence_parallel",
@@ -29,6 +30,9 @@ ELSEWHERE = {
     "train/stage_files": "whole/test_pipeline",
     "train/stage_gradients": "whole/test_pipeline",
     "models/layer_sums": "models/test_tensor_parallel",
+    "models/parts": "whole/test_expert_parallel",
+    "train/divided_experts": "whole/test_expert_parallel",
+    "train/expert_load": "models/test_routing",
     "train/divided": "whole/test_tensor_parallel",
     "train/gradients": "train/test_trainer",
     "train/bad_batches": "train/test_batch_guard",

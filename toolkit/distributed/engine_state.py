@@ -67,6 +67,8 @@ class EngineState(Partial):
     """Processes that share each row by gathering keys and values."""
     tensor: int | None = None
     """Processes that divide each layer."""
+    expert: int | None = None
+    """Processes that divide the experts of each layer."""
     pipeline: int | None = None
     """Processes that the layers are spread over."""
     schedule: str | None = None
@@ -112,6 +114,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "sequence": layout.sequence,
         "context": layout.context,
         "tensor": layout.tensor,
+        "expert": layout.expert,
         "pipeline": layout.pipeline,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,

@@ -139,6 +139,8 @@ class BatchLayout:
     """Processes that share each row by gathering keys and values, see `parallel.context`."""
     tensor: int = 1
     """Processes that divide each layer, see `parallel.tensor`."""
+    expert: int = 1
+    """Processes that divide the experts of each layer, see `parallel.expert`."""
     pipeline: int = 1
     """Processes over which the layers are spread, see `parallel.pipeline`. Those that have the same layers are of
     neighbouring ranks: where a pipeline goes from node to node, gradients are averaged within nodes."""
@@ -187,6 +189,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     batch, parallel = recipe.batch, recipe.parallel
     together = parallel.together * parallel.pipeline
     replicas = _replicas(world_size, together, parallel.together_by if parallel.pipeline == 1 else "parallel.pipeline")
+    _replicas(world_size, parallel.expert, "parallel.expert")
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
@@ -219,12 +222,12 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
             f"set batch.micro_batch_size={' or '.join(map(str, smaller + larger))}, or parallel.schedule=1f1b",
         )
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.pipeline)
+    divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert, parallel.pipeline)
     return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
 
 
 def _replicas(world_size: int, together: int, key: str) -> int:
-    """Groups of processes that get the same rows."""
+    """Groups of processes that get the same rows, or divide experts."""
     if world_size % together == 0:
         return world_size // together
     smaller = [str(size) for size in range(1, min(together, world_size + 1)) if world_size % size == 0]

@@ -293,6 +293,8 @@ class Plan(Figures):
     """Devices that share each sequence."""
     tensor: int = 1
     """Devices that divide each layer."""
+    expert: int = 1
+    """Devices that divide the experts of each layer."""
     stages: list[int] = []
     """Layers of each stage of a pipeline; empty without one."""
     schedule: str = ""

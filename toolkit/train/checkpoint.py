@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.models.parts import whole_shape
 from toolkit.models.pipeline import chain
-from toolkit.models.tensor_parallel import whole_shape
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 
@@ -88,6 +88,8 @@ def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
         written_by["offload_optimizer"] = strategy.offload_optimizer
     if recipe.parallel.tensor > 1:
         written_by["tensor"] = recipe.parallel.tensor
+    if recipe.parallel.expert > 1:
+        written_by["expert"] = recipe.parallel.expert
     if recipe.parallel.pipeline > 1:
         written_by["pipeline"] = recipe.parallel.pipeline
     return {**written_by, "world_size": world_size}
@@ -180,8 +182,8 @@ def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
 
 
 def _reads(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether an engine reads as it is what was saved; parts of layers and stages are taken out of whole ones."""
-    return _form(saved) == _form(now) and not {"tensor", "pipeline"} & now.keys()
+    """Whether an engine reads as it is what was saved; parts and stages are taken out of whole ones."""
+    return _form(saved) == _form(now) and now.keys().isdisjoint(("tensor", "expert", "pipeline"))
 
 
 def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -201,7 +203,7 @@ def _described(writer: Mapping[str, Any]) -> str:
         settings += f" strategy.state_dict_type={writer['state_dict_type']}"
     if writer.get("offload_optimizer", "none") != "none":
         settings += f" strategy.offload_optimizer={writer['offload_optimizer']}"
-    for key in ("tensor", "pipeline"):
+    for key in ("tensor", "expert", "pipeline"):
         settings += f" parallel.{key}={writer[key]}" if key in writer else ""
     number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")

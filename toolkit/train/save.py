@@ -19,7 +19,7 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
-from toolkit.models.layer_sums import dividing
+from toolkit.models.parts import holds_parts
 from toolkit.models.pipeline import chain
 from toolkit.train import stage_files
 from toolkit.train.divided import whole_parameters
@@ -53,7 +53,7 @@ def publish(
     if not adapter:
         dtype = getattr(torch, dtypes.export)
         kept = kept_in_fp32(model, dtype)
-        if state is None or dividing() > 1 or chain():
+        if state is None or holds_parts() or chain():
             as_saved(trainer, dtypes)
         state = model.state_dict() if state is None else state
         state = {
@@ -131,7 +131,7 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         return state
     if own := chain():
         return stage_files.whole_parameters(model, own)
-    if dividing() > 1:
+    if holds_parts():
         return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:
         return None

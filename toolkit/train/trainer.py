@@ -30,10 +30,12 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
+from toolkit.models.parts import holds_parts
 from toolkit.models.pipeline import piped
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
+from toolkit.train.divided_experts import DividedExperts
 from toolkit.train.elastic import Continues
 from toolkit.train.gradients import clip_gradients
 from toolkit.train.pipelined import Pipelined
@@ -93,7 +95,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Pipelined, Divided, Continues):
+class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -253,7 +255,7 @@ class _ExactMixin(Pipelined, Divided, Continues):
     def _sums_norm_itself(self) -> bool:
         """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts and stages, of which torch
         has none of the others."""
-        ours = self.args.device.type == "cpu" or dividing() * piped() > 1  # type: ignore[attr-defined]
+        ours = self.args.device.type == "cpu" or holds_parts() or piped() > 1  # type: ignore[attr-defined]
         return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -55,7 +55,7 @@ PIPELINE_RULES = {
         "{r.strategy.name} has not been tried with layers that are spread over processes",
         "set strategy.name=ddp",
     ),
-    **{f"pipeline-{way}": _alone(way) for way in ("sequence", "context", "tensor")},
+    **{f"pipeline-{way}": _alone(way) for way in ("sequence", "context", "tensor", "expert")},
     "pipeline-seq2seq": _rule(
         "parallel.pipeline",
         lambda r: r.objective == "seq2seq",
