@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import small
 from filelock import FileLock
+from harness import environment, leave_unmeasured, losses
 
 from toolkit.models import liger_kernels
 
@@ -19,9 +21,12 @@ PINNED = ("liger-kernel==0.8.5", "triton==3.9.0")
 """Beside the environment of the other tests: TRL and PEFT import Liger wherever they find it."""
 
 
+SCRIPT = ROOT / "tests" / "support" / "liger_interpreted.py"
+
+
 @pytest.fixture(scope="module")
-def outcomes():
-    """What came of each architecture, see `tests/support/liger_interpreted.py`."""
+def paths():
+    """`PYTHONPATH` with Liger and Triton in it."""
     folder = Path(os.environ["TOOLKIT_CACHE"], "installed", "_".join(PINNED))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -31,13 +36,21 @@ def outcomes():
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial, *PINNED]
             subprocess.run(command, check=True, timeout=600)
             partial.rename(folder)
-    paths = os.pathsep.join(map(str, (folder, ROOT)))
-    script = ROOT / "tests" / "support" / "liger_interpreted.py"
-    done = subprocess.run(
-        [sys.executable, script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=600
-    )
+    return os.pathsep.join(map(str, (folder, ROOT)))
+
+
+def run(paths, *arguments, **settings):
+    command = [sys.executable, SCRIPT, *arguments]
+    environ = environment() | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done
+
+
+@pytest.fixture(scope="module")
+def outcomes(paths):
+    """What came of each architecture, see `tests/support/liger_interpreted.py`."""
+    return json.loads(run(paths).stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -69,6 +82,28 @@ def test_remote_code_under_a_known_name_is_left_as_it_is(outcomes):
 @pytest.mark.slow
 def test_the_tiny_copy_is_whole_where_zero3_divides_models(outcomes):
     assert outcomes["under ZeRO-3"] == ""
+
+
+@pytest.mark.slow
+def test_a_training_uses_them_where_layers_are_not_compiled_and_its_losses_stay(paths, tmp_path):
+    small.populate(tmp_path, "llama")
+    leave_unmeasured(Path(os.environ["TOOLKIT_CACHE"]))
+    found = {}
+    for compiles in ("off", "auto"):
+        done = run(paths, "recipe=small", "max_steps=3", f"compile={compiles}", f"output.name={compiles}", cwd=tmp_path)
+        folder = tmp_path / "runs" / compiles
+        effective = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["effective"]
+        found[compiles] = (
+            losses(folder),
+            effective["liger_modules"],
+            "Liger's kernels run" in done.stdout + done.stderr,
+        )
+    own, kernels = found["off"], found["auto"]
+    assert (own[1:], kernels[2]) == ((0, False), True)
+    assert kernels[1] >= 5
+    assert len(own[0]) == 3
+    assert kernels[0] == pytest.approx(own[0], rel=1e-5)
+    assert kernels[0] != own[0]
 
 
 def test_without_triton_or_liger_nothing_is_replaced(monkeypatch):

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from toolkit.models.lora_products import add_by_product
+from toolkit.models.lora_products import add_by_product, without_idle
 
 TOKENS, WIDTH = 24, 64
 
@@ -151,3 +151,29 @@ def test_a_layer_is_passed_over_twice_less() -> None:
     peft, ours_counts = counts
     assert peft["mul"] == 2 and "mul" not in ours_counts
     assert ours_counts["addmm"] == 1 and peft["mm"] == ours_counts["mm"] + 1
+
+
+def test_updates_that_are_zero_are_left_out_and_nothing_else_changes() -> None:
+    model = adapted(llama(), lora_dropout=0.1)
+    add_by_product(model)
+    layers = [each for each in model.modules() if hasattr(each, "lora_B")]
+    for layer in layers[:-1]:
+        torch.nn.init.zeros_(layer.lora_B["default"].weight)
+    frozen = layers[0].lora_A["default"].weight.requires_grad_(False)
+    ids = torch.arange(TOKENS).unsqueeze(0)
+    model.eval()
+    ran: list[str] = []
+    for name, each in model.named_modules():
+        if name.endswith("lora_A.default"):
+            each.register_forward_hook(lambda *_, name=name: ran.append(name))
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        assert len(ran) == len(layers)
+        ran.clear()
+        with without_idle(model):
+            given = model(input_ids=ids).logits
+        assert len(ran) == 1
+        model(input_ids=ids)
+    assert torch.equal(given, wanted)
+    assert len(ran) == 1 + len(layers)
+    assert not frozen.requires_grad

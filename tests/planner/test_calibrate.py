@@ -34,7 +34,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("TOOLKIT_CACHE", str(folder))
         patch.setattr("toolkit.planner.hardware.layer._LENGTHS", (16, 128))
         patch.setattr("toolkit.planner.hardware.layer._MODEL", MODEL)
-        patch.setattr("toolkit.planner.hardware.layer._LARGE", (128, 512, 512))
+        patch.setattr("toolkit.planner.hardware.layer._WIDE", MODEL | {"hidden_size": 256, "intermediate_size": 512})
         return calibrate(seconds=1)
 
 

@@ -1,12 +1,16 @@
-"""Prints as JSON what came of Liger's kernels for each architecture, under Triton's interpreter on a CPU.
+"""Liger's kernels under Triton's interpreter on a CPU.
 
-Run as a process of its own: `TRITON_INTERPRET` counts when Triton is imported.
+Run as a process of its own, as `TRITON_INTERPRET` counts when Triton is imported: prints as JSON what came of each
+architecture. With arguments it is `toolkit/run.py`, for a training that takes the machine for one with CUDA where it
+asks whether to use the kernels.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -85,13 +89,27 @@ def under_zero3() -> str:
     return reason
 
 
-# First, before anything is replaced.
-answer: dict[str, Any] = {"wrong": wrong(), "opt": outcome("opt")}
-for each in sorted(liger_kernels.ARCHITECTURES):
-    try:
-        answer[each] = outcome(each)
-    except Exception as error:
-        answer[each] = {"reason": repr(error), "distance": -1.0, "replaced": 0}
-answer["own code"] = liger_kernels.use_liger(OwnCode(model_of("llama").config), "cpu")
-answer["under ZeRO-3"] = under_zero3()
-print(json.dumps(answer))
+def every_architecture() -> dict[str, Any]:
+    # First, before anything is replaced.
+    answer: dict[str, Any] = {"wrong": wrong(), "opt": outcome("opt")}
+    for each in sorted(liger_kernels.ARCHITECTURES):
+        try:
+            answer[each] = outcome(each)
+        except Exception as error:
+            answer[each] = {"reason": repr(error), "distance": -1.0, "replaced": 0}
+    answer["own code"] = liger_kernels.use_liger(OwnCode(model_of("llama").config), "cpu")
+    answer["under ZeRO-3"] = under_zero3()
+    return answer
+
+
+def train(arguments: list[str]) -> int:
+    from toolkit.train import main, setup
+
+    setup.device = SimpleNamespace(kind=lambda: "cuda")
+    return main.main(arguments)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(train(sys.argv[1:]))
+    print(json.dumps(every_architecture()))

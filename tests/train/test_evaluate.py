@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import metrics
 from head_products import HeadProducts
-from small import LORA, NF4, SEQ2SEQ, place_with, set_up
+from small import LORA, NF4, SEQ2SEQ, place_with, set_up, with_callbacks
 
 from toolkit.train.evaluate import answer, generated_metrics, held_out_loss, inputs_on
 from toolkit.train.main import main
@@ -50,6 +50,22 @@ def test_logits_of_decoders_are_never_all_built() -> None:
     with HeadProducts(training.trainer.model.config.vocab_size) as head:
         scored = held_out_loss(training.trainer, 4, lambda batch, total: None)
     assert scored["eval_tokens"] <= sum(head.rows) < scored["eval_tokens"] + 16 * len(head.rows)
+
+
+@pytest.mark.parametrize("kind", [LORA, [*LORA, "precision=bf16"], NF4])
+def test_adapters_that_add_nothing_yet_are_not_computed_before_training(kind: list[str]) -> None:
+    training, callbacks = with_callbacks(*kind, "data.eval_split=0.2", "evaluation.num_prompts=1")
+    ran: list[str] = []
+    for name, module in training.trainer.model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    state = training.trainer.state
+    callbacks.samples.on_train_begin(None, state, None)
+    with training.trainer.accelerator.autocast():  # The engine, which a training prepares, has it around each pass.
+        callbacks.evaluator.on_train_begin(None, state, None)
+        assert not ran and callbacks.samples.rows[0].before is not None
+        with_all = held_out_loss(training.trainer, training.layout.micro_batch_size, lambda batch, total: None)
+    assert ran and with_all == callbacks.evaluator.first
 
 
 @pytest.mark.parametrize("kind", [["model.path=llama"], ["model.path=moe"], SEQ2SEQ, [*LORA, "precision=bf16"], NF4])

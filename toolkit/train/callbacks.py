@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from toolkit.common import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.energy import EnergyMeter, energy_meter
-from toolkit.train.evaluate import evaluate
+from toolkit.train.evaluate import before_training, evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
@@ -200,7 +200,8 @@ class Evaluator(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._settings.at_start and state.global_step == 0:
-            self.first = self._run(state.global_step)
+            with before_training(self._session):
+                self.first = self._run(state.global_step)
         elif self._meter:
             self.first = self._meter.first_evaluation()
         for row in state.log_history:

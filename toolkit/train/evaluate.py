@@ -21,6 +21,7 @@ from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models.attention import IMPLEMENTATIONS, with_mask
 from toolkit.models.layer_sums import dividing
+from toolkit.models.lora_products import without_idle
 from toolkit.models.shared_rows import sharing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
@@ -73,6 +74,15 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
     total_loss, tokens = (accelerator.reduce(sums, reduction="sum") / dividing()).tolist()
     mean = total_loss / tokens if tokens else math.nan
     return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
+
+
+@contextmanager
+def before_training(session: Session) -> Iterator[None]:
+    """For what is asked of the model before its first step: adapters that still add zero are left out where they can be
+    without another compilation or a process that waits for others."""
+    divided = session.recipe.strategy.shards_parameters or session.layout.tensor > 1
+    with nullcontext() if session.compiled or divided else without_idle(session.module):
+        yield
 
 
 @contextmanager

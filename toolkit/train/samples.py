@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from toolkit.common import set_aside, write_json
 from toolkit.data.rows import Sample
-from toolkit.train.evaluate import as_prompt, session_answers
+from toolkit.train.evaluate import as_prompt, before_training, session_answers
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
@@ -44,7 +44,8 @@ class Samples(TrainerCallback):
             self.rows = box[0]
         if any(row.before is None for row in self.rows):
             _log.info("Answering %d prompts before training", len(self.rows))
-            self.answer("before")
+            with before_training(session):
+                self.answer("before")
 
     def _read_back(self) -> list[Sample]:
         try:

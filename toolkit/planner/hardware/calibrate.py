@@ -90,7 +90,7 @@ def calibrate(seconds: float = 60.0) -> Path:
         # A launcher may have left one thread to this process; a CPU is measured as a whole.
         with layer.threads(hardware.node.cores):
             loaded = not on_gpu and busy()
-            measured = {"processes": 1, "busy": loaded} | kept | _Bench(on_gpu, seconds).measure()
+            measured = {"processes": 1, "busy": loaded} | kept | _Bench(on_gpu, seconds, loaded).measure()
         if loaded:
             _log.warning("other programs run on this machine: measure again once they have ended")
     versions = {"toolkit": toolkit.__version__, "torch": torch.__version__}
@@ -110,10 +110,11 @@ class _Bench:
     Args:
         on_gpu: Whether it is a GPU, else the CPU.
         seconds: For all of them together.
+        loaded: Whether other programs run.
     """
 
-    def __init__(self, on_gpu: bool, seconds: float) -> None:
-        self.on_gpu = on_gpu
+    def __init__(self, on_gpu: bool, seconds: float, loaded: bool) -> None:
+        self.on_gpu, self.loaded = on_gpu, loaded
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.skipped: dict[str, str] = {}
         memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
@@ -129,7 +130,7 @@ class _Bench:
     def measure(self) -> dict[str, Any]:
         """All figures of `Calibration` that one process can know, and why others are missing."""
         if not self.on_gpu:
-            layers, self.skipped = layer.measure(("fp32", "bf16"), self.seconds / 2)
+            layers, self.skipped = layer.measure(("fp32", "bf16"), self.seconds / 2, self.loaded)
             figures = {"layers": layers, "layers_version": LAYERS_VERSION, "skipped": self.skipped}
             return {**figures, **self._tried({"optimizer": self._optimizer})}
         products = {dtype: functools.partial(self._products, dtype) for dtype in self.dtypes}

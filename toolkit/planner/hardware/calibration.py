@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -22,12 +21,17 @@ from toolkit.planner.trace.store import apart
 from toolkit.recipe import Section
 
 _log = logging.getLogger("toolkit.planner")
+_LOOK = 0.3
+"""Seconds for which others are looked at."""
+_OTHERS = 0.15
+"""Share of all processors that others may use meanwhile."""
 _UNSURE = 0.15
 """Half of the range of what is measured in layers: their model is not the one that is planned."""
 
-LAYERS_VERSION = 1
-"""Of what `layer` measures; figures of an earlier one are measured again. 1 reads products and attention off a profile
-of layers whose hidden states are in their dtype; 0 measured products alone, and had fp32 under bf16 layers."""
+LAYERS_VERSION = 2
+"""Of what `layer` measures; figures of an earlier one are measured again. 2 has adapters that
+compute as in training, and wide layers, where 1 had PEFT's adapters and one large product alone; 0 measured all
+products alone, and had fp32 under bf16 layers."""
 _UNMEASURED = "this CPU could not be measured, so times are estimates: %s"
 
 
@@ -99,8 +103,10 @@ def path_of(device: Device) -> Path:
 
 
 def busy() -> bool:
-    """Whether other programs keep processors of this machine."""
-    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+    """Whether other programs keep processors of this machine now; its load would count what has just ended."""
+    import psutil
+
+    return psutil.cpu_percent(_LOOK) > 100 * _OTHERS
 
 
 def load(path: Path) -> Calibration:
@@ -143,7 +149,7 @@ def known(device: Device) -> Calibration | None:
 def once_measured(hardware: Hardware) -> Hardware:
     """With figures of this CPU, which are measured now if they never were, or not well enough.
 
-    That takes some seconds in a process of its own, once for a CPU; a GPU is not measured unasked.
+    That takes about half a minute in a process of its own, once for a CPU; a GPU is not measured unasked.
     """
     if hardware.device.kind != "cpu" or ((found := known(hardware.device)) and not found.again):
         return hardware
@@ -160,7 +166,7 @@ def once_measured(hardware: Hardware) -> Hardware:
 
 
 def _measure() -> None:
-    _log.info("measuring this CPU, for plans: some seconds, once")
+    _log.info("measuring this CPU, for plans: about half a minute, once")
     command = [sys.executable, "-m", "toolkit", "calibrate", "--seconds", "5"]
     done = subprocess.run(command, env=apart(), capture_output=True, text=True)
     if done.returncode:

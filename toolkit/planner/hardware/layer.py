@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from toolkit.models.attention_kernels import varlen_attention
-from toolkit.planner.hardware.calibration import busy
+from toolkit.models.lora_products import add_by_product
 from toolkit.planner.hardware.specs import DOCUMENTS
 from toolkit.planner.speed.step import REFERENCE, product_speed
 from toolkit.planner.trace.tracker import Tracker
@@ -45,12 +46,13 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 _NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Layers in which only launches take time."""
-_LARGE = (512, 2048, 2048)
+_WIDE = {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 24, "num_key_value_heads": 8}
+"""Layers whose products are ten times as large, to tell how the rate of products grows with their size."""
 _EMULATED = 0.1
 """A dtype whose products are slower than this share of fp32's has no instructions, and would take minutes."""
 
 
-def measure(dtypes: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def measure(dtypes: Sequence[str], seconds: float, loaded: bool) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The figures of `Calibration.layers` by dtype, and why others are missing.
 
     Beside other programs threads wait for each other, and no clock says for how long: one is measured then, by the
@@ -59,12 +61,13 @@ def measure(dtypes: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, 
     Args:
         dtypes: With fp32 first, to which the others are compared.
         seconds: About how long one may take, beside imports.
+        loaded: Whether other programs run.
     """
     figures: dict[str, dict[str, Any]] = {}
     skipped = {}
     probes: list[float] = []
     all_threads = torch.get_num_threads()
-    used = 1 if busy() else all_threads
+    used = 1 if loaded else all_threads
     with torch.random.fork_rng(devices=[]), threads(used):
         for dtype in dtypes:
             each = _Layers(_DTYPES[dtype], seconds / (4 + len(_KERNELS) * len(_LENGTHS)), all_threads / used)
@@ -111,7 +114,9 @@ class _Layers:
             launch = self._seconds(narrow) / few["launches"]
         layers, work = self._layers(_MODEL, _ROWS)
         took, (products, attending) = self._seconds(layers), _shares(layers)
-        half, matmul = _size(work["matmul"] / (products * took), self._large())
+        wide, wide_work = self._layers(_WIDE, _ROWS)
+        wide_products = self._seconds(wide, 0.0) * _shares(wide)[0]
+        half, matmul = _size(work["matmul"] / (products * took), wide_work["matmul"] / wide_products)
         attention = {name: {length: self._attention(name, length) for length in _LENGTHS} for name in _KERNELS}
         # What the layers take beside these. Nothing, or nearly all, is left of no model.
         left = (1 - products - attending) * took - work["launches"] * launch
@@ -136,6 +141,11 @@ class _Layers:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        # As `models.adapters` has them.
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]
+        add_by_product(model)
         # Hidden states have the dtype of the embeddings, which is that of the frozen weights.
         inputs = torch.randn(*rows, shape["hidden_size"], dtype=self.kind, requires_grad=True)
         upstream = torch.ones(inputs.shape)
@@ -150,11 +160,6 @@ class _Layers:
         with tracker:
             work()
         return work, tracker.timeline.work
-
-    def _large(self) -> float:
-        rows, width, inner = _LARGE
-        left, right = (torch.randn(size, inner).to(self.kind) for size in (rows, width))
-        return 2.0 * math.prod(_LARGE) / self._seconds(lambda: left @ right.T)
 
     def _attention(self, name: str, length: int) -> float:
         """FLOP/s of attention over padded rows, or over documents, of whose pairs half count; forward and backward, two
@@ -183,22 +188,25 @@ class _Layers:
         pairs = batch * length**2 / (2 if name == DOCUMENTS else 1)
         return 3 * 4.0 * heads * pairs * size / self._seconds(work)
 
-    def _seconds(self, work: Work) -> float:
-        """Seconds of the median of at least three repetitions after one to warm up; of one thread its processor's."""
+    def _seconds(self, work: Work, seconds: float | None = None) -> float:
+        """Seconds of one of at least three repetitions after one to warm up; of one thread its processor's.
+
+        Their mean: what delays some of them, a training's steps meet as often.
+        """
+        seconds = self.seconds if seconds is None else seconds
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         work()
         times: list[float] = []
-        end = time.perf_counter() + self.seconds
+        end = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
             started = clock()
             work()
             times.append(clock() - started)
-        return statistics.median(times)
+        return statistics.fmean(times)
 
 
 def _shares(layers: Work) -> tuple[float, float]:
-    """Which share of their time products and attention have, by a profile."""
-    layers()
+    """Which share of their time products and attention have, by a profile; of layers that have run before."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         started = time.perf_counter()
         for _ in range(3):
@@ -221,16 +229,18 @@ def _linear(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
     }
 
 
-def _size(products: float, large: float) -> tuple[float, float]:
-    """`Efficiency.half`, and FLOP/s of `REFERENCE`, from those of the layers' products and of a large one."""
+def _size(products: float, wide: float) -> tuple[float, float]:
+    """`Efficiency.half`, and FLOP/s of `REFERENCE`, from those of the products of layers and of wide ones."""
 
-    def small(half: float) -> float:
-        shapes = list(_linear(_MODEL).values())
+    def mean(shape: dict[str, int], half: float) -> float:
+        shapes = list(_linear(shape).values())
         seconds = sum(math.prod(each) / product_speed(math.prod(_ROWS), *each, half=half) for each in shapes)
         return sum(map(math.prod, shapes)) / seconds
 
     low, high = 1e-3, 1e3
     for _ in range(40):
         half = math.sqrt(low * high)
-        low, high = (low, half) if small(half) / product_speed(*_LARGE, half=half) < products / large else (half, high)
-    return half, products * product_speed(*REFERENCE, half=half) / small(half)
+        low, high = (low, half) if mean(_MODEL, half) / mean(_WIDE, half) < products / wide else (half, high)
+    # Of the two, so that neither narrow models nor wide ones are planned by the other's figure alone.
+    rate = math.sqrt(products / mean(_MODEL, half) * wide / mean(_WIDE, half))
+    return half, rate * product_speed(*REFERENCE, half=half)
