@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def settings() -> dict[str, Setting]:
                     decided = variant.with_values({"precision": precision})
                     together = decided.parallel.together
                     for backend in _backends(decided, config, device):
-                        each = setting_of(decided, config, device[0], backend, batch_layout(decided, together))
+                        layout = batch_layout(decided, math.lcm(together, decided.parallel.expert))
+                        each = setting_of(decided, config, device[0], backend, layout)
                         found[each.key()] = each
     return found
 

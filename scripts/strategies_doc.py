@@ -19,6 +19,7 @@ from toolkit.recipe.errors import as_text
 from toolkit.recipe.files import locate, options
 from toolkit.recipe.optimizers import OPTIMIZERS
 from toolkit.recipe.rules import RULES
+from toolkit.recipe.rules.expert import EXPERT_RULES
 from toolkit.recipe.rules.parallel import PARALLEL_RULES
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES
 from toolkit.recipe.sections import Strategy
@@ -129,6 +130,36 @@ strategies, offloading, quantization, streams, compiled layers, and under `fsdp`
 (Phi-3, GLM), of which each process has a part of every one of the several. Losses stay those of one process. Final
 models and adapters are plain files as ever, and any number of processes and any strategy goes on from a checkpoint.
 Every process reads the whole model into host memory before it keeps its part.
+
+## Experts that several devices divide
+
+Most of a mixture are its experts, of which each token meets a few. `parallel.expert=N` has N devices divide them
+(expert parallelism, Lepikhin et al. 2020), under `strategy.name=ddp`:
+
+```sh
+toolkit plan recipe=qwen3_30b_a3b_full_expert hardware=h200x8
+```
+
+Each has an Nth of the experts of every layer, with their weights, adapters, gradients and optimizer state; the rest is
+whole on all, and averaged as ever. Every device reads rows of its own. In each layer with experts it sends a token to
+the devices that have experts for it, once to each, with the weights that the router gave these experts; there their
+results are added up, and one row comes back. Between N devices, of whose E experts a token meets k, that is
+(N - 1)(1 - C(E - E/N, k) / C(E, k)) rows each way if all are chosen equally often: 4.7 for 128 experts on 8 devices of
+which a token meets 8. A copy for each expert, as Transformers' own exchange sends it, would be 7; what FSDP gathers
+instead, all weights of a layer, depends on no token. Nothing hides the exchange, and the host waits once in a layer for
+how many rows will come: neighbouring ranks divide, so that with N up to the devices of a node it stays within it.
+
+The experts are divided as Transformers' own plan for the architecture says; they compute all their tokens in grouped
+products, as without it. No expert has a capacity, so no token is dropped. What the devices of a group have to do
+differs with the routing: `metrics.jsonl` says how evenly tokens were spread, for every mixture (`expert_load`, how many
+times the mean of a layer its fullest expert got, on average over the layers, and `expert_load_worst`; `idle_experts`,
+the share that got none; `process_load`, as the first, of devices), and the plan takes them to be spread evenly. The
+balance loss is that of each micro-batch, as without it.
+
+N must divide the experts. Losses stay those of one process that takes micro-batches of the same size. Final models and
+adapters are plain files as ever, and checkpoints are whole: any number of processes and any strategy goes on from them.
+It goes together with `parallel.sequence` and `parallel.context`. Every process reads the whole model into host memory
+before it keeps its part.
 
 ## NVMe
 
@@ -243,7 +274,7 @@ def _optimizers(strategies: Mapping[str, Any]) -> str:
 def _rules() -> str:
     rows = [
         [f"`{name}`", f"`{rule.path}`", " ".join([_words(rule.why), rule.reference]).strip(), _words(rule.change)]
-        for name, rule in (STRATEGY_RULES | PARALLEL_RULES).items()
+        for name, rule in (STRATEGY_RULES | PARALLEL_RULES | EXPERT_RULES).items()
     ]
     return _table(["rule", "at", "why", "change"], rows)
 

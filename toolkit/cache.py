@@ -27,7 +27,7 @@ _log = logging.getLogger("toolkit")
 
 def cache_dir() -> Path:
     """The cache of this toolkit: `$TOOLKIT_CACHE`, else `~/.cache/accelerate-toolkit`."""
-    return Path(os.environ.get("TOOLKIT_CACHE") or _home())
+    return Path(os.environ.get("TOOLKIT_CACHE") or home())
 
 
 def find(path: Path) -> Path:
@@ -42,7 +42,7 @@ def writable(path: Path) -> Path:
             place.parent.mkdir(parents=True, exist_ok=True)
             if _replaceable(place):
                 if place != path:
-                    _say(cache_dir(), _home())
+                    _say(cache_dir(), home())
                 return place
     return path
 
@@ -141,15 +141,7 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-def _places(path: Path) -> list[Path]:
-    """A path of the cache, and the same in the user's own, where the cache is not theirs alone."""
-    root, home = cache_dir(), _home()
-    if root == home or not path.is_relative_to(root) or is_own(root):
-        return [path]
-    return [path, home / path.relative_to(root)]
-
-
-def _home() -> Path:
+def home() -> Path:
     """The user's own cache: in their home, or beside temporary files where that cannot be written."""
     # Of a user whom the system does not know, as in a container, `Path.home` raises.
     home = Path(os.path.expanduser("~")).absolute() / ".cache" / "accelerate-toolkit"
@@ -162,6 +154,14 @@ def _home() -> Path:
         if temporary.lstat().st_uid == os.geteuid() and not temporary.is_symlink():
             return temporary
     return home
+
+
+def _places(path: Path) -> list[Path]:
+    """A path of the cache, and the same in the user's own, where the cache is not theirs alone."""
+    root, own = cache_dir(), home()
+    if root == own or not path.is_relative_to(root) or is_own(root):
+        return [path]
+    return [path, own / path.relative_to(root)]
 
 
 def is_own(folder: Path) -> bool:

@@ -40,6 +40,16 @@ def planned(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_a_terminal_gets_a_screen_and_a_file_the_whole_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("recipe=llama_3_1_8b_lora", "hardware=h200")
+    assert "Allocated by phase" in planned(*arguments, capsys=capsys)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = planned(*arguments, capsys=capsys).splitlines()
+    assert len(lines) <= 40 and "same command with `| less`" in lines[-1]
+
+
 @pytest.mark.parametrize("override", ["optimizer.learning_rate=1e-4,1e-3", "sed=1", "seq_len=x"])
 def test_nothing_is_measured_for_a_recipe_that_is_wrong(
     place: Path, override: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -48,6 +58,15 @@ def test_nothing_is_measured_for_a_recipe_that_is_wrong(
     assert main(["plan", "recipe=smollm2_135m_lora_demo", override]) == 2
     assert "1 problem" in capsys.readouterr().err
     assert not list(place.rglob("*.*")), "no figures of this machine"
+
+
+def test_nothing_is_measured_for_a_model_that_cannot_be_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(place / "cache"))
+    monkeypatch.setattr("toolkit.planner.hardware.calibration.subprocess.run", None)
+    assert main(["plan", "recipe=smollm2_135m_lora_demo", "model.path=nobody/nothing", "hardware=cpu"]) == 1
+    assert "nobody/nothing is neither a folder here nor in the hub's cache" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

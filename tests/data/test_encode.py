@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import time
 import tracemalloc
 from contextlib import suppress
 from importlib.resources import files
@@ -948,3 +949,27 @@ def test_a_template_that_python_cannot_compile_is_named(text: str, tmp_path: Pat
     (tmp_path / "deep.jinja").write_text(text)
     with pytest.raises(UserError, match="cannot be compiled"):
         load_chat_template(str(tmp_path / "deep.jinja"))
+
+
+def test_renderings_of_a_conversation_have_one_time_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these would end in time, and short ones do not count."""
+    monkeypatch.setattr(chat_template, "_SECONDS", 1.0)
+
+    def render(seconds: float) -> None:
+        with chat_template.in_time():
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+
+    for _ in range(2):
+        chat_template.next_conversation()
+        render(0.6)
+    with pytest.raises(UserError, match="more than 1 seconds"):
+        render(0.9)
+    chat_template.next_conversation()
+    # One call into C, during which nobody looks on.
+    with pytest.raises(UserError, match="more than 1 seconds"), chat_template.in_time():
+        sum(range(10**8))
+    chat_template.next_conversation()
+    for _ in range(30):
+        render(0.04)

@@ -63,6 +63,15 @@ def test_processes_that_share_rows_divide_the_batch_as_one() -> None:
         assert layout.micro_batches * layout.micro_batch_size == 8
 
 
+def test_processes_that_divide_experts_have_rows_of_their_own() -> None:
+    layout = batch_layout(recipe(batch={"global_batch_size": 8}, parallel={"expert": 2}), 4)
+    assert (layout.expert, layout.data_parallel_size, layout.together) == (2, 4, 1)
+    assert layout.micro_batch_size * layout.gradient_accumulation_steps == 2
+    with pytest.raises(UserError, match=r"parallel\.expert=4 does not divide 6 processes") as caught:
+        batch_layout(recipe(batch={"global_batch_size": 24}, parallel={"expert": 4}), 6)
+    assert caught.value.change == "set parallel.expert=2 or 3, or start 4 or 8 processes"
+
+
 @pytest.mark.parametrize(("world", "sequence"), [(3, 2), (1, 4), (6, 4)])
 def test_processes_that_do_not_divide_into_shared_rows_name_those_that_do(world: int, sequence: int) -> None:
     with pytest.raises(UserError, match=f"parallel.sequence={sequence} does not divide {world} process") as caught:
@@ -439,7 +448,8 @@ def stated(world_size: int, **sections: Any) -> dict[str, Any]:
 
 
 PLAIN = {
-    **{"engine": "none", "world_size": 1, "sequence": 1, "context": 1, "tensor": 1, "micro_batch_size": 2},
+    **{"engine": "none", "world_size": 1, "sequence": 1, "context": 1, "tensor": 1, "expert": 1},
+    "micro_batch_size": 2,
     "gradient_accumulation_steps": 4,
     **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
     **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},

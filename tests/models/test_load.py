@@ -65,6 +65,15 @@ def test_gguf_file_of_the_hub_is_all_of_its_model(
     assert source.stop_tokens(source.tokenizer())
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_byte_order_mark_is_said_in_our_words(file: str, place: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(place / "llama", tmp_path / "marked"))
+    (folder / file).write_bytes(b"\xef\xbb\xbf" + (folder / file).read_bytes())
+    source = ModelSource.open(recipe(f"model.path={folder}"))
+    with pytest.raises(UserError, match=rf"marked/{file} begins with a byte order mark, which JSON must not"):
+        source.stop_tokens(source.tokenizer())
+
+
 def test_a_tokenizer_that_is_nowhere_is_not_called_a_model(place: Path) -> None:
     source = ModelSource.open(recipe(f"model.path={place / 'llama'}", "model.tokenizer=nothing/here"))
     with pytest.raises(UserError, match=r"^model.tokenizer: nothing/here") as caught:

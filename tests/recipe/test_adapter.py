@@ -149,3 +149,24 @@ def test_a_recipe_of_somebody_elses_beside_an_adapter_says_nothing_of_it(adapter
     configure(adapter)
     (adapter.parent / "recipe.yaml").write_text(beside, encoding="utf-8")
     assert load("small").recipe.method.init_lora_weights == "default"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (b"[]", "holds no object"),
+        (b"\xef\xbb\xbf{}", "begins with a byte order mark"),
+        (b"[" * 100_000, "adapter_config.json"),
+        (b'{"lora_alpha": 1}', "has no r"),
+        (b'{"r": "x", "lora_alpha": 1}', "has r=x: Input should be a valid integer"),
+        (b'{"r": 1, "lora_alpha": 1, "trainable_token_indices": 5}', "has trainable_token_indices=5"),
+        (b'{"r": 1, "lora_alpha": 1, "base_model_name_or_path": []}', "which is no name"),
+        (b'{"r": 1, "lora_alpha": 1, "target_modules": [1, "a"]}', "has target_modules="),
+        (b'{"r": 1, "lora_alpha": 1, "rank_pattern": {"a": 0}}', "has rank_pattern="),
+    ],
+)
+def test_a_damaged_config_of_an_adapter_is_one_problem(config: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(config)
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [f"model.adapter={tmp_path}"])
+    assert len(caught.value.problems) == 1 and said in caught.value.problems[0].what

@@ -251,6 +251,7 @@ def test_wrong_override(override: str, words: list[str]) -> None:
         *((f"activation_checkpointing={off}", "write activation_checkpointing.mode=none") for off in ("false", "off")),
         *((f"strategy={name}", "write strategy.name=zero2") for name in ("deepspeed", "2")),
         ("strategy=tp", "set parallel.tensor"),
+        ("strategy=ep", "set parallel.expert"),
         *((f"evaluation={off}", "set data.eval_split: null") for off in ("false", "none", "off")),
         ("schedule=3", "write schedule.num_epochs=3"),
         ("compile=true", "write compile=layers"),
@@ -345,6 +346,13 @@ def test_a_slip_of_typing_leads_to_the_key(path: str) -> None:
     slips = {key[:2] + key[3:], key[:2] + key[1:], key[0] + key[2] + key[1] + key[3:]} if len(key) > 3 else set()
     for slip in slips - names:
         assert did_you_mean(slip, names) == key
+
+
+def test_of_very_many_unknown_keys_some_are_enough() -> None:
+    """The libraries' own, too, each of which is compared with all that are known."""
+    extra = "".join(f"      unknown_key_{number}: 1\n" for number in range(900))
+    text = problems(f"{BASE}strategy: zero3\nextra:\n  deepspeed:\n    zero_optimization:\n{extra}")
+    assert "250 problems or more" in text
 
 
 def test_several_recipes_are_compared() -> None:

@@ -25,6 +25,7 @@ OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme 
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
 PARTS = "parallel.tensor=2 "
+EXPERTS = "parallel.expert=2 "
 SHARED, GATHERED = "parallel.sequence=2 ", "parallel.context=2 "
 NOISE = "extra.training_arguments='{neftune_noise_alpha: 5}' "
 LOCAL = each("model.path", "builtin:x x.gguf .")
@@ -324,6 +325,22 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("tensor-precision", DDP + PARTS, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
     ("tensor-compile", DDP + PARTS, ["compile=layers"], each("compile", "auto off")),
+    ("expert-dense", DDP, [EXPERTS], ["", "parallel.expert=1"]),
+    ("expert-count", DDP, [], each("parallel.expert", "1 2 5")),
+    ("expert-strategy", EXPERTS, [*STAGES, FSDP], [DDP]),
+    ("expert-tensor", DDP + EXPERTS, [PARTS], ["", "parallel.tensor=1", SHARED, GATHERED]),
+    ("expert-seq2seq", SEQ2SEQ + DDP, [EXPERTS], ["", "parallel.expert=1"]),
+    ("expert-quantization", DDP + EXPERTS, [NF4, INT8, FP8, INT4], [LORA, FULL]),
+    ("expert-init", DDP + EXPERTS, [LORA + "method.init_lora_weights=eva "], [LORA, "method.init_lora_weights=eva"]),
+    ("expert-extra-lora", DDP + EXPERTS + LORA, ["extra.lora='{lora_bias: true}'"], [""]),
+    (
+        "expert-optimizer",
+        DDP + EXPERTS,
+        each("optimizer.name", "adafactor muon adamw_8bit"),
+        each("optimizer.name", "adamw sgd lion"),
+    ),
+    ("expert-precision", DDP + EXPERTS, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
+    ("expert-compile", DDP + EXPERTS, ["compile=layers"], each("compile", "auto off")),
     ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),
     ("zero-offload-paged", OFFLOAD + "optimizer.name=paged_lion_8bit ", STAGES, [DDP]),
     ("zero-offload-paged", "optimizer.name=paged_lion_8bit ", [], STAGES),

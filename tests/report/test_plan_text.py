@@ -12,6 +12,7 @@ from pages import Page
 from rich.cells import cell_len
 from rich.text import Text
 
+from toolkit.common import LINES
 from toolkit.planner.plan import Plan
 from toolkit.report import plan_text, plan_view
 from toolkit.report.plan_page import plan_page
@@ -95,6 +96,32 @@ def test_nothing_is_wider_than_80_columns_and_nothing_steers_the_terminal() -> N
         shown = plain(text)
         assert max(map(cell_len, shown.splitlines())) <= 80
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", shown)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("plan", [FITS, TIGHT, TOO_LARGE], ids=["fits", "tight", "too-large"])
+def test_a_screen_gets_what_a_user_decides_by_and_says_what_is_left_out(plan: Plan, columns: int) -> None:
+    many = [plan.advice[-1].model_copy(update={"kind": "option"})] * 9 if plan.advice else []
+    full = plan.model_copy(update={"advice": [*plan.advice, *many], "notes": ["a long note of many words " * 9] * 3})
+    for each in (plan, full):
+        lines = plain(plan_text.screen_text(each, columns, "elsewhere")).splitlines()
+        whole = plain(plan_text.plan_text(each, columns)).splitlines()
+        assert len(lines) <= LINES < len(whole) and max(map(cell_len, lines)) <= columns
+        assert lines[:3] == whole[:3] and "  total" in "\n".join(lines)
+        said = re.sub(r"\s+", " ", "\n".join(lines[-4:]))
+        assert "more: memory by phase, " in said and said.endswith("all of it: elsewhere")
+        kinds = {advice.kind for advice in each.advice if advice.kind != "option" and advice.changes}
+        assert all(re.search(rf"^  {kind} ", "\n".join(lines), re.MULTILINE) for kind in kinds)
+        # What is named as left out is, and what is not named is there.
+        for name, title in (("work", "Work"), ("host and disk", "Host and disk"), ("traffic", "Traffic of")):
+            assert (name in said) != any(line.startswith(title) for line in lines)
+    assert ("options" in said) == (sum("  option " in line for line in lines) < len(many))
+
+
+def test_a_plan_that_fits_on_a_screen_is_shown_as_a_whole() -> None:
+    memory = FITS.memory[0].model_copy(update={"phases": {"step": {"parameters": 1}}, "peak_phase": "step"})
+    short = example_plan(memory=[memory.model_dump()], advice=[], notes=[])
+    assert plain(plan_text.screen_text(short, 80, "elsewhere")) == plain(plan_text.plan_text(short))
 
 
 def test_a_terminal_without_these_characters_still_gets_a_plan() -> None:

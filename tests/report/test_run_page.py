@@ -130,6 +130,22 @@ def test_charts_are_well_formed(run: Path) -> None:
         ElementTree.fromstring(svg.removesuffix("</figure>"))
 
 
+def test_the_load_of_experts_is_shown_where_there_are_any(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    load = {"expert_load": 1.5, "expert_load_worst": 2.25, "idle_experts": 0.125, "dropped_tokens": 0}
+    said = (
+        "In the newest steps the fullest expert of a layer met 1.50 times as many tokens as the mean of its experts, "
+        "2.25 times in the worst layer; 12.5% of the experts met none, and no token was dropped."
+    )
+    for further, end in ((load, ""), (load | {"process_load": 1.2}, " The fullest of the processes that divide them ")):
+        text = "".join(json.dumps(row | (further if "loss" in row else {})) + "\n" for row in rows)
+        (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+        html = write_report(run).read_text(encoding="utf-8")
+        assert len(re.findall("<svg height", html)) == 6
+        assert said + end in html
+        assert ("computed 1.20 times the mean." in html) == bool(end)
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "audit.json", "samples.json", "metrics.jsonl", "recipe.yaml"])
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[1, null]", b'"text"', b"\xff\xfe\x00", b"[" * 100_000])
 def test_any_missing_or_broken_file_still_gives_a_page(run: Path, name: str, content: bytes | None) -> None:

@@ -25,6 +25,7 @@ MANIFEST: dict[str, Any] = {
         "sequence": 1,
         "context": 1,
         "tensor": 1,
+        "expert": 1,
         "seq_len": 512,
         "tokens_per_step": 4096,
     },

@@ -21,6 +21,7 @@ FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
 PARTS = [*DDP, "parallel.tensor=3"]
+EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
 SHARED, GATHERED = ["parallel.sequence=3"], ["parallel.context=4"]
 NOISE = "extra.training_arguments.neftune_noise_alpha=5"
 
@@ -348,6 +349,31 @@ CASES = [
     ("tensor-precision", [*PARTS, "precision=fp16"], ["~parallel.tensor"]),
     ("tensor-compile", [*PARTS, "compile=layers"], ["compile=auto"]),
     ("tensor-compile", [*PARTS, "compile=layers"], ["~parallel.tensor"]),
+    ("expert-dense", [*DDP, "parallel.expert=2"], ["~parallel.expert"]),
+    ("expert-dense", [*DDP, "parallel.expert=3"], ["~parallel.expert", "parallel.tensor=3"]),
+    ("expert-count", [*EXPERTS, "parallel.expert=6"], ["parallel.expert=4"]),
+    ("expert-count", [*EXPERTS, "parallel.expert=6"], ["parallel.expert=8"]),
+    ("expert-strategy", [*EXPERTS, *ZERO2], ["strategy.name=ddp"]),
+    ("expert-strategy", [*EXPERTS, *FSDP], ["~parallel.expert"]),
+    ("expert-tensor", [*EXPERTS, "parallel.tensor=2"], ["~parallel.expert"]),
+    ("expert-tensor", [*EXPERTS, "parallel.tensor=2"], ["~parallel.tensor"]),
+    ("expert-seq2seq", [*SEQ2SEQ, *DDP, "model.path=a/b", "parallel.expert=2"], ["~parallel.expert"]),
+    ("expert-quantization", [*EXPERTS, LORA, "method.quantization=fp8"], ["method.quantization=none"]),
+    ("expert-quantization", [*EXPERTS, LORA, "method.quantization=fp8"], ["~parallel.expert"]),
+    (
+        "expert-init",
+        [*EXPERTS, LORA, ATTENTION, "method.init_lora_weights=pissa"],
+        ["method.init_lora_weights=default"],
+    ),
+    ("expert-init", [*EXPERTS, LORA, ATTENTION, "method.init_lora_weights=pissa"], ["~parallel.expert"]),
+    ("expert-extra-lora", [*EXPERTS, LORA, "extra.lora.exclude_modules=[k_proj]"], ["~extra.lora"]),
+    ("expert-extra-lora", [*EXPERTS, LORA, "extra.lora.exclude_modules=[k_proj]"], ["~parallel.expert"]),
+    ("expert-optimizer", [*EXPERTS, "optimizer=adafactor"], ["optimizer.name=adamw"]),
+    ("expert-optimizer", [*EXPERTS, "optimizer=adafactor"], ["~parallel.expert"]),
+    ("expert-precision", [*EXPERTS, "precision=fp16"], ["precision=bf16"]),
+    ("expert-precision", [*EXPERTS, "precision=fp16"], ["~parallel.expert"]),
+    ("expert-compile", [*EXPERTS, "compile=layers"], ["compile=auto"]),
+    ("expert-compile", [*EXPERTS, "compile=layers"], ["~parallel.expert"]),
     ("zero3-selective", [*ZERO3, *SELECTIVE], ["activation_checkpointing.mode=full"]),
     ("zero3-selective", [*ZERO3, LORA, *SELECTIVE], ["strategy.name=fsdp"]),
     ("zero-optimizer", [*ZERO2, "optimizer=adafactor"], ["optimizer.name=adamw_8bit"]),

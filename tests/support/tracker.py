@@ -69,6 +69,10 @@ class Tracker(TorchDispatchMode):
             if "largest" in str(func):  # Of each token whose label is scored.
                 self.scored[self.phase] += part.numel()
             self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
+        elif str(func) == "toolkit.send_rows.default":
+            rows, sent, _ = args
+            mine = sent[torch.distributed.get_rank() % len(sent)]
+            self.exchanged[self.phase] += rows.nbytes // max(1, len(rows)) * (len(rows) - mine)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 self.add(each, str(func))

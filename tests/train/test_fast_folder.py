@@ -14,13 +14,13 @@ import pytest
 from faults import run, saved
 from harness import losses
 from nodes import two_nodes
-from ranks import Ranks
+from ranks import Finished, Ranks
 
 from toolkit.common import UserError, in_background
 from toolkit.distributed.layout import World
 from toolkit.recipe import Recipe
 from toolkit.train import fast_folder
-from toolkit.train.fast_folder import FastFolder, remove_dead, take_left
+from toolkit.train.fast_folder import FastFolder, copy_left, held, remove_dead, take_left, whole
 from toolkit.train.sealing import aside
 
 ENGINES = [name if name == "single" else pytest.param(name, marks=pytest.mark.matrix) for name in faults.ENGINES]
@@ -130,23 +130,52 @@ def test_who_is_asked_to_stop_copies_what_is_saved(ranks: Ranks, home: Path, fas
     assert [*fast.iterdir()] == []
 
 
+def on_two_machines(ranks: Ranks, home: Path, name: str, happens: str, *settings: str) -> tuple[Path, list[Finished]]:
+    """A training with a process on each of two machines, and how they ended."""
+    with two_nodes() as nodes:
+        started = []
+        for rank, node in enumerate(nodes):
+            world = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            world |= {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": "29500", "FAULTS": happens}
+            started.append(node.fork(ranks, home, *settings, f"output.name={name}", entry="faults", **world))
+        return home / "runs" / name, [each.wait() for each in started]
+
+
+@pytest.mark.parametrize(
+    "engine", ["zero2", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("fsdp", "ddp"))]
+)
+def test_two_machines_that_are_killed_lose_no_step_that_both_have_taken_in(
+    ranks: Ranks, home: Path, fast: Path, engine: str
+) -> None:
+    """What is saved after step 3 is never copied; then both copy their part at the next start. Where one of them has
+    lost its part, nothing is made of the other's."""
+    settings = ["recipe=small", f"strategy.name={engine}", f"checkpoint.staging={fast}", "checkpoint.save_steps=3"]
+    straight, ended = on_two_machines(ranks, home, f"left-{engine}-straight", "", *settings)
+    assert [each.returncode for each in ended] == [0, 0], "".join(each.stderr[-3000:] for each in ended)
+    for name, lost in (("whole", False), ("lost", True)):
+        happens = f"3 all hold {fast}.not\n6 all kill"
+        folder, ended = on_two_machines(ranks, home, f"left-{engine}-{name}", happens, *settings)
+        assert all(each.returncode for each in ended) and list((folder / "checkpoints").glob("checkpoint-*")) == []
+        assert len([*fast.iterdir()]) == 2
+        if lost:
+            shutil.rmtree(max(fast.iterdir()))
+        _, ended = on_two_machines(ranks, home, folder.name, "", *settings)
+        assert [each.returncode for each in ended] == [0, 0], "".join(each.stderr[-3000:] for each in ended)
+        resumed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["resumed_from"]
+        assert (resumed or "").endswith("checkpoint-3") != lost
+        assert losses(folder) == losses(straight) and [*fast.iterdir()] == []
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("engine", ["zero2", "fsdp", "ddp"])
 def test_each_of_two_machines_copies_its_own_part(ranks: Ranks, home: Path, fast: Path, engine: str) -> None:
     settings = ["recipe=small", f"strategy.name={engine}", f"checkpoint.staging={fast}", "checkpoint.save_steps=3"]
 
     def train(name: str, happens: str) -> tuple[Path, str]:
-        with two_nodes() as nodes:
-            started = []
-            for rank, node in enumerate(nodes):
-                world = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-                world |= {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": "29500", "FAULTS": happens}
-                own = [*settings, f"output.name=two-{engine}-{name}"]
-                started.append(node.fork(ranks, home, *own, entry="faults", **world))
-            ended = [each.wait() for each in started]
+        folder, ended = on_two_machines(ranks, home, f"two-{engine}-{name}", happens, *settings)
         assert [each.returncode for each in ended] == [0, 0], "".join(each.stderr[-3000:] for each in ended)
         assert [*fast.iterdir()] == []
-        return home / "runs" / f"two-{engine}-{name}", " ".join(ended[0].stderr.split())
+        return folder, " ".join(ended[0].stderr.split())
 
     folder, _ = train("held", f"3 1 hold {fast}.go\n6 0 release {fast}.go")
     assert json.loads(Path(f"{fast}.go").read_text()) == [6, []] and list(saved(folder)) == [3, 6]
@@ -219,6 +248,35 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def test_parts_of_two_machines_are_one_checkpoint_or_none(
+    tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [machine(monkeypatch, fast, tmp_path / "run", number, 2) for number in range(2)]
+    target = aside(tmp_path / "run" / "checkpoints")
+    target.mkdir(parents=True)
+
+    def parts() -> list[str]:
+        found = []
+        for number in range(2):
+            monkeypatch.setattr(socket, "gethostname", lambda number=number: f"host-{number}")
+            found.append(held(recipe(fast), target))
+        return found
+
+    assert parts() == ["", ""]
+    folders[0]._note(VALUES)
+    assert [bool(part) for part in parts()] == [True, False] and whole(target, parts()) is None
+    folders[1]._note({**VALUES, "step": 6})
+    (folders[1].place / "checkpoint-6").mkdir()
+    assert whole(target, parts()) is None, "of different steps"
+    folders[1]._note(VALUES)
+    both = parts()
+    assert whole(target, both) == VALUES and whole(target, both[:1]) is None and whole(target, both[1:]) is None
+    copy_left(recipe(fast), target, both[1])
+    assert [file.name for file in (target / "checkpoint-3").iterdir()] == ["part-1.pt"]
+    _cut(folders[0].place)
+    assert whole(target, parts()) is None
+
+
 @pytest.mark.parametrize("damage", [*DAMAGES, "machine started anew", "another run folder", "note", ""])
 def test_only_what_is_there_in_full_is_copied_by_the_next_start(
     tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -236,7 +294,7 @@ def test_only_what_is_there_in_full_is_copied_by_the_next_start(
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         target = aside(tmp_path / "copy" / "checkpoints")
     elif damage:
-        (target / "staged.json").write_text('{"values": {"step": "../3"}}', encoding="utf-8")
+        (target / "staged-0.json").write_text('{"values": {"step": "../3"}}', encoding="utf-8")
     assert take_left(recipe(fast), target) == (None if damage else VALUES)
     assert (target / "checkpoint-3").exists() == (not damage)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from toolkit.common import UserError
 from toolkit.distributed import rendezvous as rendezvous_module
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, connect
+from toolkit.models import expert_parallel
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
 from toolkit.recipe.parallel import Parallel
@@ -293,7 +295,17 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
         assert outcomes[1].exit_code == os.EX_TEMPFAIL
 
 
-@pytest.mark.parametrize("way", ["sequence", "context", "tensor"])
+def _came_to(way: str) -> str:
+    """What processes that are divided so do first in their group."""
+    return {
+        "sequence": "the exchange of heads (parallel.sequence)",
+        "context": "the gathering of keys and values (parallel.context)",
+        "tensor": "the sum over divided layers (parallel.tensor)",
+        "expert": "sending tokens to experts (parallel.expert)",
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor", "expert"])
 def test_what_groups_do_is_tried_and_who_does_not_come_is_named(
     ranks: Callable[..., dict[int, Outcome]], way: str
 ) -> None:
@@ -305,13 +317,8 @@ def test_what_groups_do_is_tried_and_who_does_not_come_is_named(
             rendezvous.comes_to = lambda what: time.sleep(60) if way in what else comes_to(what)
         preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
 
-    what = {
-        "sequence": "the exchange of heads (parallel.sequence)",
-        "context": "the gathering of keys and values (parallel.context)",
-        "tensor": "the sum over divided layers (parallel.tensor)",
-    }[way]
     outcomes = ranks(body)
-    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {what}: nothing for {TIMEOUT:g} s")
+    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {_came_to(way)}: nothing for {TIMEOUT:g} s")
 
 
 @pytest.mark.parametrize("way", ["sequence", "context", "tensor"])
@@ -333,6 +340,21 @@ def test_a_wrong_result_in_a_group_is_told_by_all(ranks: Callable[..., dict[int,
 
     errors = [outcome.error for outcome in ranks(body).values()]
     assert all("rank 1 got a wrong result of the" in error and f"(parallel.{way})" in error for error in errors), errors
+
+
+def test_tokens_that_come_wrong_to_experts_are_told_by_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int, spoilt: bool = False) -> None:
+        torch.distributed.init_process_group("gloo")
+        with pytest.MonkeyPatch.context() as patched:
+            if spoilt:
+                send = expert_parallel._send
+                patched.setattr(expert_parallel, "_send", lambda *args: send(*args) + (rank == 2))
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(expert=2))
+        torch.distributed.destroy_process_group()
+
+    assert [each.error for each in ranks(body, 4).values()] == [""] * 4
+    wrong = f"rank 2 got a wrong result of {_came_to('expert')}"
+    assert [each.error.partition("\n")[0] for each in ranks(partial(body, spoilt=True), 4).values()] == [wrong] * 4
 
 
 def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:

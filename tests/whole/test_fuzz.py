@@ -184,6 +184,18 @@ VALUES = (
         ".",
     ),
 )
+ADAPTER = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": "llama",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj"],
+    "rank_pattern": {"q_proj": 4},
+    "layers_to_transform": [0],
+    "modules_to_save": ["embed_tokens"],
+    "trainable_token_indices": {"embed_tokens": [500, 501]},
+    "use_dora": False,
+}
 TEMPLATES = (
     CHATML,
     "{% for m in messages %}{{ m.role|upper ~ ': ' ~ m.content|trim }}{% generation %}x{% endgeneration %}{% endfor %}",
@@ -244,6 +256,8 @@ def place() -> Path:
     tiny_gguf(folder / "llama", folder / "tiny.gguf")
     (folder / "run").mkdir()
     example_run(folder / "run")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(ADAPTER), encoding="utf-8")
     shutil.copytree(folder / "llama", folder / "hostile")
     shutil.copytree(folder / "run", folder / "hostile-run")
     return folder
@@ -311,6 +325,12 @@ def model(file: str, content: bytes) -> None:
         shutil.copy(Path("llama", file), "hostile")
 
 
+def adapter(content: bytes) -> None:
+    Path("hostile-adapter").mkdir(exist_ok=True)
+    Path("hostile-adapter", "adapter_config.json").write_bytes(content)
+    load_checked("small", ["model.adapter=hostile-adapter"])
+
+
 def gguf(content: bytes) -> None:
     Path("hostile.gguf").write_bytes(content)
     source = ModelSource.open(load_checked("small", ["model.path=hostile.gguf"]).recipe)
@@ -347,7 +367,7 @@ def kinds() -> dict[str, tuple[Survives, Callable[[], Any], int]]:
         "rows": (
             rows,
             lambda: some.sampled_from(ROWS).flatmap(lambda row: damaged(json.dumps(row)) | altered(row)),
-            3350,
+            3300,
         ),
         "template": (template, lambda: some.sampled_from(TEMPLATES).flatmap(damaged), 400),
         **files("run", run_folder, True, "manifest.json", "metrics.jsonl", "audit.json", times=100),
@@ -355,6 +375,11 @@ def kinds() -> dict[str, tuple[Survives, Callable[[], Any], int]]:
         **files("llama", model, True, "config.json", "generation_config.json", "tokenizer_config.json", times=50),
         **files("llama", model, True, "tokenizer.json", times=20),
         **files("llama", model, False, "model.safetensors", times=50),
+        "adapter_config.json": (
+            adapter,
+            lambda: damaged(json.dumps(ADAPTER)) | altered(ADAPTER),
+            50,
+        ),
         "tiny.gguf": (gguf, lambda: damaged((place() / "tiny.gguf").read_bytes(), within=600), 30),
     }
 

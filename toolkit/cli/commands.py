@@ -16,6 +16,7 @@ from typing import Any
 
 from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature, weights
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
+from toolkit.hub_cache import use_own
 
 Command = Callable[[argparse.Namespace], int | None]
 """Returns an exit code; None is success."""
@@ -208,7 +209,10 @@ def plan(options: argparse.Namespace) -> None:
         text, figures = plan_text.comparison_text(plans, plan_text.width()), [row.model_dump() for row in plans]
     else:
         plans = [plan.answer(rows[0], *where)]
-        text, figures = plan_text.plan_text(plans[0], plan_text.width()), plans[0].model_dump()
+        columns, figures = plan_text.width(), plans[0].model_dump()
+        text = plan_text.plan_text(plans[0], columns)
+        if sys.stdout.isatty():
+            text = plan_text.screen_text(plans[0], columns, PAGED)
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
@@ -299,6 +303,7 @@ def render(options: argparse.Namespace) -> None:
 def data(options: argparse.Namespace) -> None:
     """Prepare and audit the data of a recipe."""
     loaded = _load(options)
+    use_own(loaded.recipe.repositories)
     from toolkit.data.audit import DataError, check_batch
     from toolkit.data.prepare import prepare
     from toolkit.data.preview import render, show
@@ -340,6 +345,7 @@ def generate(options: argparse.Namespace) -> None:
     run = _run_folder(options.run)
     if options.top_p != 1.0 and not options.temperature:
         raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
+    _use_own_caches(run)
     from toolkit.train.export import chat
 
     sample = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
@@ -356,6 +362,7 @@ def merge(options: argparse.Namespace) -> None:
     runs = [_run_folder(run) for run in options.runs]
     if len(runs) > 1 and not options.output:
         raise UserError("no folder is named for what several runs are merged into", "add --output DIR")
+    _use_own_caches(*runs)
     from toolkit.train.merge import merge
 
     print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
@@ -370,6 +377,12 @@ def _load(options: argparse.Namespace, warns: bool = True) -> Any:
     if warns:
         warn(loaded.warnings)
     return loaded
+
+
+def _use_own_caches(*runs: Path) -> None:
+    from toolkit.recipe.load import load_resolved
+
+    use_own(name for run in runs for name in load_resolved(run / "recipe.yaml").repositories)
 
 
 def _run_folder(text: str) -> Path:

@@ -11,7 +11,7 @@ from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_engine
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
-from toolkit.planner.build import estimate
+from toolkit.planner.build import config_of, estimate
 from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.planner.plan import Plan, Refused
 from toolkit.recipe import Loaded, Recipe, load, split_arguments
@@ -65,6 +65,7 @@ def answer(arguments: Sequence[str], folder: str | None, price: float | None, se
     loaded, overrides, hardware = _parts(arguments, folder, load_checked)
     warn([*loaded.warnings, *local_problems(loaded)])
     _check_launch(loaded.recipe, hardware)
+    hardware = _measured(loaded.recipe, hardware)
     figures = row_lengths(loaded.recipe)
     return estimate(
         loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, context=serve, statistics=figures
@@ -87,6 +88,7 @@ def answer_or_reason(
     if not reason:
         try:
             _check_launch(loaded.recipe, hardware)
+            hardware = _measured(loaded.recipe, hardware)
             return estimate(
                 loaded.recipe,
                 loaded.name,
@@ -105,14 +107,20 @@ def answer_or_reason(
 def _parts(
     arguments: Sequence[str], folder: str | None, read: Callable[[str, Sequence[str], str | None], Loaded]
 ) -> tuple[Loaded, list[str], Hardware]:
-    """The recipe, what was changed in it, and the hardware, which is measured only for a recipe that can be read."""
+    """The recipe, what was changed in it, and the hardware."""
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("hardware=")]
     rest = [argument for argument in arguments if not argument.startswith("hardware=")]
     name, overrides = split_arguments(rest)
     own = Path(folder) if folder else None
     hardware = find(named[-1], own) if named else None
     loaded = read(name, overrides, folder)
-    return loaded, overrides, once_measured(hardware or this_machine(own))
+    return loaded, overrides, hardware or this_machine(own)
+
+
+def _measured(recipe: Recipe, hardware: Hardware) -> Hardware:
+    """The hardware with figures of this CPU, which takes seconds once, so that a model that cannot be read is said
+    before."""
+    return once_measured(hardware, before=lambda: config_of(recipe))
 
 
 def _check_launch(recipe: Recipe, hardware: Hardware) -> None:

@@ -5,7 +5,10 @@ That is what it reads, what it writes before every answer, and whether it could 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,38 @@ TEMPLATE_ERRORS = (
     *(ArithmeticError, AssertionError, MemoryError, NameError, RecursionError, SyntaxError),
 )
 """What a template may raise for a conversation that it was not written for, or for any."""
-_SECONDS = 2.0
+_SECONDS, _SHORT = 2.0, 0.05
+"""How long a template may take for one conversation, and how long one rendering that does not count."""
 
 
-def in_time() -> TimeLimit:
-    """What a template is compiled and rendered under: it is a program, and may be one without an end."""
-    return TimeLimit(_SECONDS, _endless)
+class _Spent(threading.local):
+    seconds = 0.0
+
+
+_spent = _Spent()
+"""What this thread has spent on the conversation at hand."""
+
+
+def next_conversation() -> None:
+    """What is rendered from here on is another conversation."""
+    _spent.seconds = 0.0
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """What a template is compiled and rendered under: it is a program, and may be one without an end.
+
+    A conversation is rendered several times, a long one once for each of its messages, so that only renderings that
+    take long count together.
+    """
+    began = time.thread_time()
+    try:
+        with TimeLimit(max(_SECONDS - _spent.seconds, 0.0), _endless):
+            yield
+    finally:
+        _spent.seconds += max(time.thread_time() - began - _SHORT, 0.0)
+    if _spent.seconds > _SECONDS:  # In a call into C, which nothing ends.
+        raise _endless()
 
 
 def _endless() -> UserError:
@@ -54,6 +83,7 @@ def load_chat_template(name_or_path: str) -> str:
         raise UserError(f"model.chat_template: there is no file and no built-in template '{name_or_path}'.", known)
     try:
         template = path.read_text(encoding="utf-8-sig")
+        next_conversation()
         with in_time():
             _compile_jinja_template(template)
     except UnicodeDecodeError as error:

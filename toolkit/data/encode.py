@@ -26,7 +26,7 @@ from toolkit.data.chat_spans import (
     render,
     render_accepted,
 )
-from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt
+from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
 from toolkit.data.labelling import Labeller, Span
 from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
@@ -158,6 +158,7 @@ class Encoder:
                 "Set model.chat_template to a built-in name (chatml) or a Jinja file, or use an instruction-tuned "
                 "model's tokenizer.",
             )
+        next_conversation()
         try:
             conversation = Conversation(self.tokenizer, self._messages(row), row.tools, self._settings(row))
             ranges, gaps = self._trained_spans(conversation, row.messages)
@@ -189,6 +190,7 @@ class Encoder:
                 cut = _last_answer(labels)
                 return str(self.tokenizer.decode(ids[:cut])), str(self.tokenizer.decode(ids[cut:]))
             case Chat():
+                next_conversation()
                 messages = self._messages(row)
                 last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
                 answer = "" if last == len(messages) else answer_of(messages[last])

@@ -10,15 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import sys
 import threading
 
 from toolkit.common import first_line
+from toolkit.hub_cache import on_hub
 
 SECONDS = 3.0
 """How long the hub may take to answer."""
-_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?|hf://.*")
 _GATEWAY = (502, 503, 504)
 """Codes by which a proxy says that it got no answer itself."""
 
@@ -27,8 +26,7 @@ _log = logging.getLogger("toolkit.data")
 
 def ask_for(*names: str | None) -> None:
     """Asks, see `offline`, if one of these is on the hub: neither built in, nor here, nor at another address."""
-    on_hub = (name for name in names if name and _ON_HUB.fullmatch(name) and not os.path.exists(name))
-    if any(on_hub):
+    if any(map(on_hub, names)):
         offline()
 
 

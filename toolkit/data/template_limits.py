@@ -34,7 +34,7 @@ _COMPARING = (
 _SHALLOW = ("count", "default", "d", "first", "items", "last", "length", "list", "map", "rejectattr", "selectattr")
 """Filters that look at no more than the entries of a list, which templates ask for at every message."""
 _FILTERS = ("batch", "center", "indent", "replace", "round", "slice", "truncate", "wordwrap")
-_SLOW, _SLOWLY = ("pprint", "striptags", "title", "urlize", "wordwrap"), 2**20
+_SLOW, _SLOWLY = ("pprint", "striptags", "title", "urlize", "wordcount", "wordwrap"), 2**20
 """Filters that take up to half a second for a million characters, in one call into C, and the most that they get."""
 
 

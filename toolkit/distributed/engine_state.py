@@ -66,6 +66,8 @@ class EngineState(Partial):
     """Processes that share each row by gathering keys and values."""
     tensor: int | None = None
     """Processes that divide each layer."""
+    expert: int | None = None
+    """Processes that divide the experts of each layer."""
     sharded_over: int | None = None
     """Processes over which FSDP shards."""
     reshard_after_forward: bool | None = None
@@ -105,6 +107,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "sequence": layout.sequence,
         "context": layout.context,
         "tensor": layout.tensor,
+        "expert": layout.expert,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "num_workers": recipe.data.decided_workers,

@@ -194,7 +194,7 @@ def loads_on_device(recipe: Recipe) -> bool:
     Not where they are divided first, nor from GGUF files, which are taken apart on the host.
     """
     name, model = recipe.strategy.name, recipe.model
-    divided = name == "zero3" or (name == "fsdp" and recipe.method.quantization == "none") or recipe.parallel.tensor > 1
+    divided = name == "zero3" or (name == "fsdp" and recipe.method.quantization == "none") or recipe.parallel.divides
     return not divided and not model.gguf_file and not model.path.endswith(".gguf")
 
 

@@ -138,6 +138,8 @@ class BatchLayout:
     """Processes that share each row by gathering keys and values, see `parallel.context`."""
     tensor: int = 1
     """Processes that divide each layer, see `parallel.tensor`."""
+    expert: int = 1
+    """Processes that divide the experts of each layer, see `parallel.expert`."""
 
     @property
     def sharing(self) -> int:
@@ -179,6 +181,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
     batch, parallel = recipe.batch, recipe.parallel
     together = parallel.together
     replicas = _replicas(world_size, together, parallel.together_by)
+    _replicas(world_size, parallel.expert, "parallel.expert")
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
     total = batch.sequences_per_step
@@ -203,12 +206,12 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    divided = (parallel.sequence, parallel.context, parallel.tensor)
+    divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert)
     return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
 
 
 def _replicas(world_size: int, together: int, key: str) -> int:
-    """Groups of processes that get the same rows."""
+    """Groups of processes that get the same rows, or divide experts."""
     if world_size % together == 0:
         return world_size // together
     smaller = [str(size) for size in range(1, min(together, world_size + 1)) if world_size % size == 0]

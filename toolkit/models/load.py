@@ -40,6 +40,7 @@ from toolkit.models.adapters import keep_unpacked, kept_in_fp32, quantization_co
 from toolkit.models.blockwise import Weights
 from toolkit.models.tokenizer_limits import check_growth
 from toolkit.recipe import Recipe, model_configs
+from toolkit.recipe.config_limits import MARKED, has_mark
 
 _log = logging.getLogger("toolkit.models")
 _IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
@@ -324,6 +325,8 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Of a library in Rust.
             raise
         _log.debug("%s of %s", kind.__name__, path, exc_info=True)
+        if marked := next(filter(has_mark, sorted(Path(path).glob("*.json"))), None):
+            raise UserError(f"{key}: {marked}{MARKED}", "save it so") from error
         misspelt = key == "model.path" and not model_configs.known_model(recipe.model)
         close = model_configs.nearest(path) if misspelt else []
         change = f"did you mean {' or '.join(close)}? " if close else ""
@@ -336,4 +339,4 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             what = "is neither a folder here nor in the hub's cache"
             change += f"; `hf download {path}` fills the cache where there is a network"
-        raise UserError(f"{key}: {path} {what}", change) from error
+        raise UserError(f"{key}: {Path(path, arguments.get('gguf_file', ''))} {what}", change) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,26 +327,3 @@ def whole_of(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     dist.all_gather(parts, part.contiguous(), group=layer_group())
     whole: torch.Tensor = parameter.divided.join(parts)
     return whole
-
-
-def whole_state(model: Any, keep: Callable[[Any], bool], first: bool) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by name, without second names of tied ones, each whole in host memory of the first
-    process; nothing on the others.
-
-    Every process must call this.
-
-    Args:
-        keep: Which parameters are asked for.
-        first: Whether this is the first process.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {}
-    for name, held in model.state_dict().items():
-        parameter = parameters.get(name)
-        if name in tied or (parameter is not None and not keep(parameter)):
-            continue
-        whole = held if parameter is None else whole_of(parameter, held)
-        if first:
-            state[name] = whole.detach().cpu()
-    return state

@@ -116,6 +116,7 @@ class _Question:
             seq_len=layout.seq_len,
             sequence=layout.sharing,
             tensor=layout.tensor,
+            expert=layout.expert,
             num_workers=workers,
             chosen=chosen,
             memory=ranks,
@@ -128,7 +129,7 @@ class _Question:
             serving=serving(recipe.method, self.config, trace.whole(), device.memory, self.context or layout.seq_len),
             advice=[],
             origin=trace.origin,
-            notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done)],
+            notes=[*filter(None, [why]), *notes_of(recipe, hardware, trace, done, self.config)],
         )
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
@@ -227,7 +228,7 @@ def estimate(
         UnknownSize: If the model can be neither traced nor estimated.
     """
     question = _Question(
-        name, overrides, price, config or _config_of(recipe), statistics or statistics_of(recipe), tracing, context
+        name, overrides, price, config or config_of(recipe), statistics or statistics_of(recipe), tracing, context
     )  # fmt: skip
     asked = recipe
     recipe, precision = fastest_precision(recipe, hardware)
@@ -260,6 +261,15 @@ def estimate(
     )
 
 
+def config_of(recipe: Recipe) -> Mapping[str, Any]:
+    """The config of a recipe's model, wherever it is.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    return model_configs.config_of(recipe.model) or store.config_of(recipe)
+
+
 def decide(
     recipe: Recipe,
     hardware: Hardware,
@@ -275,7 +285,7 @@ def decide(
     """
     if not recipe.undecided:
         return recipe, {}
-    question = _Question("", (), None, config or _config_of(recipe), statistics, tracing)
+    question = _Question("", (), None, config or config_of(recipe), statistics, tracing)
     return resolve(recipe, hardware, question.plan)
 
 
@@ -317,10 +327,6 @@ def launched_on(
     count, nodes = world.local_world_size, world.num_nodes
     sizes = f"x{count}" * (world.world_size > 1) + f"x{nodes}" * (nodes > 1)
     return dataclasses.replace(machine, name=f"{machine.device.name}{sizes}", devices_per_node=count, nodes=nodes)
-
-
-def _config_of(recipe: Recipe) -> Mapping[str, Any]:
-    return model_configs.config_of(recipe.model) or store.config_of(recipe)
 
 
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:

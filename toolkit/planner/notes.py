@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Mapping
+from typing import Any
 
 from toolkit.common import UserError
 from toolkit.distributed.environment import segments_grow
@@ -17,8 +19,12 @@ _NOTABLE, _LEAST = 0.05, 60.0
 """The share of a run's time, and the seconds, from which on waiting for checkpoints is worth a note."""
 
 
-def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> list[str]:
-    """The remarks of one plan."""
+def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work, config: Mapping[str, Any]) -> list[str]:
+    """The remarks of one plan.
+
+    Args:
+        config: The model's `config.json`.
+    """
     notes = []
     if trace.origin == "formulas":
         # Libraries name all that they know instead: hundreds of models.
@@ -45,6 +51,12 @@ def notes_of(recipe: Recipe, hardware: Hardware, trace: Trace, work: Work) -> li
     if adapters and experts and not any(_reached(each.shape, adapters) for each in experts):
         share = sum(each.numel * each.count for each in experts) / trace.elements()
         notes.append(f"adapters do not reach the experts, which are {share:.0%} of the parameters")
+    if (parts := recipe.parallel.expert) > 1:
+        others = (parts - 1) * model_configs.meeting_share(*model_configs.experts(config), parts)
+        notes.append(
+            f"tokens are taken to be spread evenly over the experts, each sent to {others:.1f} other devices in every "
+            "layer with experts; a device whose experts are chosen more often needs more memory and time"
+        )
     if recipe.method.init_lora_weights == "eva":
         notes.append(
             f"EVA takes up to {EVA_ROWS} rows through the model of every process before step 1, in less memory than a "

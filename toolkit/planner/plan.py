@@ -291,6 +291,8 @@ class Plan(Figures):
     """Devices that share each sequence."""
     tensor: int = 1
     """Devices that divide each layer."""
+    expert: int = 1
+    """Devices that divide the experts of each layer."""
     num_workers: int = 0
     """Processes beside each training process that make its batches ahead."""
     lengths: str = ""

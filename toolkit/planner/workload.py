@@ -70,6 +70,13 @@ class Workload:
         """Elements that get gradients."""
         return self.trace.elements(trained=True)
 
+    @functools.cached_property
+    def apart(self) -> int:
+        """Elements that get gradients of experts that processes divide, which the engine leaves alone."""
+        parts = self.layout.expert
+        divided = (each for each in self.trace.tensors if parts > 1 and each.trained and each.parts == parts)
+        return sum(each.numel * each.count for each in divided)
+
     @property
     def owned(self) -> float:
         """Elements that one rank's optimizer updates."""

@@ -12,12 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import UserError, concealed
+from pydantic import ValidationError
+
+from toolkit.common import UserError, brief, concealed
+from toolkit.recipe.config_limits import MARKED, has_mark
 from toolkit.recipe.errors import Origins, Problem, as_text, origin_of
 from toolkit.recipe.files import read
 from toolkit.recipe.libraries import PASSED
 from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.recipe.schema import Recipe
+from toolkit.recipe.sections import Method
 
 _FILE = "adapter_config.json"
 _KEYS = (
@@ -42,11 +46,14 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
         return Problem(key, what, origin_of(key, origins), given, hint=hint)
 
     try:
+        if has_mark(folder / _FILE):
+            raise ValueError(MARKED.strip())
         config = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        _check(config, recipe.method)
+    except (OSError, ValueError, RecursionError) as error:
         inside = folder / "final"
         hint = f"set model.adapter={inside}" if (inside / _FILE).is_file() else "name the folder `final` of a run"
-        what = f"there is no readable {_FILE} in this folder" if isinstance(error, OSError) else f"{_FILE}: {error}"
+        what = f"there is no readable {_FILE} in this folder" if isinstance(error, OSError) else f"{_FILE} {error}"
         return recipe, {}, [problem("model.adapter", what, recipe.model.adapter, hint)]
     problems = [
         problem("model.adapter", f"has {key}={config.get(key, plain)}, unlike the recipe", "", _follow(key))
@@ -82,6 +89,31 @@ def start_from(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins, list[
     return recipe.with_values(taken), dict.fromkeys(taken, str(folder / _FILE)), problems
 
 
+def _check(config: Any, method: Method) -> None:
+    """Raises ValueError for what is no adapter's, of what is read of it."""
+    if not isinstance(config, dict):
+        raise ValueError("holds no object, as an adapter's does")
+    rows, base = config.get("trainable_token_indices") or [], config.get("base_model_name_or_path")
+    parts = list(rows.values()) if isinstance(rows, dict) else [rows]
+    if not all(isinstance(part, list) and {type(number) for number in part} <= {int} for part in parts):
+        raise ValueError(f"has {_shown('trainable_token_indices', rows)}, which are no numbers of tokens")
+    if not isinstance(base, str | None):
+        raise ValueError(f"has {_shown('base_model_name_or_path', base)}, which is no name")
+    for key in _KEYS:
+        if key in ("r", "lora_alpha") and key not in config:
+            raise ValueError(f"has no {key}")
+        # As a recipe takes it.
+        try:
+            type(method).model_validate({**method.model_dump(), key: _value(config, key)})
+        except (ValidationError, TypeError) as error:
+            said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise ValueError(f"has {_shown(key, config.get(key))}: {said}") from None
+
+
+def _shown(key: str, value: Any) -> str:
+    return f"{key}={brief(as_text(value), 1)}"
+
+
 def _begun(folder: Path) -> str:
     """How an adapter began, where the recipe of its run says it; what lies there may be somebody's own recipe."""
     run = folder.parent / "recipe.yaml"
@@ -102,11 +134,10 @@ def _tokens(folder: Path, config: Mapping[str, Any]) -> list[str | None]:
         values: Any = read(run).values
         return list(values["model"].get("new_tokens", []))
     ids = next(iter(rows.values())) if isinstance(rows, dict) else rows
-    try:
+    names: dict[int, str] = {}
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"] if ids else []
-    except (OSError, ValueError, KeyError):
-        added = []
-    names = {token["id"]: token["content"] for token in added}
+        names = {token["id"]: token["content"] for token in added if isinstance(token["content"], str)}
     return [names.get(index) for index in ids]
 
 

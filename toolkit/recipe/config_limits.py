@@ -45,6 +45,15 @@ _ROPE_NUMBERS = {
 _ROPE_LISTS = ("short_factor", "long_factor")
 
 
+MARKED = " begins with a byte order mark, which JSON must not: save it as UTF-8 without one"
+
+
+def has_mark(file: Path) -> bool:
+    """Whether a file begins with the mark that some editors put there, and at which the libraries end."""
+    with file.open("rb") as content:
+        return content.read(3) == b"\xef\xbb\xbf"
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """The config in a file.
 
@@ -55,6 +64,8 @@ def read_config(file: Path) -> dict[str, Any]:
     try:
         if (size := file.stat().st_size) > _MOST_BYTES:
             raise _Wrong(f" has {size:,} bytes, which no model's config has: at most {_MOST_BYTES:,}")
+        if has_mark(file):
+            raise _Wrong(MARKED)
         try:
             config = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
         except (ValueError, RecursionError) as error:

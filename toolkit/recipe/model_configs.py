@@ -7,9 +7,11 @@ network and before any weight is downloaded. Other models are looked up in the h
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
+from toolkit.hub_cache import hub_caches
 from toolkit.recipe.config_limits import EXPERT_KEYS, LAYER_KEYS, POSITION_KEYS, read_config
 from toolkit.recipe.schema import Model
 
@@ -208,6 +211,12 @@ def experts(config: Mapping[str, Any]) -> tuple[int, int]:
     return (count, int(text.get("num_experts_per_tok") or 1)) if count > 1 else (1, 1)
 
 
+def meeting_share(experts: int, chosen: int, processes: int) -> float:
+    """The share of tokens that meet an expert of one process, of those that divide them, where all are chosen equally
+    often: those that meet none choose all of theirs among the experts of the others."""
+    return 1 - math.comb(experts - experts // processes, chosen) / math.comb(experts, chosen)
+
+
 def fused_experts(config: Mapping[str, Any]) -> int:
     """Experts that Transformers keeps in one tensor for a layer, which is no linear layer; 0 without any."""
     text = text_config(config)
@@ -292,26 +301,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _hub_snapshot(model: Model) -> Path | None:
     """Folder of the model's files in the hub's cache, laid out as `huggingface_hub` documents it.
 
-    Raises:
-        UserError: If it is another user's, and closed: libraries would say that a file is missing, or nothing.
+    One with a file that is another user's and closed does not count: libraries would say that the file is missing, or
+    nothing.
     """
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    repository = cache / f"models--{model.path.replace('/', '--')}"
     revision = model.revision or "main"
-    try:
+    for cache in hub_caches():
+        repository = cache / f"models--{model.path.replace('/', '--')}"
         ref = repository / "refs" / revision
-        commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
-        snapshot = repository / "snapshots" / commit
-        closed = [file for file in (snapshot.iterdir() if snapshot.is_dir() else ()) if not os.access(file, os.R_OK)]
-    except PermissionError as error:
-        closed = [Path(error.filename)]
-    if closed:
-        raise UserError(
-            f"model.path: {closed[0]} in the hub's cache is not this user's to read",
-            f"set HF_HUB_CACHE to a folder of your own, or have its owner type `chmod -R a+rX {repository}`",
-        )
-    return snapshot if snapshot.is_dir() else None
+        with contextlib.suppress(PermissionError):
+            commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+            snapshot = repository / "snapshots" / commit
+            if snapshot.is_dir() and all(os.access(file, os.R_OK) for file in snapshot.iterdir()):
+                return snapshot
+    return None
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -17,6 +17,10 @@ SAME = {
         *("tensor_parallel_size", "tensor_parallel_degree", "tensor_model_parallel_size", "tp_size", "tp"),
         "tensor_parallel",
     ),
+    "parallel.expert": (
+        *("expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size", "ep_size", "ep"),
+        "moe_expert_parallel_size",
+    ),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (
@@ -303,7 +307,7 @@ ADVICE = {
 
 OF_HARDWARE = ("co2_g_kwh", "ram_gib", "network_gbit_s", "power_w", "memory_gib", "tflops", "bandwidth_gb_s")
 _GATHERS = "set parallel.context to the number of devices that share a row and gather its keys and values"
-_NO_STAGES = "set strategy.name to zero3 or fsdp: stages and experts of a model are not split over devices"
+_NO_STAGES = "set strategy.name to zero3 or fsdp: stages of a model are not split over devices"
 _NO_EVALUATION = "set data.eval_split: null and evaluation.num_prompts: 0, and leave out its other keys"
 HABITS: dict[str, dict[str, str]] = {
     "activation_checkpointing": _CHECKPOINTING,
@@ -320,7 +324,8 @@ HABITS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("tp", "tensor_parallel", "megatron"), "set parallel.tensor to the devices that divide a layer"
         ),
-        **dict.fromkeys(("pp", "ep"), _NO_STAGES),
+        **dict.fromkeys(("ep", "expert_parallel"), "set parallel.expert to the devices that divide the experts"),
+        "pp": _NO_STAGES,
         **dict.fromkeys(("sp", "ulysses"), "set parallel.sequence to the number of devices that share a row"),
         **dict.fromkeys(("cp", "ring_attention", "ring"), _GATHERS),
     },

@@ -23,6 +23,10 @@ class Parallel(Section):
     gradients and optimizer state of them (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
     same rows. Divides the model's heads of keys and values and its inner width; under `ddp` and `fsdp`, and beside
     `sequence` or `context`, whose processes then share the heads that are left."""
+    expert: PositiveInt = 1
+    """How many processes divide the experts of each layer of a mixture: every one has some of them, with their weights,
+    gradients and optimizer state, and gets the tokens that meet them from the others (expert parallelism, Lepikhin et
+    al. 2020, arXiv:2006.16668). They read rows of their own. Divides the model's experts; under `ddp`."""
 
     @property
     def sharing(self) -> int:
@@ -33,6 +37,11 @@ class Parallel(Section):
     def shares_by(self) -> str:
         """The key by which processes share rows; empty if they do not."""
         return "parallel.context" if self.context > 1 else "parallel.sequence" if self.sequence > 1 else ""
+
+    @property
+    def divides(self) -> bool:
+        """Whether processes have parts of what the strategy itself leaves whole."""
+        return self.tensor > 1 or self.expert > 1
 
     @property
     def together(self) -> int:

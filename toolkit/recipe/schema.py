@@ -259,6 +259,13 @@ class Recipe(Section):
         """Whether at most the micro-batch is left to the plan, which no engine depends on."""
         return set(self.undecided) <= {"batch.micro_batch_size"}
 
+    @property
+    def repositories(self) -> list[str]:
+        """What may be the name of a repository on the hub: of the model, its tokenizer and the data."""
+        names = [self.model.path, self.model.tokenizer]
+        names += [source.path for source in (*self.data.sources, *self.data.eval_sources)]
+        return [name for name in names if name]
+
     def with_values(self, values: Mapping[str, Any]) -> Recipe:
         """This recipe with other values at some dotted keys, which are taken as they are."""
         changed: dict[str, Any] = {}

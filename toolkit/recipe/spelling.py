@@ -18,9 +18,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if len(initials) == 1:  # lr
         return folded[initials[0]]
     word = word.lower().replace("-", "_")
-    slips = {name: _slips(word, name) for name in folded if abs(len(name) - len(word)) < 5}
+    most = (len(word) + 2) // 5
+    slips = {name: _slips(word, name, most) for name in folded if abs(len(name) - len(word)) <= min(most, 4)}
     nearest = max(slips, key=lambda name: (-slips[name], name), default="")
-    if nearest and slips[nearest] <= (len(word) + 2) // 5:
+    if nearest and slips[nearest] <= most:
         return folded[nearest]
     longer = [name for name in folded if _is_part(word, name) or _spells_out(word, name)]
     return folded[longer[0]] if len(longer) == 1 else ""
@@ -54,8 +55,9 @@ def _spells_out(word: str, name: str) -> bool:
     return len(parts) == len(shorts) and all(len(short) > 2 and part.startswith(short) for part, short in pairs)
 
 
-def _slips(word: str, meant: str) -> int:
-    """Letters left out, added, changed, or swapped with their neighbour (Damerau 1964)."""
+def _slips(word: str, meant: str, most: int) -> int:
+    """Letters left out, added, changed, or swapped with their neighbour (Damerau 1964); some number above `most` if
+    they are more."""
     rows = [list(range(len(meant) + 1))]
     for i, letter in enumerate(word, 1):
         row = [i]
@@ -64,4 +66,6 @@ def _slips(word: str, meant: str) -> int:
             if i > 1 and j > 1 and (letter, word[i - 2]) == (meant[j - 2], wanted):
                 row[j] = min(row[j], rows[-2][j - 2] + 1)
         rows.append(row)
+        if min(*row, *rows[-2]) > most:  # What follows builds on these two.
+            break
     return rows[-1][-1]

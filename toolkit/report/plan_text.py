@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from toolkit.common import brief, bytes_text, table
-from toolkit.planner.plan import Memory, Plan, Refused
+from toolkit.common import LINES, brief, bytes_text, table
+from toolkit.planner.plan import Advice, Memory, Plan, Refused
 from toolkit.report import plan_view as view
 
 WIDEST = 100
@@ -45,19 +45,62 @@ def width() -> int:
 
 def plan_text(plan: Plan, columns: int = 80) -> Text:
     """The whole plan."""
-    blocks = [
-        _headline(plan, columns),
-        _rows("", view.setting_rows(plan), columns),
-        memory_text(plan, columns),
-        _phases(plan.memory[0], columns),
-        _rows("Host and disk", view.store_rows(plan), columns),
-        _rows("Work", view.work_rows(plan), columns),
-        _rows("Traffic of a rank in a step", view.link_rows(plan), columns),
-        _rows(view.serving_title(plan), view.serving_rows(plan), columns),
-        _advice(plan, columns),
-        table([("-", Text(brief(note), "dim")) for note in plan.notes], columns=columns, gap=1),
-    ]
-    return Text("\n\n").join(block for block in blocks if block)
+    blocks = [_headline(plan, columns), *_blocks(plan, columns).values()]
+    return _apart(*blocks)
+
+
+def screen_text(plan: Plan, columns: int, whole: str) -> Text:
+    """What of a plan fits on a screen: whether it fits, how long it takes, what fills the memory, what to change.
+
+    Args:
+        whole: How to see all of it, for a last line that says what was left out.
+    """
+    if _height(text := plan_text(plan, columns)) <= LINES:
+        return text
+    blocks, left_out = _blocks(plan, columns, short=True), list[str]()
+    advice = [each for each in plan.advice if each.changes]
+
+    def shown() -> tuple[Text, Text]:
+        last = table([(Text(f"more: {', '.join(left_out)}; all of it: {whole}", "dim"),)], "l", columns=columns)
+        blocks[_CHANGES] = _advice(plan, advice, columns)
+        return _apart(_headline(plan, columns), *blocks.values(), last), last
+
+    for name in _LEAST:
+        if blocks[name]:
+            text, last = shown()
+            if _height(text) <= LINES:
+                return text
+            if name != _CHANGES:
+                blocks.pop(name)
+            elif not advice or advice[-1].kind != "option":
+                continue
+            left_out.append(_NAMES.get(name, name.lower()))
+            while name == _CHANGES and advice and advice[-1].kind == "option" and _height(shown()[0]) > LINES:
+                advice.pop()
+    text, last = shown()
+    return text if _height(text) <= LINES else _lines(*text.split("\n")[: LINES - _height(last)], last)
+
+
+_SETTINGS, _MEMORY, _PHASES, _STORES, _WORK = "settings", "memory", "phases", "Host and disk", "Work"
+_TRAFFIC, _SERVING, _CHANGES, _NOTES = "Traffic of a rank in a step", "serving", "changes", "notes"
+_LEAST = (_PHASES, _SERVING, _TRAFFIC, _WORK, _STORES, _CHANGES, _NOTES, _SETTINGS)
+"""Blocks in the order in which a screen does without them; of what to change without further options."""
+_NAMES = {_PHASES: "memory by phase", _TRAFFIC: "traffic", _SERVING: "serving the result", _CHANGES: "options"}
+
+
+def _blocks(plan: Plan, columns: int, short: bool = False) -> dict[str, Text]:
+    """What stands below the headline, in order; in short with small parts of the memory as one."""
+    return {
+        _SETTINGS: _rows("", view.setting_rows(plan), columns),
+        _MEMORY: memory_text(plan, columns, short),
+        _PHASES: _phases(plan.memory[0], columns),
+        _STORES: _rows(_STORES, view.store_rows(plan), columns),
+        _WORK: _rows(_WORK, view.work_rows(plan), columns),
+        _TRAFFIC: _rows(_TRAFFIC, view.link_rows(plan), columns),
+        _SERVING: _rows(view.serving_title(plan), view.serving_rows(plan), columns),
+        _CHANGES: _advice(plan, plan.advice, columns),
+        _NOTES: table([("-", Text(brief(note), "dim")) for note in plan.notes], columns=columns, gap=1),
+    }
 
 
 def brief_text(plan: Plan, columns: int = 80) -> Text:
@@ -66,8 +109,12 @@ def brief_text(plan: Plan, columns: int = 80) -> Text:
     return _lines(*(block for block in blocks if block))
 
 
-def memory_text(plan: Plan, columns: int = 80) -> Text:
-    """The parts at the peak, each bar beginning where the one above ends, against the device's line."""
+def memory_text(plan: Plan, columns: int = 80, short: bool = False) -> Text:
+    """The parts at the peak, each bar beginning where the one above ends, against the device's line.
+
+    Args:
+        short: Whether parts of less than a fiftieth are one.
+    """
     memory = plan.memory[0]
     total, reserved, unit = memory.total, memory.reserved, view.Unit.of(plan.device_memory)
     room = columns - _NAME - 22
@@ -76,8 +123,11 @@ def memory_text(plan: Plan, columns: int = 80) -> Text:
     ranks = "" if memory.ranks == "every rank" else f" ({memory.ranks})"
     title = Text(f"Memory of one device{ranks}, {unit.name}, at its peak ({memory.peak_phase})", "bold")
     start, rows = 0.0, list[tuple[Text, ...]]()
-    for name, amount in view.parts_at_peak(memory).items():
-        bar = _bar(start, start + amount, scale, room, line, LETTERS[name][1])
+    parts = view.parts_at_peak(memory)
+    if short and len(small := [name for name, amount in parts.items() if amount < total.value / 50]) > 1:
+        parts["other"] = sum(parts.pop(name) for name in small)
+    for name, amount in parts.items():
+        bar = _bar(start, start + amount, scale, room, line, LETTERS.get(name, LETTERS["workspace"])[1])
         rows.append((Text(name), bar, Text(unit.text(amount))))
         start += amount
     bar = _bar(0, total.value, scale, room, line, STYLES[plan.fit.answer])
@@ -165,12 +215,12 @@ def _phases(memory: Memory, columns: int) -> Text:
     return _lines(Text(f"Allocated by phase, {unit.name}", "bold"), figures)
 
 
-def _advice(plan: Plan, columns: int) -> Text:
-    if not plan.advice:
+def _advice(plan: Plan, shown: Sequence[Advice], columns: int) -> Text:
+    if not shown:
         return Text()
     unit = view.Unit.of(plan.device_memory)
     rows = []
-    for advice in plan.advice:
+    for advice in shown:
         kind = Text(advice.kind, "bold" if advice.kind in ("fastest", "cheapest") else "")
         changes = view.change_text(advice.changes) or "no change"
         figures = f"{view.ANSWERS[advice.fits]}, {view.advice_figures(advice, unit)}"
@@ -183,6 +233,14 @@ def _advice(plan: Plan, columns: int) -> Text:
 
 def _lines(*blocks: Text) -> Text:
     return Text("\n").join(blocks)
+
+
+def _apart(*blocks: Text) -> Text:
+    return Text("\n\n").join(block for block in blocks if block)
+
+
+def _height(text: Text) -> int:
+    return text.plain.count("\n") + 1
 
 
 def _bar(start: float, end: float, scale: float, room: int, line: int, style: str) -> Text:

@@ -111,6 +111,9 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
         batch += (f"{groups} groups of " if groups > 1 else "") + f"{together} devices that {what} x "
     else:
         batch += f"{plan.devices} devices x " if plan.devices > 1 else ""
+    if plan.expert > 1:
+        which = "that" if plan.expert == plan.devices else f"of which each {plan.expert}"
+        batch = batch.removesuffix(" x ") + f" {which} divide the experts x "
     every = plan.gradient_accumulation_steps
     batch += f"{every} micro-batch{'es' if every > 1 else ''} of {plan.micro_batch_size}"
     return [

@@ -36,6 +36,12 @@ from toolkit.report.load import Manifest, Measured, Record, finite, number, read
 from toolkit.report.page import Tile
 
 FEWEST_TO_SMOOTH = 40
+_LOADS = {
+    "expert_load": "layers, on average",
+    "expert_load_worst": "the worst layer",
+    "process_load": "of processes that divide experts",
+}
+"""Keys of metrics, and what they are the load of."""
 
 
 def write_report(run: Path, **values: Any) -> Path:
@@ -198,6 +204,8 @@ def _charts(record: Record) -> list[dict[str, Any]]:
     held_out = _series(record.evaluations, "eval_loss", "held-out", "points")
     memory_key = "device_memory_bytes" if finite(rows, "device_memory_bytes") else "memory_bytes"
     unit, unit_name = byte_unit(max(finite(rows, memory_key), default=0.0))
+    loads = [_series(rows, key, label, "line") for key, label in _LOADS.items()]
+    experts = [loads] if any(each.x for each in loads) else []
     return [
         chart("Loss", [*_smoothed(rows, "loss"), held_out], height=260, form=lambda value: f"{value:.4g}"),
         chart("Learning rate", [_series(rows, "learning_rate", "", "line")], from_zero=True, form=_rate_text),
@@ -211,6 +219,7 @@ def _charts(record: Record) -> list[dict[str, Any]]:
             from_zero=True,
             form=lambda value: f"{value:.3g}",
         ),
+        *[chart("Load of the fullest expert, in means", each, form=lambda value: f"{value:.3g}") for each in experts],
     ]
 
 

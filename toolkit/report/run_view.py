@@ -74,7 +74,22 @@ def speed_sentences(record: Record) -> list[str]:
         texts.append(f"{rates}.")
     if speed and speed.flops is not None:
         texts.append(_COUNTED)
-    return texts
+    return [*texts, *_routing_sentences(record)]
+
+
+def _routing_sentences(record: Record) -> list[str]:
+    """How evenly the tokens of the newest steps were spread over a mixture's experts."""
+    newest = record.training[-1] if record.training else {}
+    keys = ("expert_load", "expert_load_worst", "idle_experts", "dropped_tokens", "process_load")
+    load, worst, idle, dropped, process = (number(newest.get(key)) for key in keys)
+    if load is None or worst is None or idle is None:
+        return []
+    text = f"In the newest steps the fullest expert of a layer met {load:.2f} times as many tokens as the mean of its "
+    text += f"experts, {worst:.2f} times in the worst layer; {idle:.1%} of the experts met none"
+    text += ", and no token was dropped." if dropped == 0 else "."
+    if process is not None:
+        text += f" The fullest of the processes that divide them computed {process:.2f} times the mean."
+    return [text]
 
 
 def straggler_text(found: Mapping[str, Any]) -> str:
@@ -117,6 +132,9 @@ def machine_sentences(manifest: Manifest) -> list[str]:
             ways = ("share them", batch.sharing), ("divide the layers", batch.tensor)
             what = " and ".join(way for way, size in ways if size > 1)
             who = f" on each of {batch.data_parallel_size} groups of {batch.together} processes that {what}"
+        if batch.expert > 1:
+            which = "that" if batch.expert == batch.world_size else f"of which each {batch.expert}"
+            who += f" {which} divide the experts"
         texts.append(
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."

@@ -57,12 +57,16 @@ def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | Non
 
 
 class Meter(TrainerCallback):
-    """Writes `metrics.jsonl` and feeds the progress line. Only the process that talks to the user has one."""
+    """Writes `metrics.jsonl` and feeds the progress line. Only the process that talks to the user has one.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        further: What else stands in a row of metrics.
+    """
+
+    def __init__(self, session: Session, further: Callable[[], dict[str, Any]] = dict) -> None:
         guard, every = session.guard, session.recipe.evaluation.every_steps
         self._file = session.folder.path / "metrics.jsonl"
-        self._world, self.energy = session.world, EnergyMeter([])
+        self._world, self._further, self.energy = session.world, further, EnergyMeter([])
         self._length, self._progress, self._tokens = session.length, session.progress, step_tokens(session)
         self.time_left = TimeLeft(
             session.length.total_steps,
@@ -117,6 +121,7 @@ class Meter(TrainerCallback):
             row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        row |= self._further()
         if slow := found():
             row["stragglers"] = slow
         self.write(state.global_step, row)

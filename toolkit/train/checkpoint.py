@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError
-from toolkit.models.tensor_parallel import whole_shape
+from toolkit.models.parts import whole_shape
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 
@@ -84,6 +84,8 @@ def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
         written_by["offload_optimizer"] = strategy.offload_optimizer
     if recipe.parallel.tensor > 1:
         written_by["tensor"] = recipe.parallel.tensor
+    if recipe.parallel.expert > 1:
+        written_by["expert"] = recipe.parallel.expert
     return {**written_by, "world_size": world_size}
 
 
@@ -174,8 +176,8 @@ def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
 
 
 def _reads(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether an engine reads as it is what was saved; parts of layers are taken out of whole ones."""
-    return _form(saved) == _form(now) and "tensor" not in now
+    """Whether an engine reads as it is what was saved; parts of layers and experts are taken out of whole ones."""
+    return _form(saved) == _form(now) and now.keys().isdisjoint(("tensor", "expert"))
 
 
 def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -195,7 +197,8 @@ def _described(writer: Mapping[str, Any]) -> str:
         settings += f" strategy.state_dict_type={writer['state_dict_type']}"
     if writer.get("offload_optimizer", "none") != "none":
         settings += f" strategy.offload_optimizer={writer['offload_optimizer']}"
-    settings += f" parallel.tensor={writer['tensor']}" if "tensor" in writer else ""
+    for key in ("tensor", "expert"):
+        settings += f" parallel.{key}={writer[key]}" if key in writer else ""
     number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")
 

@@ -1,4 +1,5 @@
-"""What training needs to know of layers that several processes divide (`models.tensor_parallel`).
+"""What training needs to know of layers that several processes divide (`models.tensor_parallel`), and how what is
+divided of layers or experts is saved.
 
 Each of them has the whole loss, and gradients of its own parts; they are averaged over the processes that have the same
 parts. What is saved is whole, as one process would save it, so that any number of processes goes on from it.
@@ -15,8 +16,8 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
 from toolkit.models.layer_sums import dividing, replicas
+from toolkit.models.parts import holds_parts, whole_of, whole_state
 from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts
-from toolkit.models.tensor_parallel import whole_of, whole_state
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -42,7 +43,7 @@ class Divided:
     @property
     def _writes_whole(self) -> bool:
         """Whether parts are put together before they are saved. What FSDP shards it saves in shards, or gathers."""
-        return dividing() > 1 and not self.is_fsdp_enabled  # type: ignore[attr-defined]
+        return holds_parts() and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Theirs counts the trained tokens of all processes, also of those that read the same."""
@@ -90,7 +91,7 @@ def _over_replicas(accelerator: Any) -> Callable[..., Any]:
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:
-    """What is saved of a model with divided layers: all of it, or its adapters. See `whole_state`."""
+    """What is saved of a model with divided layers or experts: all of it, or its adapters. See `whole_state`."""
     adapter = hasattr(model, "peft_config")
     return whole_state(model, lambda parameter: parameter.requires_grad or not adapter, first)
 

@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
 from toolkit.models.layer_sums import dividing
-from toolkit.models.tensor_parallel import is_part, part_of, whole_shape
+from toolkit.models.parts import is_part, part_of, whole_shape
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
 
 

@@ -19,6 +19,7 @@ from toolkit.data.audit import Audit
 from toolkit.data.encode import Encoder
 from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
+from toolkit.models import expert_parallel
 from toolkit.models.attention import IMPLEMENTATIONS, with_mask
 from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
@@ -157,6 +158,8 @@ def answer(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=sorted(stop_token_ids) or None,
             **without_router_logits,
+            # Where tokens travel, a process whose answer is complete goes on until all are.
+            synced_gpus=True if expert_parallel.dividing() > 1 else None,
             **kwargs,
         )
     start = 0 if encoder_decoder else batch["input_ids"].shape[1]

@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from toolkit.recipe.sections import MEMORY
 from toolkit.train.storage import flush, unwritable
 
 KEY = "checkpoint.staging"
-_FOLDERS, _NOTE = "toolkit-staging-", "staged.json"
-"""How these folders are called, and a note in the run folder of what one holds in full."""
+_FOLDERS, _NOTES = "toolkit-staging-", "staged-*.json"
+"""How these folders are called, and notes in the run folder of what each one holds in full."""
 _PATIENCE = 300.0
 """Clients of network file systems see each other's files up to a minute late."""
 _STREAMS = 8
@@ -102,8 +102,7 @@ class FastFolder:
             UserError: If files are missing, or another machine's part does not come.
         """
         name = _name(values)
-        if self._machines == 1:
-            self._note(values)
+        self._note(values)
         if self._rank == 0:
             _copy(self.place / name, self._target / name)
             self._others(name)
@@ -123,11 +122,11 @@ class FastFolder:
             write_json(self._target / f"part-{self._rank}.json", told)
 
     def _note(self, values: Mapping[str, Any]) -> None:
-        """Has the next start on this machine finish what this one may not come to."""
+        """Has the next start on these machines finish what this one may not come to."""
         token = secrets.token_hex(8)
         (self.place / "token").write_text(token, encoding="utf-8")
         told = {"token": token, "boot": _boot(), "files": _files(self.place / _name(values)), "values": values}
-        write_json(self._target / _NOTE, told)
+        write_json(self._target / _NOTES.replace("*", str(self._rank)), {**told, "machines": self._machines})
 
     def _others(self, name: str) -> None:
         """Waits until all that other machines were to copy is there."""
@@ -157,7 +156,7 @@ class FastFolder:
 
 
 def take_left(recipe: Recipe, target: Path) -> dict[str, Any] | None:
-    """Copies the checkpoint that a process which was killed had taken in in full, if it is still on this machine.
+    """Copies the checkpoint that a run on one machine, which was killed, had taken in in full, if it is still there.
 
     Args:
         target: The folder, in the run folder, into which it was to be copied.
@@ -168,22 +167,70 @@ def take_left(recipe: Recipe, target: Path) -> dict[str, Any] | None:
     Raises:
         OSError: If the run folder cannot be written.
     """
-    place, note = _place(recipe, target), _read(target / _NOTE)
-    try:
-        name, token = _name(note["values"]), (place / "token").read_text(encoding="utf-8")
-        # After a start of the machine a disk may hold less than it said.
-        whole = (note["token"], note["boot"], note["files"]) == (token, _boot(), _files(place / name))
-        if not whole or not _boot() or place.stat().st_uid != os.geteuid():
-            return None
-    except (LookupError, TypeError, ValueError, OSError):
-        return None
-    _copy(place / name, target / name)
-    return dict(note["values"])
+    token = held(recipe, target)
+    if found := whole(target, [token]):
+        copy_left(recipe, target, token)
+    return found
 
 
 def is_left(target: Path) -> bool:
     """Whether there is anything for `take_left`."""
-    return (target / _NOTE).exists()
+    return any(target.glob(_NOTES))
+
+
+def held(recipe: Recipe, target: Path) -> str:
+    """Names the part of a checkpoint on its way to `target` that is on this machine in full; empty if there is none."""
+    place = _place(recipe, target)
+    with contextlib.suppress(LookupError, TypeError, ValueError, OSError):
+        token = (place / "token").read_text(encoding="utf-8")
+        note = _notes(target)[token]
+        # After a start of the machine a disk may hold less than it said.
+        known = (note["boot"], note["files"]) == (_boot(), _files(place / _name(note["values"])))
+        if known and _boot() and place.stat().st_uid == os.geteuid():
+            return token
+    return ""
+
+
+def whole(target: Path, parts: Collection[str]) -> dict[str, Any] | None:
+    """What the checkpoint on its way to `target` is to be sealed with, if these are all of its parts; else None."""
+    notes = _notes(target)
+    with contextlib.suppress(LookupError, TypeError):
+        values: dict[str, Any] = next(iter(notes.values()))["values"]
+        machines = {note["machines"] for note in notes.values()}
+        same = all(note["values"] == values for note in notes.values())
+        if machines == {len(notes)} and same and notes.keys() <= set(parts):
+            return values
+    return None
+
+
+def copy_left(recipe: Recipe, target: Path, part: str) -> None:
+    """Copies what this machine has of a checkpoint.
+
+    Raises:
+        OSError: If the run folder cannot be written.
+    """
+    name = _name(_notes(target)[part]["values"])
+    _copy(_place(recipe, target) / name, target / name)
+
+
+def await_left(target: Path) -> None:
+    """Waits until this machine sees what all have copied.
+
+    Raises:
+        UserError: If something does not come.
+    """
+    notes, end = _notes(target).values(), time.monotonic() + _PATIENCE
+    for note in notes:
+        while not note["files"].items() <= _files(target / _name(note["values"])).items():
+            if time.monotonic() > end:
+                raise UserError(f"not all files of {_name(note['values'])} have come to {target}", "try again")
+            time.sleep(0.2)
+
+
+def _notes(target: Path) -> dict[str, dict[str, Any]]:
+    """Of each machine that was about to copy its part of a checkpoint, by the part's token."""
+    read = map(_read, sorted(target.glob(_NOTES)))
+    return {str(note.get("token")): note for note in read}
 
 
 def _place(recipe: Recipe, target: Path) -> Path:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.layer_sums import layer_group
-from toolkit.models.tensor_parallel import is_part
+from toolkit.models.parts import group_of
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -40,11 +39,12 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 def _divided_over(parameter: Any, gradient: Any) -> tuple[Any, ...]:
-    """The process groups over which a gradient is divided: by FSDP, and with its layer."""
+    """The process groups over which a gradient is divided: by FSDP, and with its layer or expert."""
     if isinstance(gradient, DTensor):
         dimensions = enumerate(gradient.placements)
         return tuple(gradient.device_mesh.get_group(index) for index, place in dimensions if _is_divided(place))
-    return (layer_group(),) if is_part(parameter) else ()
+    group = group_of(parameter)
+    return () if group is None else (group,)
 
 
 def _is_divided(place: Any) -> bool:

@@ -19,6 +19,7 @@ from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
+from toolkit.hub_cache import use_own
 from toolkit.models.imports import import_deepspeed, quick_imports
 from toolkit.recipe import split_arguments
 from toolkit.recipe.errors import as_text, warn
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loaded = load_checked(*split_arguments(rest), options.recipes)
         if world.rank == 0:
             warn(loaded.warnings)
+        use_own(loaded.recipe.repositories)
         if not loaded.recipe.knows_engine:
             from toolkit.planner.build import decide_for_launch
 
@@ -71,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 os.environ[key] = value
         quiet_libraries()
-        model, data = loaded.recipe.model, loaded.recipe.data
-        sources = [each.path for each in (*data.sources, *data.eval_sources)]
-        hub.ask_for(model.path, model.tokenizer, *sources)
+        hub.ask_for(*loaded.recipe.repositories)
         if not options.force:
             _check_host_memory(world.local_world_size)
         # Only now: these imports take seconds and read the environment.

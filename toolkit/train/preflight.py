@@ -28,7 +28,7 @@ from toolkit.distributed.device_limits import check_device, check_engine
 from toolkit.distributed.exchanges import Exchange
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
-from toolkit.models import device
+from toolkit.models import device, expert_parallel
 from toolkit.models.layer_sums import divide_processes, replicas
 from toolkit.models.load import ModelSource
 from toolkit.models.shared_rows import group_processes
@@ -149,6 +149,14 @@ def _of_groups(parallel: Parallel) -> Iterator[tuple[str, Callable[[], Any], Exc
 
         yield "the sum over divided layers (parallel.tensor)", divide, exchanges.sums
         yield "the sum over processes with the same parts (parallel.tensor)", replicas, exchanges.sums
+    if parallel.expert > 1:
+
+        def share_experts() -> Any:
+            experts, _ = expert_parallel.divide_processes(parallel.expert)
+            return experts
+
+        yield "sending tokens to experts (parallel.expert)", share_experts, expert_parallel.arrives
+        yield "the sum over processes with the same experts (parallel.expert)", expert_parallel.replicas, exchanges.sums
 
 
 def differences(states: Mapping[int, Mapping[str, Any]], name: Callable[..., str]) -> list[str]:

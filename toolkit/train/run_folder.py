@@ -37,7 +37,9 @@ from toolkit.recipe import Loaded, Recipe, files
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage
 from toolkit.train import checkpoint
-from toolkit.train.sealing import complete_left, is_left
+from toolkit.train.fast_folder import take_left
+from toolkit.train.left_parts import LeftParts
+from toolkit.train.sealing import Take, aside, complete_left, is_left
 
 _PACKAGES = (
     *("accelerate-toolkit", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "bitsandbytes"),
@@ -206,8 +208,11 @@ def recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def claim(loaded: Loaded, world_size: int) -> RunFolder:
+def claim(loaded: Loaded, world_size: int, take: Take = take_left) -> RunFolder:
     """Finds or makes the folder of this run. Nothing of another run is ever overwritten.
+
+    Args:
+        take: Copies what a killed run had taken in into fast folders.
 
     Raises:
         UserError: If the folder holds another run or foreign files, or cannot be written; or if training cannot
@@ -248,7 +253,7 @@ def claim(loaded: Loaded, world_size: int) -> RunFolder:
             damaged[folder.final] = reason
     if is_left(folder.checkpoints):
         with folder.held():
-            complete_left(folder.checkpoints, loaded.recipe)
+            complete_left(folder.checkpoints, loaded.recipe, take)
     newest, passed_over = checkpoint.newest(folder.checkpoints)
     if folder.final in damaged and not newest:
         raise UserError(
@@ -278,7 +283,9 @@ def claim_together(loaded: Loaded, rendezvous: Rendezvous) -> RunFolder:
         UserError: As `claim` does, on every process.
     """
     world, kind = rendezvous.world, TypeAdapter(RunFolder)
-    claimed = None if world.rank else kind.dump_python(claim(loaded, world.world_size), mode="json")
+    parts = LeftParts(rendezvous, loaded.recipe, aside(RunFolder(loaded.run_folder).checkpoints))
+    claimed = None if world.rank else kind.dump_python(claim(loaded, world.world_size, parts.take), mode="json")
+    parts.attend()
     return kind.validate_python(rendezvous.exchange("folder", claimed, lambda values: values[0]))
 
 

@@ -28,7 +28,7 @@ class Samples(TrainerCallback):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._file = session.folder.path / "samples.json"
-        self._together = session.recipe.strategy.shards_parameters or session.layout.tensor > 1
+        self._together = session.recipe.strategy.shards_parameters or session.recipe.parallel.divides
         self.rows: list[Sample] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

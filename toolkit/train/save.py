@@ -19,7 +19,7 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
-from toolkit.models.layer_sums import dividing
+from toolkit.models.parts import holds_parts
 from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush
 
@@ -51,7 +51,7 @@ def publish(
     if not adapter:
         dtype = getattr(torch, dtypes.export)
         kept = kept_in_fp32(model, dtype)
-        if state is None or dividing() > 1:
+        if state is None or holds_parts():
             as_saved(trainer, dtypes)
         state = model.state_dict() if state is None else state
         state = {
@@ -124,7 +124,7 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             state.pop(name, None)
         return state
-    if dividing() > 1:
+    if holds_parts():
         return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,20 @@ from toolkit.train import fast_folder
 from toolkit.train.checkpoint import rotate
 from toolkit.train.storage import flush, unwritable
 
+Take = Callable[[Recipe, Path], dict[str, Any] | None]
+"""As `fast_folder.take_left`."""
+
 
 def aside(checkpoints: Path) -> Path:
     """The folder, beside the checkpoints of a run, into which engines write the next one."""
     return checkpoints / ".aside"
 
 
-def complete_left(folder: Path, recipe: Recipe) -> None:
+def complete_left(folder: Path, recipe: Recipe, take: Take = fast_folder.take_left) -> None:
     """Completes the checkpoint that a run which was killed had written in full.
+
+    Args:
+        take: Copies what it had taken in into fast folders.
 
     Raises:
         UserError: If the run folder cannot be written.
@@ -38,7 +44,7 @@ def complete_left(folder: Path, recipe: Recipe) -> None:
                 values = json.loads(note.read_text(encoding="utf-8"))
                 if note.with_suffix("").is_dir():
                     complete(folder, values, limit)
-        if left := fast_folder.take_left(recipe, aside(folder)):
+        if left := take(recipe, aside(folder)):
             complete(folder, left, limit)
     except OSError as error:
         raise unwritable(folder.parent, error) or error from error

@@ -32,9 +32,9 @@ from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
+from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
 from toolkit.models.step_casts import StepCasts
-from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
@@ -51,6 +51,7 @@ from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.batching import collator, micro_batches, score_parts, share
 from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
+from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
 from toolkit.train.plan_guard import PlanGuard, plan_run
 from toolkit.train.profiler import Profiler
@@ -102,6 +103,7 @@ def set_up(
     first = world.rank == 0
     layout, types = batch_layout(recipe, world.world_size), dtypes(recipe)
 
+    require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     trains = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
     kind: Any = functools.partial(trains, choice=_head(source, first))
@@ -154,7 +156,7 @@ def set_up(
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, begins.recipe)
-    divide_layers(model, layout.tensor, world.rank % layout.tensor)
+    divide_model(model, layout.tensor, layout.expert, world.rank)
     if layout.tensor > 1 and types.load == "float32":
         cast_parameters(model.parameters(), types.load)  # They may have been read as they lie in their files.
     if layout.tensor > 1 and recipe.strategy.name == "fsdp":
@@ -382,7 +384,8 @@ class Callbacks:
     def __init__(self, session: Session) -> None:
         self.completion = Completion(session) if session.folder.is_trained else None
         self.samples = Samples(session)
-        self.meter = Meter(session) if session.leads else None
+        experts = ExpertLoad(session)
+        self.meter = Meter(session, experts.row) if session.leads else None
         self.evaluator = Evaluator(session, self.meter) if session.prepared.eval is not None else None
         self.stop = CleanStop(session.trainer.accelerator, session.progress.message)
         start_up = session.start_up
@@ -395,7 +398,7 @@ class Callbacks:
         # What is not finite is noted before it ends the run.
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
         choosing = (self.selection, EarlyStopping(session), self.evaluator)
-        watching = (self.meter, finite, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
+        watching = (experts, self.meter, finite, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
         for each in (self.completion, EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
             if each is not None:
                 session.trainer.add_callback(each)

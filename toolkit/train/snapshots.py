@@ -23,8 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
+from toolkit.models.parts import part_of, whole_shape
 from toolkit.models.sharded_parts import LAYERS
-from toolkit.models.tensor_parallel import part_of, whole_shape
 from toolkit.seal import seal
 from toolkit.train.save import gathered
 

@@ -30,9 +30,11 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
+from toolkit.models.parts import holds_parts
 from toolkit.models.step_casts import StepCasts
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
+from toolkit.train.divided_experts import DividedExperts
 from toolkit.train.elastic import Continues
 from toolkit.train.gradients import clip_gradients
 from toolkit.train.staging import Saves
@@ -90,7 +92,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Divided, Continues):
+class _ExactMixin(Divided, DividedExperts, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -151,9 +153,9 @@ class _ExactMixin(Divided, Continues):
         if not engine and "zero_grad" not in vars(model):
             spare_walks(model)
         if self.casts is None:
-            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+            return super().training_step(model, *args, **kwargs)
         with self.casts.micro_batch(last=self.accelerator.sync_gradients):  # type: ignore[attr-defined]
-            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+            return super().training_step(model, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Theirs counts the model's parameters in every micro-batch."""
@@ -249,7 +251,7 @@ class _ExactMixin(Divided, Continues):
     def _sums_norm_itself(self) -> bool:
         """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts, of which torch has none of
         the others."""
-        ours = self.args.device.type == "cpu" or dividing() > 1  # type: ignore[attr-defined]
+        ours = self.args.device.type == "cpu" or holds_parts()  # type: ignore[attr-defined]
         return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from toolkit.data.encode import IGNORE
 from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
-from toolkit.models.sharded_parts import divides
+from toolkit.models.parts import sizes as parts
 from toolkit.models.shared_rows import sizes
 from toolkit.train.evaluate import evaluating
 from toolkit.train.session import Session
@@ -207,7 +207,7 @@ def read(trainer: Any) -> EngineState:
         "device": str(trainer.args.device),
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         **sizes(),
-        "tensor": divides(model),
+        **parts(model),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),

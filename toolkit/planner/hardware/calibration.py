@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -146,13 +147,18 @@ def known(device: Device) -> Calibration | None:
         return None
 
 
-def once_measured(hardware: Hardware) -> Hardware:
+def once_measured(hardware: Hardware, before: Callable[[], object] | None = None) -> Hardware:
     """With figures of this CPU, which are measured now if they never were, or not well enough.
 
     That takes about half a minute in a process of its own, once for a CPU; a GPU is not measured unasked.
+
+    Args:
+        before: What to try first, if anything is to be measured.
     """
     if hardware.device.kind != "cpu" or ((found := known(hardware.device)) and not found.again):
         return hardware
+    if before:
+        before()
     file = find(path_of(hardware.device))
     began = file.stat().st_mtime_ns if file.is_file() else None
     try:

@@ -223,7 +223,7 @@ class _RankMemory:
             # Each is quantized from 16 bits, one by one.
             return {"parameters": self.engine.largest(trained=False) * float(WIDTH[self.types.compute])}
         extra = self.engine.loading()
-        if self.on_cpu and self.layout.tensor > 1:
+        if self.on_cpu and self.recipe.parallel.divides:
             # Whole ones, of which parts are then kept.
             whole = weights(self.workload, self.trace.whole().tensors, WIDTH[self.types.load])
             extra += whole - weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
@@ -252,7 +252,7 @@ class _RankMemory:
                 (each.parts * each.numel * self.workload.width(each) for each in self.trace.tensors), default=0
             )
             return largest + gathered if self.over.parameters > 1 else gathered
-        if self.layout.tensor > 1:
+        if self.recipe.parallel.divides:
             # Whole ones are put together on the host of the first process, each of its parts at first.
             divided = [each for each in self.trace.tensors if each.parts > 1 and (each.trained or full)]
             joined = weights(self.workload, dataclasses.replace(self.trace, tensors=tuple(divided)).whole().tensors)

@@ -38,7 +38,7 @@ class Engine:
         if self.layout.world_size == 1:
             return Held()
         # torch/csrc/distributed/c10d/reducer.cpp: buckets for all gradients; accelerate leaves them no views of these.
-        return Held(engine=self.trained * self.local)
+        return Held(engine=(self.trained - self.workload.apart) * self.local)
 
     def happens(self, moment: Moment) -> bool:
         """Whether a pass comes by a moment: those with gradients from before are there only if these stay as made."""

@@ -47,7 +47,7 @@ def host(workload: Workload) -> Host:
     training, loading, saving = sum(parts.values()), 0.0, 0.0
     if not on_cpu:
         loading = _loading(workload)
-        if recipe.strategy.shards_parameters or workload.layout.tensor > 1:
+        if recipe.strategy.shards_parameters or recipe.parallel.divides:
             saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
         elif recipe.method.name == "full":
             saving = workload.trace.elements() * WIDTH[workload.types.export]

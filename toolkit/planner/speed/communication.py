@@ -80,6 +80,7 @@ def transfers(workload: Workload, boundary: float, tokens: float, scored: float)
     """
     sent = [*_collectives(workload), *_offloads(workload, boundary), *exchanges(workload, tokens)]
     sent += sums(workload, tokens, scored) if workload.layout.tensor > 1 else ()
+    sent += travels(workload, tokens) if workload.layout.expert > 1 else ()
     return [each for each in sent if any(each.sent.values())]
 
 
@@ -110,8 +111,9 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
     buckets = math.ceil(trained / strategy.reduce_bucket_size)
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
-        size = trained * WIDTH[types.local]
+        size = (trained - workload.apart) * WIDTH[types.local]
         yield Transfer("backward", 1, gather(2 * size), latency=math.ceil(size / BUCKET) * both)
+        yield from _replicas(workload)
     elif strategy.zero_stage in (1, 2):
         # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
         # Stage 2 drops what is not its own after each micro-batch, and so has to reduce each.
@@ -169,10 +171,53 @@ def sums(workload: Workload, tokens: float, scored: float) -> Iterator[Transfer]
         yield Transfer(during, every, {link: 2 * whole * (parts - 1) / parts}, hidden=False, latency=waiting)
 
 
-def _gathered(workload: Workload, size: float, within_nodes: bool = False) -> dict[str, float]:
+def travels(workload: Workload, tokens: float) -> Iterator[Transfer]:
+    """Of tokens that travel between processes that divide experts, as the trace has seen it for even routing: of what a
+    process exchanges it keeps the share of its own experts. In each layer with experts processes agree on what they
+    send, rows travel and their weights, and results come back; gradients go the same way."""
+    parts, hardware, every = workload.layout.expert, workload.hardware, workload.layout.gradient_accumulation_steps
+    inner = min(parts, hardware.devices_per_node)
+    layers = _with_experts(workload)
+    for during, collectives in (("forward", 4), ("backward", 3)):
+        done = workload.trace.passes[during]
+        size = done.exchanged.of(workload.trace.layers, tokens, 0) / parts
+        sent = {inner_link(hardware): size * (inner - 1), NETWORK: size * (parts - inner)}
+        # What is recomputed waits as long once more.
+        again = workload.trace.passes["recompute"].exchanged.of(workload.trace.layers, tokens, 0)
+        repeats = again / max(1.0, workload.trace.passes["forward"].exchanged.of(workload.trace.layers, tokens, 0))
+        rounds = layers * (collectives + (4 * repeats if during == "backward" else 0))
+        waiting = rounds * latency(hardware, across=parts > inner)
+        yield Transfer(during, every, sent, hidden=False, latency=waiting)  # type: ignore[arg-type]
+
+
+def _with_experts(workload: Workload) -> int:
+    """Layers whose experts are divided."""
+    tensors = (each for each in workload.trace.tensors if each.parts == workload.layout.expert and each.kind == "base")
+    return max((each.count for each in tensors if len(each.shape) == 3), default=0)
+
+
+def _replicas(workload: Workload) -> Iterator[Transfer]:
+    """Gradients of divided experts, which each process sums with those that have the same, one tensor at a time."""
+    if size := workload.apart * WIDTH[workload.types.local]:
+        parts = workload.layout.expert
+        divided = (each.count for each in workload.trace.tensors if each.trained and each.parts == parts)
+        waiting = sum(divided) * latency(
+            workload.hardware, reduces=True, within=parts < workload.hardware.devices_per_node
+        )
+        if workload.layout.world_size > parts:
+            yield Transfer("backward", 1, _gathered(workload, 2 * size, parts=parts), latency=waiting)
+
+
+def _gathered(
+    workload: Workload, size: float, within_nodes: bool = False, parts: int | None = None
+) -> dict[str, float]:
     """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both. Each process that
-    divides layers does it with those that have the same parts."""
-    parts, nodes = workload.layout.tensor, workload.hardware.nodes
+    divides layers does it with those that have the same parts.
+
+    Args:
+        parts: Of how many processes one takes part, where that is another number.
+    """
+    parts, nodes = parts or workload.layout.tensor, workload.hardware.nodes
     inner = max(1, workload.hardware.devices_per_node // parts)
     nodes = max(1, nodes * workload.hardware.devices_per_node // (inner * parts))
     across = {} if within_nodes else {NETWORK: size * (nodes - 1) / nodes / inner}

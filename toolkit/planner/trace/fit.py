@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
 from toolkit.models.head_choice import choose
+from toolkit.models.parts import is_part, parts_of
 from toolkit.models.stored import StoredWeight
-from toolkit.models.tensor_parallel import is_part
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
 from toolkit.planner.trace.passes import ENCODER_PLACES, Micro, run
@@ -29,6 +29,8 @@ from toolkit.planner.trace.shallow import build, depth_of, depths, load_config, 
 from toolkit.planner.trace.tracker import CATEGORIES, Timeline
 from toolkit.planner.trace.types import CHUNK, Amount, Cache, Moment, Pass, Shape, Tensors, Trace
 
+_ALWAYS = 4
+"""Kinds of work that every pass has; the others are of processes that divide something."""
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
 _SHORT = 24
@@ -288,7 +290,7 @@ def _passes(runs: list[list[Micro]], fit: _Fit, head: int, encoder_decoder: bool
 
     def fitted(name: str, kind: str = "work") -> Pass:
         amounts = fit.amount([[[*getattr(micro.timelines[name], kind).values()] for micro in row] for row in runs])
-        if not amounts[-1].per_layer:
+        while len(amounts) > _ALWAYS and not amounts[-1].per_layer:
             amounts.pop()
         return Pass(*amounts)
 
@@ -318,7 +320,7 @@ def _inventory(shallow: Any, setting: Setting) -> tuple[tuple[Tensors, ...], int
             tuple(each.shape),
             each.requires_grad,
             _kind(each, setting),
-            setting.tensor if is_part(each) else 1,
+            parts_of(each),
         )
         for each in shallow.model.parameters()
     )

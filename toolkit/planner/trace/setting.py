@@ -58,6 +58,7 @@ class Setting:
         path: `model.path`, where its code comes with the weights.
         tensor: Processes that divide each layer.
         context: Processes that share each row by gathering keys and values.
+        expert: Processes that divide the experts of each layer.
     """
 
     config: Mapping[str, Any]
@@ -77,6 +78,7 @@ class Setting:
     path: str | None = None
     tensor: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def chunk(self) -> int:
@@ -104,7 +106,7 @@ class Setting:
             content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
-        for dimension in ("tensor", "context"):
+        for dimension in ("tensor", "context", "expert"):
             if content[dimension] == 1:
                 del content[dimension]  # Traces are older than it.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
@@ -154,6 +156,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         path=recipe.model.path if recipe.model.trust_remote_code else None,
         tensor=recipe.parallel.tensor,
         context=recipe.parallel.context,
+        expert=recipe.parallel.expert,
     )
 
 

@@ -18,8 +18,10 @@ from transformers.quantizers import AutoHfQuantizer
 from toolkit.distributed.engines import Dtypes
 from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
+from toolkit.models.expert_parallel import divide_experts
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
+from toolkit.planner.trace.even_routing import EvenExchange
 from toolkit.planner.trace.setting import Setting
 from toolkit.recipe import Recipe
 from toolkit.recipe.schema import Data, Model, Source
@@ -152,6 +154,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     # What it adds to parameters must be on those that are there.
     with contextlib.nullcontext() if depth is None else fake:
         divide_layers(trained, setting.tensor, index=0)
+        divide_experts(trained, setting.expert, 0, EvenExchange)
     lists = _repeated(model)
     twins = setting.objective == "seq2seq" and len(lists) == 2 and _kinds(lists[0]) == _kinds(lists[1])
     return Shallow(trained, _layers(model), lists[0] if twins else ())

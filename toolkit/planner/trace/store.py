@@ -24,6 +24,7 @@ from typing import Any, Literal
 from toolkit import cache
 from toolkit.common import UserError, concealed, in_a_line
 from toolkit.data import hub
+from toolkit.hub_cache import use_own
 from toolkit.planner.trace.analytic import estimated
 from toolkit.planner.trace.every import every_nth
 from toolkit.planner.trace.setting import Setting
@@ -164,6 +165,7 @@ def config_of(recipe: Any) -> dict[str, Any]:
     Raises:
         UserError: If it cannot be read; names the nearest known model.
     """
+    use_own([recipe.model.path])
     hub.ask_for(recipe.model.path)
     answer = ask({"config": recipe.model_dump(mode="json")})
     if "error" in answer:

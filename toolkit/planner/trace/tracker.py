@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from toolkit.models.context_parallel import GATHER
+from toolkit.models.expert_parallel import SEND
 from toolkit.models.layer_sums import SUMS
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
@@ -40,7 +41,7 @@ STAND_INS = "toolkit_tracing"
 """Library of the operations that stand in for kernels; those that return nothing write into their arguments."""
 _THIN = 64
 """FLOPs for each byte below which a product, such as an adapter's, waits for memory on every current device."""
-_WORK = ("matmul", "attention", "moved", "launches", "summed")
+_WORK = ("matmul", "attention", "moved", "launches", "summed", "exchanged")
 
 
 def attention_flops(q: Any, k: Any, v: Any) -> int:
@@ -209,6 +210,8 @@ class Tracker(TorchDispatchMode):
         amounts = {"launches": 1.0}
         if func in SUMS:
             amounts["summed"] = float(args[0].nbytes)
+        if func is SEND:
+            amounts["exchanged"] = float(args[0].nbytes)
         packet, traffic = func._overloadpacket, sum(tensor.nbytes for tensor in tensors)
         if packet in flop_registry:
             kind = "attention" if "attention" in func.name() or "attn" in func.name() else "matmul"

@@ -130,6 +130,7 @@ class Pass:
         moved: Bytes that all other operations read and write.
         launches: Number of operations that start a kernel.
         summed: Bytes that are summed over the processes that divide layers.
+        exchanged: Bytes that are exchanged by the processes that divide experts, with those that each keeps itself.
     """
 
     matmul: Amount
@@ -137,6 +138,7 @@ class Pass:
     moved: Amount
     launches: Amount
     summed: Amount = Amount()
+    exchanged: Amount = Amount()
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Tensors:
         count: How many there are in the whole model.
         trained: Whether they get gradients.
         kind: Of the model itself, of an adapter, or stored in 4 or 8 bits.
-        parts: How many processes divide each (`parallel.tensor`).
+        parts: How many processes divide each (`parallel.tensor`, or `parallel.expert` those of experts).
     """
 
     place: Literal["embeddings", "layer", "head", "other"]

@@ -12,9 +12,10 @@ from typing import Any
 
 from toolkit.recipe import compilation, model_configs
 from toolkit.recipe.base import Section
-from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, Rule, as_text, origin_of
+from toolkit.recipe.errors import COMMAND_LINE, ENOUGH, Problem, RecipeError, Rule, as_text, origin_of
 from toolkit.recipe.load import Loaded, load
 from toolkit.recipe.module_names import name_problems, whole_numbers
+from toolkit.recipe.rules.expert import EXPERT_RULES, nearest_experts
 from toolkit.recipe.rules.extra import extra_problems, extra_warnings
 from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
@@ -38,7 +39,14 @@ from toolkit.recipe.time_limit import TimeLimit
 _SECONDS = 10.0
 """Recipes take a tenth of a second."""
 RULES: dict[str, Rule] = (
-    INPUT_RULES | METHOD_RULES | TRAINING_RULES | STRATEGY_RULES | PARALLEL_RULES | IGNORED_RULES | UNUSUAL_RULES
+    INPUT_RULES
+    | METHOD_RULES
+    | TRAINING_RULES
+    | STRATEGY_RULES
+    | PARALLEL_RULES
+    | EXPERT_RULES
+    | IGNORED_RULES
+    | UNUSUAL_RULES
 )
 """Every rule by its stable name, in the order in which problems are reported."""
 
@@ -67,7 +75,7 @@ def check(
         rules = [rule for rule in RULES.values() if rule.warns == warns and rule.broken(decided, config)]
         if origins is not None:
             rules = [rule for rule in rules if not rule.own or _is_own(rule.path, origins)]
-        return rules, list(of_extra(decided, origins or {}))
+        return rules, list(itertools.islice(of_extra(decided, origins or {}), ENOUGH))
 
     choices = ((decided, *broken(decided)) for decided in _decided(recipe))
     nearest, rules, others = min(choices, key=lambda choice: len(choice[1]) + len(choice[2]))
@@ -163,6 +171,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_heads": model_configs.attention_widths(config)[0],
         "nearest_heads": nearest_heads(recipe, config),
         "nearest_parts": nearest_parts(recipe, config),
+        "nearest_experts": nearest_experts(recipe, config),
         "kv_heads": model_configs.attention_widths(config)[1],
         "inner_width": model_configs.inner_width(config),
         "model_type": model_configs.text_config(config).get("model_type"),

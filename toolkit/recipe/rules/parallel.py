@@ -22,7 +22,7 @@ def _parts(recipe: Recipe) -> bool:
 
 def nearest_heads(recipe: Recipe, config: Config) -> str:
     """The nearest sizes of `parallel.sequence` that divide the heads that processes have which divide layers."""
-    return _nearest(attention_widths(config)[0] // recipe.parallel.tensor, recipe.parallel.sequence)
+    return nearest(attention_widths(config)[0] // recipe.parallel.tensor, recipe.parallel.sequence)
 
 
 def layer_parts(config: Config) -> int:
@@ -33,10 +33,11 @@ def layer_parts(config: Config) -> int:
 
 def nearest_parts(recipe: Recipe, config: Config) -> str:
     """The nearest sizes of `parallel.tensor` that divide all of them."""
-    return _nearest(layer_parts(config), recipe.parallel.tensor)
+    return nearest(layer_parts(config), recipe.parallel.tensor)
 
 
-def _nearest(whole: int, size: int) -> str:
+def nearest(whole: int, size: int) -> str:
+    """The nearest numbers that divide a whole, beside one that does not."""
     fit = [number for number in range(1, min(whole, _MOST) + 1) if whole % number == 0]
     near = [number for number in fit if number < size][-1:] + [number for number in fit if number > size][:1]
     return " or ".join(map(str, near))
