@@ -26,7 +26,8 @@ def test_no_recipe_escapes_this_test() -> None:
 
     folder = shipped_recipes()
     divided = {name for name in list_recipes([folder]) if load(name, (), folder).recipe.parallel.changed()}
-    assert divided == RECIPES.keys()
+    # test_expert_parallel.py trains that one.
+    assert divided == RECIPES.keys() | {"qwen3_30b_a3b_full_expert"}
 
 
 @pytest.mark.slow

@@ -91,7 +91,6 @@ class Rendezvous:
         self.world = world
         # By when the process group must have started; None while nobody starts it.
         self.group_deadline: float | None = None
-        self._operations: list[str] = []
         self.ends = False
         self._collectives: list[str] = []
         self._labels: dict[int, str] = {}
@@ -330,10 +329,6 @@ class Rendezvous:
             print(f"error on process {rank}: {error.what}" if rank else f"error: {error}", file=sys.stderr, flush=True)
             self.tell(error)
             os._exit(error.exit_code)
-
-
-def _not_come(store: Store, operation: str, ranks: Sequence[int]) -> list[int]:
-    return [rank for rank in ranks if not store.check([f"started/{operation}/{rank}"])]
 
 
 def _open_store(world: World) -> tuple[PrefixStore, str]:
