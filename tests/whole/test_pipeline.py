@@ -163,7 +163,13 @@ def test_published_models_are_chosen_as_by_one_process(method: str, further: lis
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_further_settings_train_alike(method: str, further: list[str], schedule: str, launcher: Launcher) -> None:
+def test_further_settings_train_alike(
+    method: str,
+    further: list[str],
+    schedule: str,
+    launcher: Launcher,
+    record_property: Callable[[str, object], None],
+) -> None:
     common = ["model.path=llama", *METHODS[method], *further, "batch.micro_batch_size=2"]
     name = f"further-{method}-{'-'.join(further)}".translate(str.maketrans("=./{}~", "------"))
     reference = launcher.result(f"{name}-single", "single", *common)
@@ -171,6 +177,10 @@ def test_further_settings_train_alike(method: str, further: list[str], schedule:
     difference = Difference.between(
         launcher.result(f"{name}-{schedule}", "ddp", *common, *piped, processes=2), reference
     )
+    record(
+        record_property, "Pipelines, further settings: largest difference from one process", run=f"{name}-{schedule}",
+        **difference.figures(),
+    )  # fmt: skip
     # As `test_matrix.LIMITS` has them.
     low = Difference(loss=6e-4, grad_norm=2e-2, held_out=5e-4, weights=1.5e-2)
     limits = vars(low if "precision=bf16" in further else LIMITS)
