@@ -16,13 +16,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from toolkit.train import setup, verify
 
-    divide = setup.divide_layers
+    divide = setup.divide_model
 
     def widened(model: Any, *parts: int) -> None:
         model.double()
         divide(model, *parts)
 
-    setup.divide_layers = widened
+    setup.divide_model = widened
     setup.cast_parameters = lambda *to_what_the_recipe_says: None
     verify.verify = lambda *of_the_recipe: None
     return cpu_engines.main(arguments)

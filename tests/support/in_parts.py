@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from toolkit.train import setup
 
-    setup.divide_layers = in_parts
+    setup.divide_model = in_parts
     return cpu_engines.main(arguments)
 
 
