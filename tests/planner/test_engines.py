@@ -186,6 +186,8 @@ def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, f
                 ("zero_bubble", "full", []),
                 ("1f1b", "lora", ["activation_checkpointing.mode=full"]),
                 ("gpipe", "full", ["activation_checkpointing.mode=full"]),
+                ("gpipe", "full", _BF16),
+                ("interleaved_1f1b", "lora", _BF16),
             )
         ),
     ],
@@ -195,10 +197,11 @@ def test_peaks_of_stages_and_what_they_send_are_as_planned(
 ):
     """Memory of each process within 3%, and the bytes that it hands on to the byte."""
     monkeypatch.chdir(folder)
-    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=256", "batch.global_batch_size=6", *_FP32]
+    rows = ["data.packing=true", "data.over_long=split", "batch.seq_len=256", "batch.global_batch_size=6"]
+    rows += [] if further == _BF16 else _FP32
     arguments = ["recipe=wide", f"method.name={method}", "strategy.name=ddp", *rows, *further]
     arguments += ["parallel.pipeline=2", f"parallel.schedule={schedule}"]
-    name = f"stages-{schedule}-{method}-{len(further)}"
+    name = "-".join(["stages", schedule, method, *(each.rpartition("=")[2] for each in further)])
     done = ranks.run(folder, *arguments, f"output.name={name}", processes=2, entry="tracker")
     assert done.returncode == 0, done.stderr[-2000:]
     plan = _plan(arguments, 2)
