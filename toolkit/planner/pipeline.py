@@ -52,11 +52,10 @@ def part(workload: Workload, layers: int, first: bool, last: bool) -> Trace:
     if last:
         moments = trace.moments
     else:
-        head = [each for each in trace.tensors if each.trained and each.place in ("head", "embeddings")]
-        own = max((each.numel for each in head if each.place == "head" and len(each.shape) > 1), default=0)
-        tied = max((each.numel for each in head if each.place == "embeddings"), default=0)
-        untrained = (own or tied) * WIDTH[workload.types.local]
-        moments = tuple(_without_head(each, untrained) for each in trace.moments)
+        heads = [each for each in trace.tensors if each.place == "head" and len(each.shape) > 1]
+        weights = heads or [each for each in trace.tensors if each.place == "embeddings"]
+        size = max((each.numel for each in weights if each.trained), default=0) * WIDTH[workload.types.local]
+        moments = tuple(_without_head(each, size, tied=not heads) for each in trace.moments)
     passes = trace.passes
     if not last:
         # Outside of the layers there is nothing but the look-up of embeddings: read and written, and of gradients
@@ -85,10 +84,14 @@ def _tensors(trace: Trace, layers: int, first: bool, last: bool) -> Iterable[Ten
             yield each
 
 
-def _without_head(moment: Moment, gradient: float) -> Moment:
+def _without_head(moment: Moment, gradient: float, tied: bool) -> Moment:
     """The same moment where there is no output head: neither its gradient nor its logits or its copy in 16 bits."""
-    fixed = moment.gradients.fixed
-    less = (max(0.0, fixed[0] - gradient), *fixed[1:]) if fixed and moment.phase == "backward" else fixed
+    fixed = less = moment.gradients.fixed
+    if fixed and moment.phase == "backward":
+        # Less than nothing stands for a layer whose gradients are still to come. That of a tied weight may be among
+        # what the loss holds.
+        own = min(fixed[0], max(0.0, fixed[0] - gradient)) if tied else fixed[0] - gradient
+        less = (own, *fixed[1:])
     return dataclasses.replace(
         moment,
         gradients=dataclasses.replace(moment.gradients, fixed=less),

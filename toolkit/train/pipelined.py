@@ -208,6 +208,8 @@ class Pipeline:
             given["output_router_logits"] = True
         with self._chain.only(stage), self._trainer.accelerator.autocast():
             outputs = self._chain.decoder(**given)
+        if self._trainer.casts and outputs.last_hidden_state.requires_grad:
+            self._trainer.casts.keep_in_backward(outputs.last_hidden_state)
         self._routed = ()
         scores = getattr(outputs, "router_logits", None) if self._trainer.aux_loss_enabled else None
         if not scores:

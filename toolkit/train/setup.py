@@ -34,7 +34,7 @@ from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.pipeline import elsewhere, split_layers
 from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
-from toolkit.models.step_casts import StepCasts
+from toolkit.models.step_casts import StepCasts, keeps_casts
 from toolkit.planner.build import run_folder_bytes
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
@@ -190,9 +190,9 @@ def set_up(
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
-        # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
-        # Of the micro-batches of a pipeline several are on their way at a time.
-        trainer.casts = StepCasts() if types.autocast and not compiles and layout.pipeline == 1 else None
+    # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
+    if types.autocast and not compiles and keeps_casts(recipe):
+        trainer.casts = StepCasts()
     if not isinstance(prepared.train, Stream):
         trainer.batches = micro_batches(recipe, prepared.train, trainer.data_collator, layout, length.total_steps)
     if not folder.resume_from and not recipe.model.adapter:

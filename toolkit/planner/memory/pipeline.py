@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from toolkit.distributed.stages import runs_as
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.pipeline import place_of, tied_bytes, units
-from toolkit.planner.trace.types import Amount, Moment
+from toolkit.planner.trace.types import Amount, Moment, Tensors
 from toolkit.planner.workload import WIDTH, Workload
 
 _BUCKET = 25 * 2**20
@@ -46,6 +46,13 @@ class Piped(Engine):
             last = min(held, 2 * place + 1)
             self.waiting = max(held * one + returned, last * (one + returned)) - stages * one
         self.waiting += self._sent(runs, held, stages) * workload.usual * boundary
+        if workload.recipe.method.name == "lora":
+            # The first layer of a model reads what nothing is trained of, and keeps no copy of it for its norm.
+            self.waiting += (held - held / stages * (place == 0)) * workload.usual * self._copy_in_norm()
+        # One copy of each weight for all micro-batches (`models.step_casts`); where layers are recomputed, of adapters.
+        passed = [each.casts.at(self.shape) for each in self.trace.moments if each.phase != "evaluation"]
+        recomputes = self.recipe.activation_checkpointing.of_all_layers
+        self._copies = None if recomputes else max(passed, default=0.0)
         # The place into which a gradient was received stays beside those that a backward pass makes of it.
         self._received = 0.0 if self._last and stages == 1 else workload.usual * boundary
 
@@ -83,7 +90,8 @@ class Piped(Engine):
         waiting = self.waiting - (self._gone if moment.accumulating else 0.0)
         waiting += self._received if moment.phase == "backward" else 0.0
         activations = dataclasses.replace(moment.activations, fixed=(fixed[0] + waiting, *fixed[1:]))
-        yield from super().passing(dataclasses.replace(moment, activations=activations))
+        casts = moment.casts if self._copies is None else Amount((self._copies,))
+        yield from super().passing(dataclasses.replace(moment, activations=activations, casts=casts))
 
     def stepping(self) -> Held:
         size = self.trained * self.local
@@ -103,15 +111,19 @@ class Piped(Engine):
         fullest = max((each.activations for each in ends), key=lambda each: each.at(self.shape), default=Amount())
         inside = Amount(tuple(layers * value for value in fullest.per_layer), block=fullest.block).at(self.shape)
         beside = Amount(fullest.fixed, block=fullest.block).at(self.shape)
-        return inside + (beside if last else max(0.0, beside - self._in_norm()))
+        if not last:
+            # If the weight of the final norm is trained, what it is multiplied with.
+            trained = any(each.trained for each in self._norms)
+            beside -= self._copy_in_norm() + self.trace.boundary.at(self.shape) * trained
+        return inside + beside
 
-    def _in_norm(self) -> float:
-        """Bytes that the final norm keeps: hidden states in fp32, in which norms are computed, where they are not so
-        anyway, and if its weight is trained what that is multiplied with."""
-        # As those of the layers, which are on every process.
-        norms = [each for each in self.trace.tensors if each.place == "layer" and len(each.shape) == 1]
-        if not norms:
-            return 0.0
+    @property
+    def _norms(self) -> list[Tensors]:
+        """Weights of the norms of layers, which are like those of the final one, and biases."""
+        return [each for each in self.trace.tensors if each.place == "layer" and len(each.shape) == 1]
+
+    def _copy_in_norm(self) -> float:
+        """Bytes of hidden states in fp32, in which norms are computed, where they are not so anyway."""
         a_token = self.trace.boundary.of(self.trace.layers, 1, 0)
-        narrow = not any(a_token == WIDTH["float32"] * each.shape[0] for each in norms)
-        return self.trace.boundary.at(self.shape) * (2.0 * narrow + any(each.trained for each in norms))
+        same = any(a_token == WIDTH["float32"] * each.shape[0] for each in self._norms)
+        return 0.0 if same or not self._norms else 2.0 * self.trace.boundary.at(self.shape)
