@@ -165,10 +165,9 @@ def test_a_checkpoint_is_continued_by_other_divisions(
     """As one process would that was never stopped, with dropout of adapters, whose masks are those of one process where
     all read the same rows. Of `sharded` four processes divide layers and shard their parts with FSDP."""
     common = ["model.path=llama", *METHODS[method], "checkpoint.save_steps=5", "checkpoint.save_total_limit=2"]
-    common += [
-        "batch.micro_batch_size=2",
-        *(["method.lora_dropout=0.1"] if method == "lora" and "sharded" not in (saved, continued) else []),
-    ]
+    drops = method == "lora" and "sharded" not in (saved, continued)
+    common += ["batch.micro_batch_size=2", *(["method.lora_dropout=0.1"] if drops else [])]
+    alike = f"straight-{method}{'-drops' if drops else ''}"
 
     def run(name: str, engine: str, *further: str) -> Result:
         if engine == "sharded":
@@ -177,7 +176,7 @@ def test_a_checkpoint_is_continued_by_other_divisions(
             return launcher.result(name, engine, *common, *further)
         return launcher.result(name, "ddp", *common, "parallel.tensor=2", *further, processes=2)
 
-    reference, first = run(f"straight-{method}-single", "single"), f"straight-{method}-{saved}"
+    reference, first = run(f"{alike}-single", "single"), f"{alike}-{saved}"
     run(first, saved)
     checkpoint = launcher.folder / "runs" / first / "checkpoints" / f"checkpoint-{STEPS // 2}"
     result = run(f"{first}-{continued}", continued, f"checkpoint.resume={checkpoint}")
