@@ -162,15 +162,16 @@ weights for later, so adapters, which have next to none, gain little by it. Each
 final norm and output head of its own stages; what others have is left out as the files are read. Micro-batches have
 lengths of their own, packed or padded; every process reads the rows of its pipeline, so labels, positions and
 boundaries of documents need not be sent. Embeddings that are the output head too lie on the first and the last process,
-which add up their gradients. Of mixtures the scores of all routers go along to the last stage, where their balance is
+which add up their gradients. In 16 bits over fp32 weights, micro-batches share one 16-bit copy of each weight, unless
+layers are computed again. Of mixtures the scores of all routers go along to the last stage, where their balance is
 computed. The model's own forward computes a stage, given hidden states instead of tokens: it is asked whether it leaves
 these as they are without layers, and an architecture that does not (Granite) or has more beside its layers than
 embeddings and a norm (GPT-2) is refused.
 
 Losses stay those of one process; with dropout they are as good, with other masks. Final models and adapters are plain
 files, checkpoints are whole, and any number of processes and any strategy goes on from them. What has not been tried
-with it is refused: other strategies, `parallel.sequence`, `context` and `tensor`, quantization, streams, compiled
-layers, `faults` that skip batches.
+with it is refused: other strategies, `parallel.sequence`, `context`, `tensor` and `expert`, quantization, streams,
+compiled layers, `faults` that skip batches.
 
 ## Experts that several devices divide
 
