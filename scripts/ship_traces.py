@@ -50,9 +50,11 @@ def settings() -> dict[str, Setting]:
         for device in (_NEW, _OLD, _CPU) if recipe.model.path.startswith(_ON_CPU) else (_NEW, _OLD):
             for variant in (*_decided(recipe), *(variants if device != _OLD else ())):
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
-                    decided = variant.with_values({"precision": precision})
+                    # The stages of a pipeline are parts of one trace.
+                    decided = variant.with_values({"precision": precision, "parallel.pipeline": 1})
+                    together = decided.parallel.together
                     for backend in _backends(decided, config, device):
-                        layout = batch_layout(decided, math.lcm(decided.parallel.together, decided.parallel.expert))
+                        layout = batch_layout(decided, math.lcm(together, decided.parallel.expert))
                         each = setting_of(decided, config, device[0], backend, layout)
                         found[each.key()] = each
     return found

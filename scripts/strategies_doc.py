@@ -88,7 +88,7 @@ keeps its part.
 Where the activations of one row do not fit, `parallel.sequence=N` has N devices share each row, under every strategy:
 
 ```sh
-toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 batch.seq_len=131072 batch.global_batch_size=8 parallel.sequence=8
+toolkit plan recipe=llama_3_1_8b_128k_lora hardware=h100x8
 ```
 
 Each computes a part of the tokens. For attention they exchange parts of rows for attention heads and back (Ulysses,
@@ -97,8 +97,9 @@ Jacobs et al. 2023), so N must divide the model's heads, and the backend must ta
 the keys and values of the whole row (Llama Team 2024, arXiv:2407.21783, section 3.3.2), in the backward pass once more,
 so that no layer keeps them. N need not divide the heads. Each has a piece from the front of the row and one as far from
 its end, so that all attend to equally many keys. With h heads and k of keys, gathering sends less than exchanging
-where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two. The plan does not
-count the keys and values of the whole row that one layer has at a time.
+where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run it is one of the two. The keys and
+values of the whole row, and their gradients, are there for one layer at a time, and grow with N; the plan counts them.
+Where nothing fits, `toolkit plan` names the smallest N that does, with `parallel.sequence` where it divides the heads.
 
 Either way activations, logits and batches of a device are an Nth; what `strategy` divides is
 divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of
@@ -110,22 +111,67 @@ attention does not train.
 ## Layers that several devices divide
 
 Where the weights of a layer do not fit, or a step must not wait for gathering them, `parallel.tensor=N` has N devices
-divide each layer (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp`:
+divide each layer (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp` and `fsdp`:
 
 ```sh
 toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 strategy.name=ddp parallel.tensor=4
 ```
 
 Each has a part of the attention heads and of the inner width of the MLPs, with their weights, adapters, gradients and
-optimizer state; norms, embeddings and output head are whole on all. They read the same rows, and sum hidden states
-twice in each direction of a layer, which nothing hides: neighbouring ranks divide, so that with N up to the devices
-of a node the sums stay within it. What is left of the devices is data-parallel. Layers are divided as Transformers'
-own plan for the architecture says. N must divide the heads of keys and values, all heads and the inner width;
-architectures whose plan needs more than columns and rows (fused projections, mixtures of experts) are refused, and so
-is what has not been tried with it: other strategies, `parallel.sequence`, quantization, streams, compiled layers.
-Losses stay those of one process. Final models and adapters are plain files as ever, and checkpoints are whole: any
-number of processes and any strategy goes on from them. Every process reads the whole model into host memory before it
-keeps its part.
+optimizer state, and of embeddings and output head a part of the vocabulary, where N divides it and no adapter trains
+them; norms are whole on all. They read the same rows, and sum hidden states twice in each direction of a layer, which
+nothing hides: neighbouring ranks divide, so that with N up to the devices of a node the sums stay within it. Logits are
+not gathered for the loss: of each token the largest, the sum of exponentials and the label's are reduced. What is left
+of the devices is data-parallel, and `fsdp` shards each part over those that have the same one; with `parallel.sequence`
+or `parallel.context` groups of them share rows besides. Layers are divided as Transformers' own plan for the
+architecture says. N must divide the heads of keys and values, all heads and the inner width; architectures whose plan
+needs more than columns and rows (mixtures of experts) are refused, and so is what has not been tried with it: other
+strategies, offloading, quantization, streams, compiled layers, and under `fsdp` projections that are several in one
+(Phi-3, GLM), of which each process has a part of every one of the several. Losses stay those of one process. Final
+models and adapters are plain files as ever, and any number of processes and any strategy goes on from a checkpoint.
+Every process reads the whole model into host memory before it keeps its part.
+
+## Layers that follow each other on several devices
+
+Where links are slow, or a model does not fit however it is divided, `parallel.pipeline=N` spreads the layers over N
+devices, one run of them after the other (pipeline parallelism, Huang et al. 2019), under `strategy.name=ddp`:
+
+```sh
+toolkit plan recipe=llama_3_1_70b_pipeline hardware=h100x8x2
+```
+
+The micro-batches of a step are those of the pipeline: hidden states go from stage to stage and their gradients back,
+and nothing else is sent but sums of gradients when the pipeline has run empty. What is left of the devices is
+data-parallel. Devices that have the same stage are of neighbouring ranks: of 2 nodes of 8 GPUs and `pipeline: 2`, ranks
+0 to 7 have the first half of the layers, 8 to 15 the second, rank 0 hands on to rank 8, and gradients are averaged
+within nodes. Stages are cut so that the slowest takes as little as can be by the plan's times, with embeddings and
+output head counted; the plan shows them, the memory of each process and the bubble, the share of a step in which
+devices wait for the pipeline to fill and to run empty: (N - 1) / (m + N - 1) of m micro-batches for GPipe and 1F1B. So
+it wants many micro-batches, and a small `batch.micro_batch_size`.
+
+| `parallel.schedule` | torch's | stages of a device | waits, of what N - 1 micro-batches take | micro-batches held |
+| --- | --- | --- | --- | --- |
+| `gpipe` | `ScheduleGPipe` | 1 | all | all |
+| `1f1b` | `Schedule1F1B` | 1 | all | as many as devices from this one on |
+| `interleaved_1f1b` | `ScheduleInterleaved1F1B` | 2 | half | up to 1.5 times as many |
+| `zero_bubble` | `ScheduleZBVZeroBubble` | 2 | a sixth in full fine-tuning; a half with adapters | as many as devices |
+
+All train alike, on torch's `torch.distributed.pipelining`. `interleaved_1f1b` takes micro-batches in equal rounds of at
+least N; with fewer than N micro-batches `1f1b` runs as `gpipe`, which it would be. `zero_bubble` leaves gradients of
+weights for later, so adapters, which have next to none, gain little by it. Each process keeps the embeddings, layers,
+final norm and output head of its own stages; what others have is left out as the files are read. Micro-batches have
+lengths of their own, packed or padded; every process reads the rows of its pipeline, so labels, positions and
+boundaries of documents need not be sent. Embeddings that are the output head too lie on the first and the last process,
+which add up their gradients. In 16 bits over fp32 weights, micro-batches share one 16-bit copy of each weight, unless
+layers are computed again. Of mixtures the scores of all routers go along to the last stage, where their balance is
+computed. The model's own forward computes a stage, given hidden states instead of tokens: it is asked whether it leaves
+these as they are without layers, and an architecture that does not (Granite) or has more beside its layers than
+embeddings and a norm (GPT-2) is refused.
+
+Losses stay those of one process; with dropout they are as good, with other masks. Final models and adapters are plain
+files, checkpoints are whole, and any number of processes and any strategy goes on from them. What has not been tried
+with it is refused: other strategies, `parallel.sequence`, `context`, `tensor` and `expert`, quantization, streams,
+compiled layers, `faults` that skip batches.
 
 ## Experts that several devices divide
 

@@ -119,3 +119,15 @@ def test_processes_that_share_rows_get_the_same_ones() -> None:
     shared = MicroBatches(FixedOrder(24, 1, True), lengths, lengths, 3, 8, 2, 2, sharing=2)
     assert list(shared) == [rows for rows in alone for _ in range(2)] and len(shared) == 2 * len(alone)
     assert list(shared.between(1, 2)) == list(alone.between(1, 2))
+
+
+def test_processes_of_a_pipeline_get_the_rows_of_those_before_them() -> None:
+    """All processes with the first stage come before all with the second: ranks 0 and 1, then 2 and 3."""
+    lengths = np.random.default_rng(0).integers(1, 100, (24, 1))
+    alone = list(MicroBatches(FixedOrder(24, 1, True), lengths, lengths, 3, 8, 2, 2))
+    piped = MicroBatches(FixedOrder(24, 1, True), lengths, lengths, 3, 8, 2, 2, stages=2)
+    dealt = list(piped)
+    assert len(dealt) == len(piped) == 2 * len(alone)
+    # As accelerate deals them to four processes.
+    ranks = [dealt[rank::4] for rank in range(4)]
+    assert ranks[0] == ranks[2] == alone[::2] and ranks[1] == ranks[3] == alone[1::2]

@@ -448,7 +448,7 @@ def stated(world_size: int, **sections: Any) -> dict[str, Any]:
 
 
 PLAIN = {
-    **{"engine": "none", "world_size": 1, "sequence": 1, "context": 1, "tensor": 1, "expert": 1},
+    **{"engine": "none", "world_size": 1, "sequence": 1, "context": 1, "tensor": 1, "expert": 1, "pipeline": 1},
     "micro_batch_size": 2,
     "gradient_accumulation_steps": 4,
     **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},

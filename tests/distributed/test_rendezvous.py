@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -318,14 +319,14 @@ def test_who_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_why_a_group_did_not_start(starts: tuple[int, ...], lives: bool, told: str) -> None:
     def first(met: Rendezvous) -> UserError:
         if 0 in starts:
-            met.group_started()
+            met.comes_to("the first all-reduce")
         met.exchange("ready", 0, dict)
         time.sleep(0.1)
         return met.group_error("why")
 
     def other(met: Rendezvous) -> None:
         if 1 in starts:
-            met.group_started()
+            met.comes_to("the first all-reduce")
         met.exchange("ready", 0, dict)
         if not lives:
             met._closed.set()
@@ -335,6 +336,41 @@ def test_why_a_group_did_not_start(starts: tuple[int, ...], lives: bool, told: s
     assert error.what == told
     hint = "here the one with 127.0.0.1" if lives else "look at what was printed there last"
     assert hint in error.change
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        # Groups of two: rank 3 did not come, for which rank 2 waits; the first group is through.
+        ((4, 3, 2), "rank 3 did not come to the all-to-all: why"),
+        ((4, 3, 3), "ranks 2-3 cannot exchange data in the all-to-all: why"),
+        ((3, 0, 0), "ranks 2-3 did not come to the first all-reduce: why"),
+    ],
+)
+def test_who_is_missing_in_another_group_is_named(others: tuple[int, ...], told: str) -> None:
+    def comes(steps: int, met: Rendezvous) -> None:
+        for step in range(steps):
+            if step % 2:
+                met.has_done()
+            else:
+                met.comes_to(("the first all-reduce", "the all-to-all", "nothing more")[step // 2])
+
+    def first(met: Rendezvous) -> UserError:
+        comes(4, met)
+        met.exchange("ready", 0, dict)
+        return met.group_error("why")
+
+    def other(steps: int) -> Callable[[Rendezvous], None]:
+        def come(met: Rendezvous) -> None:
+            comes(steps, met)
+            met.exchange("ready", 0, dict)
+            time.sleep(1)
+
+        return come
+
+    what = together(first, *map(other, others))[0].what
+    assert re.sub(r" \(.*?\)", "", what) == told  # Without the hosts.
 
 
 @pytest.mark.usefixtures("quick")

@@ -185,6 +185,27 @@ def test_weights_are_read_to_the_device_unless_they_are_divided_first(
     assert [(given.get("device_map") or {}).get("") for given in maps] == [on_cpu, on_gpu]
 
 
+def test_what_processes_divide_is_read_as_it_lies_in_its_files(place: Path, tmp_path: Path) -> None:
+    """Mapped into memory, once for all of them; what is not in 16 bits throughout is converted as ever."""
+    kinds = {"half": {}, "mixed": {"model.norm.weight": torch.float32}}
+    for name, others in kinds.items():
+        shutil.copytree(place / "llama", tmp_path / name)
+        for file in (tmp_path / name).glob("*.safetensors"):
+            held = load_file(file)
+            save_file(
+                {key: each.to(others.get(key, torch.bfloat16)) for key, each in held.items()}, file, {"format": "pt"}
+            )
+    for path, tensor, read in (
+        (tmp_path / "half", 2, torch.bfloat16),
+        (tmp_path / "half", 1, torch.float32),
+        (tmp_path / "mixed", 2, torch.float32),
+        (place / "llama", 2, torch.float32),
+    ):
+        made = load("small", [f"model.path={path}", f"parallel.tensor={tensor}", "strategy.name=ddp"]).recipe
+        model = ModelSource.open(made).load(dtypes(made), "sdpa")
+        assert {each.dtype for each in model.parameters()} == {read}, (path, tensor)
+
+
 def test_quantized_weights_count_as_what_they_stand_for() -> None:
     plain = parameter_counts(set_up(*LORA).trainer.model)
     assert plain["quantized"] == 0 < plain["reached"] < plain["base"] == plain["total"] - plain["trainable"]

@@ -21,7 +21,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(shared_rows, "_GROUP", {})
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     register()
-    shared_rows.share_rows("sequence", 1, sequence_parallel.exchange)
+    shared_rows.group_processes("sequence", 1)
+    shared_rows.share_rows(sequence_parallel.exchange)
     yield
     dist.destroy_process_group()
     register()

@@ -327,3 +327,48 @@ def test_a_setting_near_the_edge_is_followed_by_one_with_room() -> None:
 def test_long_steps_are_written_without_an_exponent() -> None:
     texts = " ".join(each.buys + each.costs for each in advice(70, "t4x4", batch={"global_batch_size": 2**20}))
     assert "s a step instead of" in texts and "e+0" not in texts
+
+
+def test_rows_that_no_device_holds_are_shared_by_as_few_as_fit() -> None:
+    overrides = ["batch.seq_len=131072", "batch.global_batch_size=24"]
+    loaded = load("llama_3_1_8b_lora", overrides)
+    plan = estimate(loaded.recipe, loaded.name, find("l40sx8"))
+    assert plan.fit.answer == "no"
+    first = plan.advice[0]
+    assert (first.kind, first.changes) == ("nearest", {"parallel.sequence": "2"})
+    assert "devices that share a row exchange tensors" in first.costs
+    loaded = load("llama_3_1_8b_lora", [*overrides, "parallel.sequence=2"])
+    taken = estimate(loaded.recipe, loaded.name, find("l40sx8"), advice=False)
+    assert taken.fit.answer == first.fits == "yes"
+    assert taken.sequence == 2
+    # What already shares rows is not told to.
+    shared = estimate(loaded.recipe, loaded.name, find("rtx4090x4x2"))
+    assert not [each for each in shared.advice if any(path.startswith("parallel.") for path in each.changes)]
+
+
+def test_where_no_number_of_devices_divides_the_heads_keys_and_values_are_gathered() -> None:
+    """Three devices, and the nine heads of a model in which one device in three would hold a row."""
+    made = recipe(model={"path": "builtin:smollm2-135m-instruct"}, **LORA, precision="bf16")
+    plans, machine = _Shared(40), find("h100x4")
+    plan = plans(made, machine)
+    assert plan is not None and plan.fit.answer == "no"
+    entry = advise(made, machine, plan, plans)[0]
+    assert entry.kind == "nearest" and entry.changes["parallel.context"] in ("2", "4")
+    assert plans.traced
+
+
+class _Shared(Arithmetic):
+    """Only where rows are shared does anything fit, and of gathered keys and values no plan is known."""
+
+    traced = False
+
+    def __call__(self, recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
+        if recipe.parallel.context > 1 and not may_trace:
+            return None
+        self.traced |= recipe.parallel.context > 1
+        plan = super().__call__(recipe, hardware, may_trace)
+        assert plan is not None
+        if recipe.parallel.sharing == 1:
+            return plan.model_copy(update={"fit": plan.fit.model_copy(update={"answer": "no"})})
+        fits = plan.fit.model_copy(update={"answer": "yes"})
+        return plan.model_copy(update={"fit": fits})

@@ -411,7 +411,7 @@ def test_ranges_hold_the_estimate_and_unknown_lengths_stay_unknown() -> None:
 def test_every_transfer_is_counted_once() -> None:
     wanted, hardware = recipe("zero3", engine={"offload_param": "cpu", "offload_optimizer": "cpu"}), find("h200x8")
     layout, found = batch_layout(wanted, 8), trace_of(wanted)
-    all_sent = transfers(Workload(wanted, layout, hardware, found), 0.0, 0.0)
+    all_sent = transfers(Workload(wanted, layout, hardware, found), 0.0, 0.0, 0.0)
     links = plan(wanted, hardware).links
     for link in links:
         assert link.bytes == round(sum(each.times * each.sent.get(link.name, 0.0) for each in all_sent))
@@ -565,7 +565,7 @@ def transfers_of(wanted: Recipe, hardware: str) -> list[tuple[str, int, str, flo
     workload = Workload(wanted, batch_layout(wanted, on.devices), on, trace_of(wanted))
     return [
         (each.during, each.times, link, size / PARAMETERS, each.hidden, each.latency / latency(on))
-        for each in transfers(workload, 1e6, 0.0)
+        for each in transfers(workload, 1e6, 0.0, 0.0)
         for link, size in each.sent.items()
         if size
     ]

@@ -11,8 +11,8 @@ from toolkit.distributed.layout import batch_layout
 from toolkit.planner.hardware import Hardware, find
 from toolkit.planner.hardware.specs import Rate
 from toolkit.planner.plan import Disk
-from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer
-from toolkit.planner.speed.step import FUSED, Load, Step, link_rate, newton_schulz_flops, peak_dtype
+from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, link_rate
+from toolkit.planner.speed.step import FUSED, Load, Step, newton_schulz_flops, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Tensors, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe

@@ -24,7 +24,7 @@ NF4, INT8, FP8, INT4 = (LORA + f"method.quantization={kind} " for kind in ("nf4"
 OFFLOAD, NVME = "strategy.offload_optimizer=cpu ", "strategy.offload_param=nvme "
 STREAM = "data.streaming=true schedule.max_steps=5 "
 MIN_LR, STABLE = "schedule.name=cosine_with_min_lr ", "schedule.name=warmup_stable_decay "
-PARTS = "parallel.tensor=2 "
+PARTS, PIPED = "parallel.tensor=2 ", "parallel.pipeline=2 "
 EXPERTS = "parallel.expert=2 "
 SHARED, GATHERED = "parallel.sequence=2 ", "parallel.context=2 "
 NOISE = "extra.training_arguments='{neftune_noise_alpha: 5}' "
@@ -308,8 +308,9 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("context-eva", LORA + "method.init_lora_weights=eva ", [GATHERED], ["", "parallel.context=1"]),
     ("context-neftune", NOISE, [GATHERED], ["", "parallel.context=1"]),
     ("tensor-widths", DDP, [], each("parallel.tensor", "1 2 5")),
-    ("tensor-strategy", PARTS, [*STAGES, FSDP], [DDP]),
-    ("tensor-rows", DDP + PARTS, [SHARED, GATHERED], ["", "parallel.sequence=1"]),
+    ("tensor-strategy", PARTS, STAGES, [DDP, FSDP]),
+    ("tensor-hybrid", FSDP + PARTS, ["strategy.sharding=hybrid_shard"], ["", "strategy.sharding=shard_grad_op"]),
+    ("tensor-offload", FSDP + PARTS, ["strategy.offload_param=cpu"], [""]),
     ("tensor-seq2seq", SEQ2SEQ + DDP, [PARTS], ["", "parallel.tensor=1"]),
     ("tensor-streaming", STREAM + DDP, [PARTS], ["", "parallel.tensor=1"]),
     ("tensor-quantization", DDP + PARTS, [NF4, INT8, FP8, INT4], [LORA, FULL]),
@@ -340,6 +341,49 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("expert-precision", DDP + EXPERTS, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
     ("expert-compile", DDP + EXPERTS, ["compile=layers"], each("compile", "auto off")),
+    ("pipeline-layers", DDP, each("parallel.pipeline", "5 9"), each("parallel.pipeline", "1 2 4")),
+    (
+        "pipeline-layers",
+        DDP + "parallel.pipeline=3 ",
+        each("parallel.schedule", "zero_bubble interleaved_1f1b"),
+        each("parallel.schedule", "gpipe 1f1b"),
+    ),
+    ("pipeline-strategy", PIPED, [*STAGES, FSDP], [DDP]),
+    ("pipeline-sequence", DDP + PIPED, [SHARED], ["", GATHERED]),
+    ("pipeline-context", DDP + PIPED, [GATHERED], ["", SHARED]),
+    ("pipeline-tensor", DDP + PIPED, [PARTS], [""]),
+    ("pipeline-expert", DDP + PIPED, [EXPERTS], [""]),
+    ("pipeline-seq2seq", SEQ2SEQ + DDP, [PIPED], ["", "parallel.pipeline=1"]),
+    ("pipeline-streaming", STREAM + DDP, [PIPED], ["", "parallel.pipeline=1"]),
+    ("pipeline-quantization", DDP + PIPED, [NF4, INT8, FP8, INT4], [LORA, FULL]),
+    ("pipeline-modules", DDP + PIPED, [LORA + "method.modules_to_save=[a]"], [LORA, "method.modules_to_save=[a]"]),
+    ("pipeline-new-tokens", DDP + PIPED, ["model.new_tokens=[a]"], [""]),
+    ("pipeline-init", DDP + PIPED, [LORA + "method.init_lora_weights=eva "], [LORA, "method.init_lora_weights=eva"]),
+    ("pipeline-adapter", DDP + PIPED + LORA, [ADAPTER], [""]),
+    (
+        "pipeline-optimizer",
+        DDP + PIPED,
+        each("optimizer.name", "adafactor muon adamw_8bit"),
+        each("optimizer.name", "adamw sgd lion"),
+    ),
+    ("pipeline-precision", DDP + PIPED, ["precision=fp16"], each("precision", "fp32 bf16 pure_bf16")),
+    ("pipeline-compile", DDP + PIPED, ["compile=layers"], each("compile", "auto off")),
+    (
+        "pipeline-selective",
+        DDP + PIPED + "activation_checkpointing.mode=selective ",
+        ["parallel.schedule=zero_bubble"],
+        each("parallel.schedule", "gpipe 1f1b interleaved_1f1b"),
+    ),
+    (
+        "pipeline-offload",
+        DDP + PIPED,
+        ["activation_checkpointing.mode=offload"],
+        each("activation_checkpointing.mode", "none full selective"),
+    ),
+    ("pipeline-on_nan", DDP + PIPED, ["faults.on_nan=skip"], ["faults.on_nan=stop"]),
+    ("pipeline-on_spike", DDP + PIPED, each("faults.on_spike", "skip stop"), ["faults.on_spike=ignore"]),
+    ("pipeline-neftune", NOISE + DDP, [PIPED], ["", "parallel.pipeline=1"]),
+    ("parallel-schedule", "parallel.schedule=gpipe ", [""], [PIPED]),
     ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),
     ("zero-offload-paged", OFFLOAD + "optimizer.name=paged_lion_8bit ", STAGES, [DDP]),
     ("zero-offload-paged", "optimizer.name=paged_lion_8bit ", [], STAGES),
@@ -430,7 +474,7 @@ def test_every_rule_points_at_a_key_or_a_section() -> None:
 
 def test_only_what_can_be_trained_is_warned_of() -> None:
     switched_off = {"micro-batch-tokens", "eval-max-samples", "evaluation-at-start", "max-new-tokens"}
-    switched_off |= {"streaming-num-proc", "save-total-limit", "staging", "seq2seq-template"}
+    switched_off |= {"streaming-num-proc", "save-total-limit", "staging", "seq2seq-template", "parallel-schedule"}
     switched_off |= {
         "seq2seq-template-kwargs",
         "faults-spike_window",

@@ -24,3 +24,13 @@ def test_labels_tell_recipes_and_hardware_apart() -> None:
 
 def test_what_is_not_free_does_not_look_free() -> None:
     assert [plan_view.money_text(cost) for cost in (0.0, 0.004, 0.005, 12_345.6)] == ["0.00", "<0.01", "0.01", "12,346"]
+
+
+def test_a_pipeline_shows_its_stages_and_its_bubble() -> None:
+    work = FITS.work.model_copy(update={"bubble_seconds": 0.125})
+    plan = FITS.model_copy(update={"work": work, "pipeline": 2, "stages": [17, 15], "schedule": "1f1b"})
+    rows = dict(plan_view.setting_rows(plan))
+    assert "4 groups of 2 devices that follow each other x 1 micro-batch of 2" in rows["batch"]
+    assert rows["pipeline"] == "17 + 15 layers by 1f1b; its bubble is 12.5% of a step"
+    assert "bubble 12%" in plan_view.shares_text(plan)
+    assert "pipeline" not in dict(plan_view.setting_rows(FITS)) and "bubble" not in plan_view.shares_text(FITS)

@@ -56,6 +56,17 @@ def test_all_steps_of_a_short_run_are_counted(run: Path) -> None:
     assert "Half of the steps took at most" in text and "are not counted" not in text
 
 
+def test_a_pipeline_is_told_with_its_stages_and_its_bubble(run: Path) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    work = FITS.work.model_copy(update={"bubble_seconds": 0.125})
+    plan = FITS.model_copy(update={"work": work, "pipeline": 2, "stages": [17, 15], "schedule": "1f1b"})
+    batch = manifest["batch"] | {"world_size": 4, "pipeline": 2}
+    (run / "manifest.json").write_text(json.dumps(manifest | {"batch": batch, "plan": plan.model_dump(mode="json")}))
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "on each of 2 groups of 2 processes that follow each other." in text
+    assert "As planned, its stages are 17 + 15 layers by 1f1b; its bubble is 12.5% of a step." in text
+
+
 def test_data_and_machine_are_told_in_sentences_with_all_figures_behind_a_fold(run: Path) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     gpus = [{"name": "NVIDIA H100", "memory_bytes": 80 * 2**30}] * 2

@@ -26,6 +26,7 @@ MANIFEST: dict[str, Any] = {
         "context": 1,
         "tensor": 1,
         "expert": 1,
+        "pipeline": 1,
         "seq_len": 512,
         "tokens_per_step": 4096,
     },

@@ -150,26 +150,29 @@ class Launcher:
         self._results: dict[str, Result] = {}
         self._ranks = ranks
 
-    def result(self, name: str, engine: str, *overrides: str, processes: int | None = None) -> Result:
+    def result(
+        self, name: str, engine: str, *overrides: str, processes: int | None = None, entry: str = ON_CPU
+    ) -> Result:
         """What the run of this name left behind; it is started when it is asked for the first time.
 
         Args:
             processes: Other than `PROCESSES`.
+            entry: Module whose `main` trains, on CPUs.
         """
         if name not in self._results:
             arguments = ["recipe=matrix", *ENGINES[engine], *overrides, f"output.name={name}"]
-            code, said = self._run(engine, arguments, processes or (1 if engine == "single" else PROCESSES))
+            code, said = self._run(engine, arguments, processes or (1 if engine == "single" else PROCESSES), entry)
             assert code == 0, f"{name}: exit code {code}\n{said[-3000:]}"
             self._results[name] = Result.read(self.folder / "runs" / name)
         return self._results[name]
 
-    def _run(self, engine: str, arguments: list[str], processes: int) -> tuple[int, str]:
+    def _run(self, engine: str, arguments: list[str], processes: int, entry: str) -> tuple[int, str]:
         if torch.cuda.is_available():
             return _torchrun(self.folder, processes, arguments)
         nodes = 1
         if engine == "fsdp_hybrid":
             processes, nodes = 4, 2
-        done = self._ranks.run(self.folder, *arguments, processes=processes, nodes=nodes, entry=ON_CPU)
+        done = self._ranks.run(self.folder, *arguments, processes=processes, nodes=nodes, entry=entry)
         return done.returncode, done.stderr
 
 

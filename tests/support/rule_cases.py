@@ -22,6 +22,7 @@ SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
 PARTS = [*DDP, "parallel.tensor=3"]
 EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
+PIPED = [*DDP, "parallel.pipeline=2"]
 SHARED, GATHERED = ["parallel.sequence=3"], ["parallel.context=4"]
 NOISE = "extra.training_arguments.neftune_noise_alpha=5"
 
@@ -326,10 +327,12 @@ CASES = [
     ("context-neftune", [*GATHERED, NOISE], ["~parallel.context"]),
     ("tensor-widths", [*PARTS, "parallel.tensor=2"], ["parallel.tensor=3"]),
     ("tensor-strategy", [*PARTS, *ZERO2], ["strategy.name=ddp"]),
-    ("tensor-strategy", [*PARTS, *FSDP], ["~parallel.tensor"]),
-    ("tensor-rows", [*PARTS, *SHARED], ["~parallel.sequence"]),
-    ("tensor-rows", [*PARTS, *GATHERED], ["~parallel.context"]),
-    ("tensor-rows", [*PARTS, *SHARED], ["~parallel.tensor"]),
+    ("tensor-strategy", [*PARTS, *ZERO2], ["strategy.name=fsdp"]),
+    ("tensor-strategy", [*PARTS, *ZERO2], ["~parallel.tensor"]),
+    ("tensor-hybrid", [*PARTS, *FSDP, "strategy.sharding=hybrid_shard"], ["strategy.sharding=full_shard"]),
+    ("tensor-hybrid", [*PARTS, *FSDP, "strategy.sharding=hybrid_shard"], ["~parallel.tensor"]),
+    ("tensor-offload", [*PARTS, *FSDP, "strategy.offload_param=cpu"], ["strategy.offload_param=none"]),
+    ("tensor-offload", [*PARTS, *FSDP, "strategy.offload_param=cpu"], ["~parallel.tensor"]),
     ("tensor-seq2seq", [*SEQ2SEQ, *DDP, "parallel.tensor=2"], ["~parallel.tensor"]),
     ("tensor-streaming", [*PARTS, *STREAM], ["data.streaming=false", "data.eval_split=null"]),
     ("tensor-streaming", [*PARTS, *STREAM], ["~parallel.tensor"]),
@@ -428,6 +431,41 @@ CASES = [
         ["batch={micro_batch_size: 2, micro_batch_tokens: 4096}"],
         ["batch.micro_batch_size=auto"],
     ),
+    ("pipeline-layers", [*DDP, "parallel.pipeline=31"], ["parallel.pipeline=30"]),
+    ("pipeline-layers", [*PIPED, "parallel.pipeline=16", "parallel.schedule=zero_bubble"], ["parallel.pipeline=15"]),
+    *(
+        each
+        for rule, breaks, fix in (
+            ("pipeline-strategy", ZERO2, "strategy.name=ddp"),
+            ("pipeline-strategy", FSDP, "strategy.name=ddp"),
+            ("pipeline-sequence", SHARED, "~parallel.sequence"),
+            ("pipeline-context", GATHERED, "~parallel.context"),
+            ("pipeline-tensor", PARTS, "~parallel.tensor"),
+            ("pipeline-expert", ["model=qwen3_30b_a3b", "parallel.expert=4"], "~parallel.expert"),
+            ("pipeline-quantization", [LORA, "method.quantization=fp8"], "method.quantization=none"),
+            ("pipeline-modules", [LORA, "method.modules_to_save=[embed_tokens]"], "method.modules_to_save=[]"),
+            ("pipeline-new-tokens", [TOKENS], "model.new_tokens=[]"),
+            ("pipeline-init", [LORA, "method.init_lora_weights=pissa"], "method.init_lora_weights=default"),
+            ("pipeline-extra-lora", [LORA, "extra.lora.exclude_modules=[k_proj]"], "~extra.lora"),
+            ("pipeline-optimizer", ["optimizer=adafactor"], "optimizer.name=adamw"),
+            ("pipeline-precision", ["precision=fp16"], "precision=bf16"),
+            ("pipeline-compile", ["compile=layers"], "compile=auto"),
+            ("pipeline-offload", ["activation_checkpointing.mode=offload"], "activation_checkpointing.mode=full"),
+            ("pipeline-on_nan", ["faults.on_nan=skip"], "faults.on_nan=stop"),
+            ("pipeline-on_spike", ["faults.on_spike=stop"], "faults.on_spike=ignore"),
+            ("pipeline-neftune", [NOISE], "~extra.training_arguments.neftune_noise_alpha"),
+        )
+        for each in ((rule, [*PIPED, *breaks], [fix]), (rule, [*PIPED, *breaks], ["~parallel.pipeline"]))
+    ),
+    *(
+        ("pipeline-selective", [*PIPED, *SELECTIVE, "parallel.schedule=zero_bubble"], [fix])
+        for fix in ("activation_checkpointing.mode=full", "parallel.schedule=1f1b")
+    ),
+    ("pipeline-adapter", [*PIPED, LORA, "model.path=a/b", "model.adapter=both"], ["model.adapter=null"]),
+    ("pipeline-seq2seq", [*SEQ2SEQ, *PIPED], ["~parallel.pipeline"]),
+    ("pipeline-streaming", [*PIPED, *STREAM], ["data.streaming=false", "data.eval_split=null"]),
+    ("parallel-schedule", ["parallel.schedule=gpipe"], ["parallel.pipeline=2", "strategy.name=ddp"]),
+    ("parallel-schedule", ["parallel.schedule=gpipe"], ["~parallel.schedule"]),
     ("eval-max-samples", ["~data.eval_split", "data.eval_max_samples=5"], ["~data.eval_max_samples"]),
     ("evaluation-at-start", ["~data.eval_split", "at_start=false"], ["data.eval_split=0.05"]),
     ("early-stopping-min-delta", ["early_stopping_min_delta=0.1"], ["~schedule.early_stopping_min_delta"]),

@@ -21,7 +21,9 @@ CHATML = (
 )
 
 
-def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0, kv_heads: int | None = None) -> Path:
+def tiny_model(
+    config: dict[str, Any] | str, folder: Path, seed: int = 0, kv_heads: int | None = None, layers: int = 2
+) -> Path:
     """Saves a random model of the same architecture, small enough to train in seconds on a CPU.
 
     Args:
@@ -29,6 +31,7 @@ def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0, kv_hea
         folder: Where model and tokenizer are saved.
         seed: Seed of the weights.
         kv_heads: See `shrink`.
+        layers: See `shrink`.
 
     Returns:
         `folder`, usable as `model.path`.
@@ -39,7 +42,7 @@ def tiny_model(config: dict[str, Any] | str, folder: Path, seed: int = 0, kv_hea
     if isinstance(config, str):
         config = model_configs.bundled()[config].config
     tokenizer = tiny_tokenizer(model_configs.is_encoder_decoder(config))
-    small = shrink(config, kv_heads) | {
+    small = shrink(config, kv_heads, layers) | {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -96,28 +99,30 @@ def tiny_gguf(model: Path, file: Path) -> Path:
     return file
 
 
-def models_and_rows(folder: Path, models: dict[str, str], kv_heads: int | None = None) -> None:
+def models_and_rows(folder: Path, models: dict[str, str], kv_heads: int | None = None, layers: int = 2) -> None:
     """Saves a tiny model for each of the hub ids in a folder of its name, `chat.jsonl` and `pairs.jsonl`.
 
     Args:
         kv_heads: See `shrink`.
+        layers: See `shrink`.
 
     The models drop nothing, since masks are drawn by each process and device for the rows that it has.
     """
     for name, hub_id in models.items():
         config = model_configs.bundled()[hub_id].config
         without = {key: 0.0 if "drop" in key and value else value for key, value in config.items()}
-        tiny_model(without, folder / name, kv_heads=kv_heads)
+        tiny_model(without, folder / name, kv_heads=kv_heads, layers=layers)
     for name, rows in (("chat", chat_rows(67)), ("pairs", pair_rows(67))):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def shrink(config: dict[str, Any], kv_heads: int | None = None) -> dict[str, Any]:
-    """The config with two layers, narrow widths and few experts; what makes the architecture special is kept.
+def shrink(config: dict[str, Any], kv_heads: int | None = None, layers: int = 2) -> dict[str, Any]:
+    """The config with two layers or more, narrow widths and few experts; what makes the architecture special is kept.
 
     Args:
         kv_heads: Heads of keys and values; by default one where several queries share them, else two.
+        layers: How many.
     """
     small = copy.deepcopy(config)
     small.pop("torch_dtype", None)
@@ -136,7 +141,12 @@ def shrink(config: dict[str, Any], kv_heads: int | None = None) -> dict[str, Any
         square = config.get("head_dim", 0) * query_heads == config["hidden_size"]
         head_dim = 32 if square else 64  # bitsandbytes on a CPU wants multiples of 32
         put(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden, head_dim=head_dim)
-        put(intermediate_size=2 * hidden, num_hidden_layers=2, max_window_layers=2, query_pre_attn_scalar=head_dim)
+        put(
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            max_window_layers=layers,
+            query_pre_attn_scalar=head_dim,
+        )
         put(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
         # Shorter than the rows, so that it matters; one sliding and one full layer.
         put(sliding_window=16, sliding_window_pattern=2)

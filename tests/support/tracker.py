@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -41,26 +42,38 @@ class Tracker(TorchDispatchMode):
 
     Args:
         explain: Keep for each phase where the bytes at its peak were made (slow).
+        limit: Bytes beyond which the next operation runs out of memory, as a device of this size would.
     """
 
-    def __init__(self, explain: bool = False) -> None:
+    def __init__(self, explain: bool = False, limit: float = math.inf) -> None:
         super().__init__()
+        self.limit = limit
         self.current, self.phase, self.explain = 0, "load", explain
         self.peaks: dict[str, Peak] = {}
         self.ends: dict[str, int] = {}
         self.exchanged: Counter[str] = Counter()
+        self.scored: Counter[str] = Counter()
+        self.micro_batches: list[int] = []
+        """Tokens of those that a pipeline has taken."""
         self._live: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.current > self.limit:
+            raise torch.OutOfMemoryError(f"{self.current:,} bytes are live")
         result = func(*args, **(kwargs or {}))
         # One of the parts stays.
         if str(func) == "toolkit.all_to_all.default":
             self.exchanged[self.phase] += args[0].nbytes * (len(args[0]) - 1) // len(args[0])
         elif str(func) in ("toolkit.all_gather.default", "toolkit.reduce_scatter.default"):
             self.exchanged[self.phase] += abs(args[0].nbytes - result.nbytes)
-        elif str(func) == "toolkit.sum_parts.default":
+        elif str(func) in ("toolkit.sum_parts.default", "toolkit.largest_part.default"):
             part, size = args
+            if "largest" in str(func):  # Of each token whose label is scored.
+                self.scored[self.phase] += part.numel()
             self.exchanged[self.phase] += 2 * part.nbytes * (size - 1) // size
+        elif str(func) == "c10d.send.default" and self.phase == "pipeline":
+            # Not the votes of the first step.
+            self.exchanged[self.phase] += sum(each.nbytes for each in args[0] if each.is_floating_point())
         elif str(func) == "toolkit.send_rows.default":
             rows, sent, _ = args
             mine = sent[torch.distributed.get_rank() % len(sent)]
@@ -141,15 +154,20 @@ def phases(tracker: Tracker) -> Iterator[None]:
     from transformers import Trainer
 
     from toolkit.models.load import ModelSource
-    from toolkit.train import evaluate, train, trainer
+    from toolkit.models.stage import Stage
+    from toolkit.train import evaluate, pipelined, train, trainer
 
     replaced: list[tuple[Any, str, Any]] = []
 
-    def wrap(owner: Any, name: str, phase: str, after: str | None = None) -> None:
+    def wrap(
+        owner: Any, name: str, phase: str, after: str | None = None, note: Callable[..., None] | None = None
+    ) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if note:
+                note(*args)
             with tracker.during(phase, after):
                 result = original(*args, **kwargs)
             if phase == "load":
@@ -167,6 +185,14 @@ def phases(tracker: Tracker) -> Iterator[None]:
     for kind in (trainer.CausalTrainer, trainer.EncoderDecoderTrainer):
         wrap(kind, "compute_loss", "forward")
     wrap(Accelerator, "backward", "backward")
+    wrap(
+        pipelined.Pipeline,
+        "step",
+        "pipeline",
+        note=lambda _, batches, count: tracker.micro_batches.extend(each["input_ids"].numel() for each in batches),
+    )
+    wrap(Stage, "forward_one_chunk", "forward")
+    wrap(Stage, "backward_one_chunk", "backward")
     wrap(DeepSpeedEngine, "step", "step")
     wrap(evaluate, "held_out_loss", "evaluation")
     wrap(Trainer, "_save_checkpoint", "save")
@@ -197,9 +223,9 @@ def phases(tracker: Tracker) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker]:
+def tracked(run: Callable[[], int], explain: bool = False, limit: float = math.inf) -> tuple[int, Tracker]:
     """Runs a training under a tracker."""
-    tracker = Tracker(explain)
+    tracker = Tracker(explain, limit)
     gc.collect()
     with phases(tracker), tracker:
         code = run()
@@ -208,7 +234,8 @@ def tracked(run: Callable[[], int], explain: bool = False) -> tuple[int, Tracker
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
-    and `exchanged PHASE` to those that were sent to processes that share rows or divide layers."""
+    `exchanged PHASE` to those that were sent to processes that share rows or divide layers, and `scored PHASE` to the
+    tokens whose logits such processes have parts of."""
     from cpu_engines import use_cpu_processes
 
     from toolkit.train import watchdog
@@ -218,11 +245,13 @@ def main(arguments: Sequence[str]) -> int:
     # It looks where the main thread is, and keeps what that holds there for as long as it looks.
     watchdog.TICK_SECONDS = 3600.0
     explain = bool(os.environ.get("TRACKER_EXPLAIN"))
-    code, tracker = tracked(lambda: train(arguments), explain)
+    code, tracker = tracked(lambda: train(arguments), explain, float(os.environ.get("TRACKER_LIMIT", "inf")))
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
     rows |= {f"exchanged {phase}": size for phase, size in tracker.exchanged.items()}
+    rows |= {f"scored {phase}": count for phase, count in tracker.scored.items()}
     rank = os.environ.get("RANK", "0")
     Path(f"peaks-{rank}.json").write_text(json.dumps(rows))
+    Path(f"micro-batches-{rank}.json").write_text(json.dumps(tracker.micro_batches))
     if explain:
         parts = {phase: peak.parts.most_common() for phase, peak in tracker.peaks.items()}
         Path(f"parts-{rank}.json").write_text(json.dumps({"parts": parts, "ends": tracker.ends}))

@@ -26,6 +26,7 @@ from toolkit.distributed.rendezvous import Rendezvous, connect
 from toolkit.models import expert_parallel
 from toolkit.models.load import ModelSource
 from toolkit.recipe import Recipe
+from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
 
@@ -268,35 +269,6 @@ def test_other_data_or_another_model_is_named(
         assert "model files is " in outcome.error
 
 
-def test_processes_that_divide_experts_try_what_they_will_send(ranks: Callable[..., dict[int, Outcome]]) -> None:
-    def body(rendezvous: Rendezvous, rank: int, spoilt: bool = False) -> None:
-        torch.distributed.init_process_group("gloo")
-        with pytest.MonkeyPatch.context() as patched:
-            if spoilt:
-                send = expert_parallel._send
-                patched.setattr(expert_parallel, "_send", lambda *args: send(*args) + (rank == 2))
-            preflight.all_reduce(rendezvous, torch.device("cpu"), expert=2)
-        torch.distributed.destroy_process_group()
-
-    assert [each.error for each in ranks(body, 4).values()] == [""] * 4
-    wrong = "rank 2 did not get from an all-to-all what the other processes sent"
-    assert [each.error.partition("\n")[0] for each in ranks(partial(body, spoilt=True), 4).values()] == [wrong] * 4
-
-
-def test_who_does_not_come_to_the_exchange_of_its_group_is_named(ranks: Callable[..., dict[int, Outcome]]) -> None:
-    def body(rendezvous: Rendezvous, rank: int) -> None:
-        rendezvous.begin_group()
-        torch.distributed.init_process_group("gloo")
-        come = rendezvous.group_started
-        if rank == 3:
-            rendezvous.group_started = lambda *what: time.sleep(60) if "all-to-all" in str(what) else come(*what)
-        preflight.all_reduce(rendezvous, torch.device("cpu"), expert=2)
-
-    outcomes = ranks(body, 4)
-    assert "rank 3 did not come to the all-to-all of parallel.expert" in outcomes[0].printed
-    assert {each.exit_code for each in outcomes.values()} == {os.EX_TEMPFAIL}
-
-
 @pytest.mark.parametrize("how", ["late", "frozen", "alone"])
 def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, Outcome]], how: str) -> None:
     def body(rendezvous: Rendezvous, rank: int) -> None:
@@ -321,6 +293,91 @@ def test_a_group_that_hangs_says_who_is_missing(ranks: Callable[..., dict[int, O
     if how != "frozen":
         assert outcomes[1].printed.strip() == wanted.replace("error:", "error on process 1:")
         assert outcomes[1].exit_code == os.EX_TEMPFAIL
+
+
+def _came_to(way: str) -> str:
+    """What processes that are divided so do first in their group."""
+    return {
+        "sequence": "the exchange of heads (parallel.sequence)",
+        "context": "the gathering of keys and values (parallel.context)",
+        "tensor": "the sum over divided layers (parallel.tensor)",
+        "expert": "sending tokens to experts (parallel.expert)",
+        "pipeline": "handing hidden states on and back (parallel.pipeline)",
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor", "expert", "pipeline"])
+def test_what_groups_do_is_tried_and_who_does_not_come_is_named(
+    ranks: Callable[..., dict[int, Outcome]], way: str
+) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        rendezvous.begin_group()
+        torch.distributed.init_process_group("gloo")
+        comes_to = rendezvous.comes_to
+        if rank == 1:
+            rendezvous.comes_to = lambda what: time.sleep(60) if way in what else comes_to(what)
+        preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
+
+    outcomes = ranks(body)
+    assert outcomes[0].printed.startswith(f"error: rank 1 did not come to {_came_to(way)}: nothing for {TIMEOUT:g} s")
+
+
+@pytest.mark.parametrize("way", ["sequence", "context", "tensor"])
+def test_a_wrong_result_in_a_group_is_told_by_all(ranks: Callable[..., dict[int, Outcome]], way: str) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        name = {"sequence": "all_to_all_single", "context": "all_gather_into_tensor", "tensor": "all_reduce"}[way]
+        real = getattr(torch.distributed, name)
+
+        def damaged(received: torch.Tensor, *sent: torch.Tensor, group: Any = None) -> None:
+            real(received, *sent, group=group)
+            received += int(rank == 1 and group is not None)
+
+        setattr(torch.distributed, name, damaged)
+        try:
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(**{way: 2}))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    errors = [outcome.error for outcome in ranks(body).values()]
+    assert all("rank 1 got a wrong result of the" in error and f"(parallel.{way})" in error for error in errors), errors
+
+
+def test_tokens_that_come_wrong_to_experts_are_told_by_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int, spoilt: bool = False) -> None:
+        torch.distributed.init_process_group("gloo")
+        with pytest.MonkeyPatch.context() as patched:
+            if spoilt:
+                send = expert_parallel._send
+                patched.setattr(expert_parallel, "_send", lambda *args: send(*args) + (rank == 2))
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(expert=2))
+        torch.distributed.destroy_process_group()
+
+    assert [each.error for each in ranks(body, 4).values()] == [""] * 4
+    wrong = f"rank 2 got a wrong result of {_came_to('expert')}"
+    assert [each.error.partition("\n")[0] for each in ranks(partial(body, spoilt=True), 4).values()] == [wrong] * 4
+
+
+def test_what_is_handed_on_wrong_in_a_pipeline_is_told_by_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
+    def body(rendezvous: Rendezvous, rank: int) -> None:
+        torch.distributed.init_process_group("gloo")
+        real = torch.distributed.batch_isend_irecv
+
+        def damaged(works: list[Any]) -> list[Any]:
+            for each in works:
+                if each.op is torch.distributed.isend and rank == 0:
+                    each.tensor.add_(1)
+            return real(works)
+
+        torch.distributed.batch_isend_irecv = damaged
+        try:
+            preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(pipeline=2))
+        finally:
+            torch.distributed.batch_isend_irecv = real
+            torch.distributed.destroy_process_group()
+
+    errors = [outcome.error for outcome in ranks(body).values()]
+    assert all(f"rank 1 got a wrong result of {_came_to('pipeline')}" in error for error in errors), errors
 
 
 def test_an_engine_that_is_for_gpus_only_is_refused_before_anything_is_loaded(recipe: Callable[..., Recipe]) -> None:

@@ -192,8 +192,8 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
         overrides.append("precision=fp32")
     if recipe.strategy.name != "ddp":  # test_worked_examples.py trains these on their engines.
         overrides.append("strategy=ddp")
-    if recipe.parallel.expert > 1:  # test_expert_parallel.py has processes that divide them.
-        overrides.append("parallel.expert=1")
+    # test_parallel_recipes.py trains these on several processes.
+    overrides += [f"parallel.{key}=1" for key in recipe.parallel.changed()]
     assert main([f"recipe={name}", *overrides]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

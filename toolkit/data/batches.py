@@ -9,6 +9,7 @@ all rows of a step, so it does not depend on this. Thousands of steps are cut at
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class MicroBatches:
         world_size: Processes, or groups of them that share rows.
         flat: As in `cut`.
         sharing: Processes of such a group, to each of which the sampler gives the same rows.
+        stages: How often all these processes follow each other: so many of a pipeline get the same rows.
     """
 
     order: FixedOrder
@@ -146,18 +148,21 @@ class MicroBatches:
     world_size: int
     flat: bool = False
     sharing: int = 1
+    stages: int = 1
 
     batch_size = None
     """Varies; accelerate asks for it."""
     drop_last = False
 
     def __len__(self) -> int:
-        return self.steps * self.accumulation * self.world_size * self.sharing
+        return self.steps * self.accumulation * self.world_size * self.sharing * self.stages
 
     def __iter__(self) -> Iterator[list[int]]:
-        for rows in self.between(0, self.steps):
-            for _ in range(self.sharing):
-                yield rows
+        batches = self.between(0, self.steps)
+        while turn := list(itertools.islice(batches, self.world_size)):
+            for rows in turn * self.stages:
+                for _ in range(self.sharing):
+                    yield rows
 
     def between(self, first: int, last: int) -> Iterator[list[int]]:
         """The micro-batches of the steps after a first one up to and including a last one; those of the processes take

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Layout = Literal["padded", "packed", "flat", "pairs"]
+TWO_DOCUMENTS = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
+"""A row of two, with which it is asked whether they are kept apart."""
 _POSITIONS = 16
 """Few different sizes: kernels are made anew for each, and tensor cores want a multiple of 8."""
 
@@ -45,8 +47,7 @@ def isolates(model: PreTrainedModel | PeftModel, collator: Collator, device: tor
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return False
     embeddings = base.get_input_embeddings()
-    row = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [IGNORE] * 8, "seq_lengths": [4, 4]}
-    batch = collator([row])
+    batch = collator([TWO_DOCUMENTS])
     del batch["labels"], batch["label_positions"]
     device = device or embeddings.weight.device
     batch = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from toolkit.common import Partial
 from toolkit.distributed.engines import dtypes, reshards_after_forward
 from toolkit.distributed.layout import BatchLayout
+from toolkit.distributed.stages import runs_as
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
 
@@ -68,6 +69,12 @@ class EngineState(Partial):
     """Processes that divide each layer."""
     expert: int | None = None
     """Processes that divide the experts of each layer."""
+    pipeline: int | None = None
+    """Processes that the layers are spread over."""
+    schedule: str | None = None
+    """In which order they take micro-batches, see `parallel.schedule`."""
+    stages: dict[int, list[int]] | None = None
+    """Of this process, first layer and the one after the last."""
     sharded_over: int | None = None
     """Processes over which FSDP shards."""
     reshard_after_forward: bool | None = None
@@ -94,7 +101,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     Returns:
         What must hold. What `verify.read` reports beyond it is for the record only.
     """
-    strategy, types = recipe.strategy, dtypes(recipe)
+    strategy, types, parallel = recipe.strategy, dtypes(recipe), recipe.parallel
     several = layout.world_size > 1
     stage = 3 if strategy.name == "fsdp" else strategy.zero_stage
 
@@ -108,6 +115,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "context": layout.context,
         "tensor": layout.tensor,
         "expert": layout.expert,
+        "pipeline": layout.pipeline,
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "num_workers": recipe.data.decided_workers,
@@ -132,6 +140,9 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         state |= {"engine": "fsdp2", "reduce_dtype": types.reduce, "compute_dtype": types.compute}
         state |= {"offload_param": strategy.offload_param, "reshard_after_forward": reshards_after_forward(recipe)}
         state["sync_each_batch"] = strategy.sync_each_batch
+    if parallel.pipeline > 1:
+        state |= {"engine": "pipeline"}
+        state["schedule"] = runs_as(parallel.schedule, parallel.stages, layout.gradient_accumulation_steps)
     if recipe.tf32 != "auto":
         state["tf32"] = recipe.tf32
     traits = recipe.optimizer.traits

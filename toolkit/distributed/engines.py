@@ -181,9 +181,11 @@ def reshards_after_forward(recipe: Recipe) -> bool:
 
 
 def loads_on_first_process(recipe: Recipe) -> bool:
-    """Quantized weights cannot travel through the meta device, so every process reads them."""
+    """Quantized weights cannot travel through the meta device, and of divided layers processes keep unlike parts: these
+    every process reads."""
     strategy = recipe.strategy
-    return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and recipe.method.quantization == "none"
+    alike = recipe.method.quantization == "none" and recipe.parallel.tensor == 1
+    return strategy.name == "fsdp" and strategy.cpu_ram_efficient_loading and alike
 
 
 def loads_on_device(recipe: Recipe) -> bool:

@@ -16,6 +16,7 @@ from pydantic import computed_field
 from pydantic.dataclasses import dataclass
 
 from toolkit.common import UserError
+from toolkit.distributed.stages import divides
 from toolkit.recipe import Recipe
 
 
@@ -140,6 +141,9 @@ class BatchLayout:
     """Processes that divide each layer, see `parallel.tensor`."""
     expert: int = 1
     """Processes that divide the experts of each layer, see `parallel.expert`."""
+    pipeline: int = 1
+    """Processes over which the layers are spread, see `parallel.pipeline`. Those that have the same layers are of
+    neighbouring ranks: where a pipeline goes from node to node, gradients are averaged within nodes."""
 
     @property
     def sharing(self) -> int:
@@ -151,10 +155,18 @@ class BatchLayout:
         """Processes of neighbouring ranks that get the same rows."""
         return self.sharing * self.tensor
 
+    def part_of_rows(self, rank: int) -> int:
+        """Which part of its rows a process has; those that divide layers, whose ranks are neighbours, have the same."""
+        return rank // self.tensor % self.sharing
+
     @property
     def data_parallel_size(self) -> int:
         """Groups of processes that each get rows of their own."""
-        return self.world_size // self.together
+        return self.world_size // (self.together * self.pipeline)
+
+    def replica(self, rank: int) -> int:
+        """Which of these groups a process belongs to."""
+        return rank % (self.world_size // self.pipeline) // self.together
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -175,8 +187,8 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         UserError: If a division does not come out; names the nearest sizes that do.
     """
     batch, parallel = recipe.batch, recipe.parallel
-    together = parallel.together
-    replicas = _replicas(world_size, together, parallel.together_by)
+    together = parallel.together * parallel.pipeline
+    replicas = _replicas(world_size, together, parallel.together_by if parallel.pipeline == 1 else "parallel.pipeline")
     _replicas(world_size, parallel.expert, "parallel.expert")
     stated = None if batch.micro_batch_size == "auto" else batch.micro_batch_size
     tokens = batch.tokens_per_step
@@ -201,8 +213,16 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
             change += f", or start {fewer * together} process" + ("es" if fewer * together > 1 else "")
         raise UserError(f"a global batch of {total} sequences does not divide into {parts}", change)
     share = total // replicas
+    if stated and not divides(parallel.schedule, parallel.pipeline, share // stated):
+        sizes = micro_batch_sizes(recipe, world_size, row_tokens=1)
+        smaller, larger = [size for size in sizes if size < stated][-1:], [size for size in sizes if size > stated][:1]
+        raise UserError(
+            f"parallel.schedule={parallel.schedule} takes micro-batches in equal rounds of at least "
+            f"{parallel.pipeline}, which {share // stated} of them do not make",
+            f"set batch.micro_batch_size={' or '.join(map(str, smaller + larger))}, or parallel.schedule=1f1b",
+        )
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
-    divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert)
+    divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert, parallel.pipeline)
     return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
 
 
@@ -225,9 +245,12 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
         row_tokens: Tokens of a sequence, on average; by default all are full.
     """
     parallel = recipe.parallel
-    share = max(1, recipe.batch.sequences_per_step // max(1, world_size // parallel.together))
+    replicas = world_size // (parallel.together * parallel.pipeline)
+    share = max(1, recipe.batch.sequences_per_step // max(1, replicas))
     largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
-    return [size for size in range(1, min(share, largest) + 1) if share % size == 0]
+    sizes = [size for size in range(1, min(share, largest) + 1) if share % size == 0]
+    taken = [size for size in sizes if divides(parallel.schedule, parallel.pipeline, share // size)]
+    return taken or sizes[:1]
 
 
 REHEARSED_FROM = 20

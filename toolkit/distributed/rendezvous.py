@@ -91,8 +91,8 @@ class Rendezvous:
         self.world = world
         # By when the process group must have started; None while nobody starts it.
         self.group_deadline: float | None = None
-        self._operations: list[str] = []
         self.ends = False
+        self._collectives: list[str] = []
         self._labels: dict[int, str] = {}
         self._silent: list[int] = []
         self._closed = threading.Event()
@@ -165,13 +165,19 @@ class Rendezvous:
         """From here to `close` this process may hang in a library; then it reports and ends by itself."""
         self.group_deadline = time.monotonic() + GROUP_SECONDS
 
-    def group_started(self, operation: str = "the first all-reduce") -> None:
-        """This process has started its group and comes to a collective operation, as all do in the same order."""
-        self._operations.append(operation)
-        self._put(f"started/{operation}/{self.world.rank}", True)
+    def comes_to(self, what: str) -> None:
+        """This process comes to a collective operation; all processes come to the same ones in the same order, each in
+        its group."""
+        self._collectives.append(what)
+        self._ask(lambda store: store.add(f"collectives/{self.world.rank}", 1))
+
+    def has_done(self) -> None:
+        """It is through the operation that it came to last."""
+        self._ask(lambda store: store.add(f"collectives/{self.world.rank}", 1))
 
     def group_error(self, why: str) -> UserError:
-        """Who has gone; else who did not come; else that they do not reach each other."""
+        """Who has gone; else who did not come, or is in what others are through; else that they do not reach each
+        other."""
         others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
 
         def beats(store: Store) -> list[int]:
@@ -181,17 +187,17 @@ class Rendezvous:
             first = self._ask(beats)
             time.sleep(5 * _BEAT_SECONDS)
             second = self._ask(beats)
-            absent = {
-                operation: self._ask(functools.partial(_not_come, operation=operation, ranks=others))
-                for operation in self._operations
-            }
+            # Two for each operation: as they come to it, and when they are through.
+            done = self._ask(lambda store: {rank: store.add(f"collectives/{rank}", 0) for rank in others})
+            own = self._ask(lambda store: store.add(f"collectives/{self.world.rank}", 0))
         except UserError as error:
             return error
         if silent := [rank for rank, old, new in zip(others, first, second, strict=True) if old == new]:
             return self._gone(silent, "stopped answering while the process group started")
-        for operation, ranks in absent.items():
-            if ranks:
-                return SharedError(f"{self.name(*ranks)} did not come to {operation}: {why}", *self._of_network)
+        if (least := min(done.values())) < own:
+            last, what = [rank for rank in others if done[rank] == least], self._collectives[least // 2]
+            how = "cannot exchange data in" if least % 2 else "did not come to"
+            return SharedError(f"{self.name(*last)} {how} {what}: {why}", *self._of_network)
         return SharedError(f"the processes are all there, but cannot exchange data: {why}", *self._of_network)
 
     def close(self) -> None:
@@ -323,10 +329,6 @@ class Rendezvous:
             print(f"error on process {rank}: {error.what}" if rank else f"error: {error}", file=sys.stderr, flush=True)
             self.tell(error)
             os._exit(error.exit_code)
-
-
-def _not_come(store: Store, operation: str, ranks: Sequence[int]) -> list[int]:
-    return [rank for rank in ranks if not store.check([f"started/{operation}/{rank}"])]
 
 
 def _open_store(world: World) -> tuple[PrefixStore, str]:

@@ -101,12 +101,13 @@ class _Dropped(contextlib.ExitStack):
     def gathered(self) -> list[torch.Tensor]:
         """What belongs to the parts: (tokens, heads, width) each."""
         wholes = [_all_gather(part) for part in self._parts]
-        self._places = {each.untyped_storage().data_ptr(): place for place, each in enumerate(wholes)}
+        # Not by their addresses, which tensors have none of while a model is traced.
+        self._places = {each.untyped_storage()._cdata: place for place, each in enumerate(wholes)}
         self._parts = [part.detach() for part in self._parts]
         return wholes
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        place = self._places.get(tensor.untyped_storage().data_ptr())
+        place = self._places.get(tensor.untyped_storage()._cdata)
         if place is None:
             return tensor
         self._saved[place] += 1
@@ -139,6 +140,10 @@ def _reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
     fronts, ends = whole.unflatten(0, (2, sharing(), -1)).unbind(0)
     parts = torch.stack([fronts, ends.flip(0)], 1).flatten(0, 2)
     return collectives.wait_tensor(collectives.reduce_scatter_single(parts, "sum", 0, group()))
+
+
+GATHER = torch.ops.toolkit.all_gather.default
+"""The operation, by which a trace knows what is gathered."""
 
 
 @_all_gather.register_fake

@@ -1,9 +1,13 @@
-"""TRL's fused output head on CPUs, with the gradients formed in the forward pass, as Liger's kernel does on GPUs.
+"""TRL's fused output head on CPUs, with the gradients formed in the forward pass, as Liger's kernel does on GPUs; and,
+on all devices, of a head whose vocabulary several processes divide.
 
 While the logits of some tokens are there, their gradient is formed, and with it those of the hidden states and of the
 weight, at one product each. TRL forms the logits anew in the backward pass instead, which takes twice as long on a CPU.
 Keeping all logits, the alternative, is as fast, but holds as many as a batch has tokens. The arithmetic is the same
 whatever the engine, and however many tokens a batch trains.
+
+Where processes divide the vocabulary, each forms its part of the logits, and of every token the largest logit, the sum
+of exponentials and the label's logit are reduced over them (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from toolkit.data.encode import IGNORE
+from toolkit.models.layer_sums import largest_over_parts, one_for_parts, sum_over_parts
+from toolkit.models.tensor_parallel import Part
 
 CHUNK = 256
 """Tokens whose logits are there at a time: more make the products no faster."""
@@ -33,15 +40,24 @@ def scored_on_cpu(labels: torch.Tensor) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def scored_in_parts(labels: torch.Tensor, part: Part) -> Iterator[None]:
+    """While this context lasts, TRL's fused head scores these labels in this way, of which this process has a part."""
+    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten(), part)):
+        yield
+
+
 @dataclass(frozen=True)
 class _Head:
     """Takes the place of TRL's autograd function.
 
     Args:
         trained: Which of the tokens have a label.
+        part: What this process has of the vocabulary, if not all of it.
     """
 
     trained: torch.Tensor
+    part: Part | None = None
 
     def apply(
         self,
@@ -59,13 +75,17 @@ class _Head:
 
         Args:
             hidden: (N, H).
-            weight: (V, H).
-            bias: (V).
+            weight: (V, H), or (V / processes, H).
+            bias: As long as the weight.
         """
+        if self.part is not None:
+            # What TRL has gathered of a sharded head would be scored as if it were the part.
+            assert len(weight) == self.part.rows, "the head that is read is not this process's part"
+            hidden = one_for_parts(hidden)
         wanted = [
             torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)
         ]
-        log_probs = _LogProbs.apply(hidden, weight, bias, targets, self.trained, softcap, scale, wanted)
+        log_probs = _LogProbs.apply(hidden, weight, bias, targets, self.trained, softcap, scale, wanted, self.part)
         return log_probs, None, None, None, None
 
 
@@ -83,16 +103,22 @@ class _LogProbs(torch.autograd.Function):
         softcap: float | None,
         scale: float,
         wanted: list[bool],
+        part: Part | None,
     ) -> torch.Tensor:
-        compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        place = hidden.device
+        compute = torch.get_autocast_dtype(place.type) if torch.is_autocast_enabled(place.type) else hidden.dtype
         (tokens, _), vocabulary = hidden.shape, len(weight)
         matrix, exact = weight.to(compute), compute == torch.float32
-        log_probs = torch.empty(tokens, dtype=torch.float32)
+        on_cpu = _is_cpu(place)
+        chunk = CHUNK if on_cpu else chunked_logprob.TOKEN_CHUNK_SIZE
+        log_probs = torch.empty(tokens, dtype=torch.float32, device=place)
         # Of minus the log-probabilities; sums over tokens in fp32.
         to_hidden = torch.empty_like(hidden, dtype=compute) if wanted[0] else None
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-        tile, scores = (torch.empty((min(tokens, CHUNK), vocabulary), dtype=each) for each in (compute, torch.float32))
+        tile, scores = (
+            torch.empty((min(tokens, chunk), vocabulary), dtype=each, device=place) for each in (compute, torch.float32)
+        )
 
         def score(rows: slice) -> None:
             """Of some tokens; what is made for them is gone before the next ones."""
@@ -106,11 +132,17 @@ class _LogProbs(torch.autograd.Function):
             if softcap is not None:
                 capped = torch.tanh(logits / softcap)
                 logits = capped * softcap
-            gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
-            log_probs[rows] = gradient.gather(1, labels)[:, 0]
+            if part is None:
+                gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
+                log_probs[rows] = gradient.gather(1, labels)[:, 0]
+                ones = torch.full_like(labels, -1, dtype=torch.float32)
+            else:
+                gradient, log_probs[rows], labels, ones = _over_parts(logits, labels, part, scores[: len(states)])
             if not any(wanted):
                 return
-            gradient.exp_().scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32))
+            if part is None:
+                gradient.exp_()
+            gradient.scatter_add_(1, labels, ones)
             if softcap is not None:
                 gradient.mul_(1 - capped.square())
             if scale != 1:
@@ -121,13 +153,17 @@ class _LogProbs(torch.autograd.Function):
                 gradient = products.copy_(gradient)
             if to_hidden is not None:
                 torch.mm(gradient, matrix, out=to_hidden[rows])
-            if to_weight is not None and exact:
+            if to_weight is None:
+                return
+            if exact:
                 to_weight.addmm_(gradient.t(), states * counted)
-            elif to_weight is not None:
+            elif on_cpu:
                 to_weight.add_(gradient.t() @ (states * counted))
+            else:
+                chunked_logprob._addmm_fp32(to_weight, gradient.t(), states * counted)
 
-        for start in range(0, tokens, CHUNK):
-            score(slice(start, start + CHUNK))
+        for start in range(0, tokens, chunk):
+            score(slice(start, start + chunk))
         ctx.trained, ctx.dtypes = trained, [None if each is None else each.dtype for each in (hidden, weight, bias)]
         ctx.gradients = to_hidden, to_weight, to_bias
         return log_probs
@@ -142,4 +178,32 @@ class _LogProbs(torch.autograd.Function):
         factor = factor.where(((grad == factor) | ~ctx.trained).all(), torch.nan)
         found += [None if total is None else total.mul_(-factor) for total in sums]
         made = [None if total is None else total.to(dtype) for total, dtype in zip(found, ctx.dtypes, strict=True)]
-        return *made, None, None, None, None, None
+        return *made, None, None, None, None, None, None
+
+
+def _over_parts(
+    logits: torch.Tensor, labels: torch.Tensor, part: Part, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Probabilities where each process has a part of the vocabulary.
+
+    Args:
+        logits: (N, V / processes).
+        labels: (N, 1).
+        out: For the probabilities.
+
+    Returns:
+        Those of this process's part; log-probabilities (N) of the labels; where the labels stand in the part (N, 1),
+        and -1 for those that do, 0 for others.
+    """
+    own = labels - part.first
+    inside = own.ge(0) & own.lt(logits.shape[1])
+    own = own.clamp(0, logits.shape[1] - 1)
+    largest = largest_over_parts(logits.amax(1, keepdim=True))
+    torch.sub(logits, largest, out=out)
+    asked = out.gather(1, own).where(inside, 0)
+    sums, asked = sum_over_parts(torch.stack([out.exp_().sum(1, keepdim=True), asked])).unbind()
+    return out.div_(sums), (asked - sums.log())[:, 0], own, -inside.float()
+
+
+def _is_cpu(place: torch.device) -> bool:
+    return place.type == "cpu"

@@ -78,10 +78,10 @@ class Routes:
     pairs: int
 
 
-def arrives(place: torch.device) -> bool:
+def arrives(group: Any, place: torch.device) -> bool:
     """Whether each process of the group gets what each other one sends it: as many rows as its place says, and one
     more. All of the group call this."""
-    size, index = dividing(), dist.get_rank(group())
+    size, index = dist.get_world_size(group), dist.get_rank(group)
     sent, received = list(range(1, size + 1)), [index + 1] * size
     rows = torch.full((sum(sent), 2), float(index), device=place)
     came = _send(rows, sent, received)

@@ -6,9 +6,10 @@ parts of the run see the same one. Opening reads a small file (or a GGUF file's 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +27,7 @@ from transformers import (
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_utils,
 )
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
@@ -42,6 +45,8 @@ from toolkit.recipe import Recipe, model_configs
 from toolkit.recipe.config_limits import MARKED, has_mark
 
 _log = logging.getLogger("toolkit.models")
+_IN_16_BITS = {"BF16": "bfloat16", "F16": "float16"}
+"""Of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +151,12 @@ class ModelSource:
             return [opened]
         return [file for pattern in ("*.safetensors", "config.json") for file in opened.parent.glob(pattern)]
 
-    def load(self, dtypes: Dtypes, backend: str) -> PreTrainedModel:
+    def load(self, dtypes: Dtypes, backend: str, elsewhere: Sequence[str] = ()) -> PreTrainedModel:
         """The weights, stored as the recipe says.
 
         Args:
             backend: The attention backend, see `attention.resolve`.
+            elsewhere: Modules whose weights other processes have; here they stay empty.
 
         Raises:
             UserError: If the files cannot be read, or cannot be quantized as the recipe asks.
@@ -164,7 +170,7 @@ class ModelSource:
         if torch.cuda.is_available():
             attention_kernels.repeat_shared_heads(device.capability())
         arguments: dict[str, Any] = {
-            "dtype": getattr(torch, dtypes.load),
+            "dtype": getattr(torch, self._read_in(dtypes)),
             "attn_implementation": attention_kernels.implementation(backend),
         }
         method = self.recipe.method
@@ -183,12 +189,27 @@ class ModelSource:
         if loads_on_device(self.recipe) and (quantization or device.kind() != "cpu"):
             arguments["device_map"] = {"": device.current()}
         arguments |= {**self.location, **_only_safetensors(self.location), "config": self.config}
-        model = _with_all_weights(self.recipe, arguments)
+        if elsewhere:
+            arguments["device_map"] = {"": "cpu", **arguments.get("device_map", {}), **dict.fromkeys(elsewhere, "meta")}
+        with _not_dispatched() if elsewhere else contextlib.nullcontext():
+            model = _with_all_weights(self.recipe, arguments)
         keep_unpacked(model)
         if self.vocab_size != self._saved_vocab_size:
             # New rows are drawn around the mean of the others, by the seed.
             model.resize_token_embeddings(self.vocab_size)
         return model
+
+    def _read_in(self, dtypes: Dtypes) -> str:
+        """The dtype in which weights are read. Of layers that processes divide each keeps a part, which it converts by
+        itself: as they lie in the files, weights are mapped into memory, once for all processes of a node."""
+        if self.recipe.parallel.tensor == 1 or dtypes.load != "float32" or "gguf_file" in self.location:
+            return dtypes.load
+        kinds = set()
+        for file in self.weight_files():
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        return _IN_16_BITS.get("+".join(kinds), dtypes.load)
 
     def in_files(self, dtypes: Dtypes, folder: Path) -> Weights:
         """The weights where they are, in their files, and the model without them.
@@ -239,6 +260,17 @@ class ModelSource:
                 f"model.path: {name} of {path} cannot be read: {error}", "try again, or download it"
             ) from error
         return Path(file) if file else None
+
+
+@contextlib.contextmanager
+def _not_dispatched() -> Iterator[None]:
+    """Transformers would have layers on several devices fetch what they read; here what is empty is taken out."""
+    dispatch = modeling_utils.accelerate_dispatch
+    modeling_utils.accelerate_dispatch = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        modeling_utils.accelerate_dispatch = dispatch
 
 
 def auto_class(objective: str) -> Any:

@@ -19,7 +19,7 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
 from toolkit.data.encode import IGNORE
-from toolkit.models.cpu_head import scored_on_cpu
+from toolkit.models.cpu_head import scored_in_parts, scored_on_cpu
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class OutputHead:
         """Scores labels of a batch, of which `forward` has got all else."""
         if positions is None:
             assert self.fused, "the model's own forward scores the positions of a collator"
-            with scored_on_cpu(labels[:, 1:]):
+            with _scoring(module, labels[:, 1:]):
                 return forward(fused_lm_head=True, labels=labels)
         # The first token of a row is never trained, so the last one of the row before has no label.
         following = at(labels.roll(-1), positions)
@@ -90,7 +90,7 @@ class OutputHead:
             return from_logits(outputs, following)
         with _only(module.base_model, positions):
             if self.fused:
-                with scored_on_cpu(following):
+                with _scoring(module, following):
                     return forward(fused_lm_head=True, shift_labels=following)
             return from_logits(forward(), following)
 
@@ -101,6 +101,12 @@ class OutputHead:
     def following(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Labels (1, positions) of what is scored."""
         return at(batch["labels"].roll(-1), batch["label_positions"])
+
+
+def _scoring(module: Any, labels: torch.Tensor) -> Any:
+    """The way in which the fused head scores these labels, while this context lasts."""
+    part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
+    return scored_in_parts(labels, part) if part else scored_on_cpu(labels)
 
 
 def _only(backbone: Any, positions: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.models import expert_parallel, tensor_parallel
+from toolkit.models import expert_parallel, layer_sums, sharded_parts, tensor_parallel
 from toolkit.models.expert_parallel import part_of_experts
 
 
@@ -31,12 +31,12 @@ def divide_model(model: Any, tensor: int, expert: int, rank: int) -> None:
 
 def sizes(model: Any) -> dict[str, int]:
     """Over how many processes layers and experts really are divided."""
-    return {"tensor": tensor_parallel.divides(model), "expert": expert_parallel.divides(model)}
+    return {"tensor": sharded_parts.divides(model), "expert": expert_parallel.divides(model)}
 
 
 def holds_parts() -> bool:
     """Whether this process has parts of some parameters."""
-    return tensor_parallel.dividing() > 1 or expert_parallel.dividing() > 1
+    return layer_sums.dividing() > 1 or expert_parallel.dividing() > 1
 
 
 def is_part(parameter: Any) -> bool:
@@ -69,18 +69,11 @@ def whole_of(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     return tensor_parallel.whole_of(parameter, part)
 
 
-def sum_of_squares(parameters: list[Any], squares: torch.Tensor) -> torch.Tensor:
-    """The sum of squares over all of these parameters, of those of what this process has of each (parameters,)."""
-    if not holds_parts():
-        return squares.sum()
-    kinds = [0 if not is_part(each) else 1 if part_of_experts(each) is None else 2 for each in parameters]
-    kind = torch.tensor(kinds, device=squares.device)
-    whole, layers, experts = (squares[kind == number].sum() for number in range(3))
-    if tensor_parallel.dividing() > 1:
-        layers = tensor_parallel.sum_over_parts(layers)
-    if expert_parallel.dividing() > 1:
-        dist.all_reduce(experts, group=expert_parallel.group())
-    return whole + layers + experts
+def group_of(parameter: Any) -> Any:
+    """The processes that have the rest of a parameter of which this one has a part; None of a whole one."""
+    if part_of_experts(parameter):
+        return expert_parallel.group()
+    return layer_sums.layer_group() if tensor_parallel.is_part(parameter) else None
 
 
 def whole_state(model: Any, keep: Callable[[Any], bool], first: bool) -> dict[str, torch.Tensor]:

@@ -25,23 +25,39 @@ _GROUP: dict[str, Any] = {}
 _BALANCE = "load_balancing_loss_func"
 
 
-def share_rows(way: str, size: int, over_parts: Callable[[Attention], Attention]) -> None:
-    """Puts each `size` processes of neighbouring ranks into a group that shares rows. All processes call this.
-
-    From then on backends that take boundaries of documents attend over whole rows where they are given parts of them.
+def group_processes(way: str, size: int, apart: int = 1) -> Any:
+    """Puts each `size` processes into a group that shares rows. All processes call this.
 
     Args:
         way: `sequence` or `context`, the key of `parallel` in the recipe.
         size: Processes of a group.
+        apart: How far apart their ranks are: as many as divide layers, of which each shares with those that have the
+            same parts.
+
+    Returns:
+        The group of this process.
+    """
+    block, rank = size * apart, dist.get_rank()
+    for first in range(0, dist.get_world_size(), block):
+        for part in range(apart):
+            ranks = range(first + part, first + block, apart)
+            made = dist.new_group(ranks)
+            if rank in ranks:
+                _GROUP["rows"] = made
+    _GROUP["way"] = way
+    return group()
+
+
+def share_rows(over_parts: Callable[[Attention], Attention]) -> None:
+    """Has backends that take boundaries of documents attend over whole rows where they are given parts of them.
+
+    Args:
         over_parts: Makes attention over parts of rows of one over whole rows: `sequence_parallel.exchange` or
             `context_parallel.gather`.
     """
     from transformers import AttentionInterface
     from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
-    _GROUP["way"] = way
-    _GROUP["rows"] = groups[dist.get_rank() // size]
     known = AttentionInterface()
     # On AMD's GPUs two backends have one build.
     for name in {*VARLEN, *FLASH_ATTN_KERNEL_FALLBACK.values()}:

@@ -1,8 +1,9 @@
-"""One 16-bit copy of fp32 adapters for a whole optimizer step, whatever its micro-batches and what is recomputed.
+"""One 16-bit copy of fp32 weights for a whole optimizer step, whatever its micro-batches and what is recomputed.
 
 Autocast keeps the copies that it makes until the outermost `autocast` of a thread ends, and a forward pass is one: each
 micro-batch, and each layer that is recomputed, would make its own. torch counts how deep it is; one level more, in
-which nothing is computed, and they stay. They cost 16 bits of every trained parameter, so adapters alone are kept.
+which nothing is computed, and they stay. They cost 16 bits of every trained parameter, so adapters alone are kept;
+and in a pipeline, whose micro-batches on their way would have a copy each of what is not recomputed, all weights.
 The alternative, 16-bit parameters whose masters lie elsewhere, would sum gradients in 16 bits.
 """
 
@@ -13,6 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from toolkit.recipe import Recipe
+
+
+def keeps_casts(recipe: Recipe) -> bool:
+    """Whether copies stay for a step in which there are any."""
+    piped = recipe.parallel.pipeline > 1 and not recipe.activation_checkpointing.of_all_layers
+    return piped or recipe.method.name == "lora"
 
 
 class StepCasts:

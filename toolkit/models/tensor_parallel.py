@@ -3,14 +3,17 @@
 Of attention and MLP each process of a group keeps some heads and some of the inner width: rows of the weights that make
 them (`colwise` in Transformers' plans) and columns of those that take them back (`rowwise`). What enters is the same on
 all of them, and what leaves is summed over them, so two sums of hidden states pass in each direction of a layer. What
-remains are plain tensors: to DDP, and to everything else, this is a model with fewer columns. Norms, embeddings and
-output head are whole on every process, and stay equal because they get equal gradients.
+remains are plain tensors: to DDP, and to everything else, this is a model with fewer columns. Of embeddings and output
+head each has some of the vocabulary: what they find of tokens is summed, and of logits only three figures of each token
+are (`cpu_head`). Norms are whole on every process, and stay equal because they get equal gradients.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,34 +21,15 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from toolkit.common import UserError
+from toolkit.models.layer_sums import Join, Sum, SumGradient, layer_group, sum_of_parts
 
-_GROUP: dict[str, Any] = {}
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of Transformers' plans. The last is of norms of single heads, of which each process has some."""
-
-
-def divide_processes(size: int) -> list[Any]:
-    """Puts each `size` processes of neighbouring ranks into a group that divides layers, and those that have the same
-    parts into another, over which gradients are averaged. All processes call this.
-
-    Returns:
-        The groups of this process: `size` members, and as many as there are groups of that kind.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    layers = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    replicas = [dist.new_group(range(first, world, size)) for first in range(size)]
-    _GROUP["layers"], _GROUP["replicas"] = layers[rank // size], replicas[rank % size]
-    return [_GROUP["layers"], _GROUP["replicas"]]
-
-
-def dividing() -> int:
-    """How many processes divide layers with this one, itself included."""
-    return dist.get_world_size(_GROUP["layers"]) if _GROUP else 1
-
-
-def replicas() -> Any:
-    """The group of the processes that have the same parts as this one."""
-    return _GROUP["replicas"]
+_FUSED, _OF_FUSED = "colwise_gather_output", "rowwise_split_input"
+"""Styles of Transformers' plans. The third is of norms of single heads, of which each process has some. The last two
+are of projections that are several in one, and of what takes those: Transformers joins their outputs, here each process
+has its part of every one of the several."""
+_SEVERAL = ("qkv_proj", "gate_up_proj")
+"""Names of such projections."""
 
 
 def divide_layers(model: Any, size: int, index: int) -> None:
@@ -68,7 +52,14 @@ def divide_layers(model: Any, size: int, index: int) -> None:
     config = base.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None) or {}
     remove = "remove parallel.tensor"
-    if unknown := sorted({*plan.values()} - {_COLUMNS, _ROWS, _SUMMED}):
+    if unknown := sorted(
+        {
+            style
+            for key, style in plan.items()
+            if style not in (_COLUMNS, _ROWS, _SUMMED, _OF_FUSED)
+            and not (style == _FUSED and key.rpartition(".")[2] in _SEVERAL)
+        }
+    ):
         raise UserError(
             f"parallel.tensor: Transformers divides layers of a {config.model_type} in a way that is not built here: "
             f"{', '.join(unknown)}",
@@ -77,31 +68,105 @@ def divide_layers(model: Any, size: int, index: int) -> None:
     decoder = base.get_decoder()
     entrances: dict[Any, _Entrance] = {}
     found = list(_planned(decoder, plan))
-    if {style for _, _, style in found} < {_COLUMNS, _ROWS}:
+    if {style.partition("_")[0] for _, _, style in found} < {_COLUMNS, _ROWS}:
         raise UserError(f"parallel.tensor: Transformers has no plan to divide a {config.model_type}", remove)
     if rate := getattr(config, "attention_dropout", 0.0):
         # Heads would be dropped alike on all processes.
         raise UserError(f"parallel.tensor: this model drops out {rate:g} of its attention", remove)
     for name, module, style in found:
         if style == _SUMMED:
-            _sum_gradients(module.parameters(), size)
+            _sum_gradients(module, size)
             continue
         inner = getattr(module, "base_layer", module)
         if type(inner) is not torch.nn.Linear:
             raise UserError(f"parallel.tensor: {name} is a {type(inner).__name__}, which is not divided", remove)
-        width = inner.weight.shape[0 if style == _COLUMNS else 1]
-        if width % size:
+        columns = style in (_COLUMNS, _FUSED)
+        parent = decoder.get_submodule(name.rpartition(".")[0])
+        width = inner.weight.shape[0 if columns else 1]
+        blocks = _blocks(name, parent, width) if style == _FUSED else (width,)
+        if undivided := [block for block in blocks if block % size]:
+            what = f"{undivided[0]:,} {'columns' if columns else 'rows'} of {name}"
             raise UserError(
-                f"parallel.tensor={size} does not divide the {width:,} "
-                f"{'columns' if style == _COLUMNS else 'rows'} of {name}",
+                f"parallel.tensor={size} does not divide the {what}",
                 "set parallel.tensor to a number that divides the widths of every layer, or remove it",
             )
-        if style == _COLUMNS:
-            parent = decoder.get_submodule(name.rpartition(".")[0])
+        if columns:
             entrance = entrances.setdefault(parent, _Entrance(parent, size))
-            _divide_columns(module, inner, entrance, size, index)
+            _divide_columns(module, inner, entrance, size, index, blocks)
+            if len(blocks) > 2:
+                _tell_heads(parent, size)
         else:
             _divide_rows(module, inner, size, index)
+    _divide_vocabulary(base, size, index)
+
+
+def _divide_vocabulary(base: Any, size: int, index: int) -> None:
+    """Leaves embeddings and head whole where they are of kinds that others wrap, as PEFT does where it trains them, or
+    where the processes do not divide their rows."""
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    plain = type(head) is torch.nn.Linear and isinstance(embeddings, torch.nn.Embedding)
+    if not plain or len(head.weight) != len(embeddings.weight) or len(head.weight) % size or embeddings.max_norm:
+        return
+    tied = head.weight is embeddings.weight
+    _keep_part(embeddings, "weight", 0, size, index)
+    if tied:
+        head.weight = embeddings.weight
+    else:
+        _keep_part(head, "weight", 0, size, index)
+    if head.bias is not None:
+        _keep_part(head, "bias", 0, size, index)
+    head.out_features //= size
+    embeddings.num_embeddings //= size
+    part = head.vocabulary_part = Part(index * embeddings.num_embeddings, embeddings.num_embeddings)
+    if (pad := embeddings.padding_idx) is not None:
+        embeddings.padding_idx = pad - part.first if 0 <= pad - part.first < part.rows else None
+    _Lookup(embeddings, part, size)
+    head.register_forward_pre_hook(lambda _, args: (SumGradient.apply(args[0], size), *args[1:]))
+    head.register_forward_hook(lambda _, __, logits: Join.apply(logits, size, index))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first` to `first + rows` of a vocabulary."""
+
+    first: int
+    rows: int
+
+
+class _Lookup:
+    """Embeddings of which a process has some rows: what it lacks is zero, and summed with what others find."""
+
+    def __init__(self, embeddings: Any, part: Part, size: int) -> None:
+        self._part, self._size = part, size
+        self._lacking: torch.Tensor | None = None
+        embeddings.register_forward_pre_hook(self._enter)
+        embeddings.register_forward_hook(self._leave)
+
+    def _enter(self, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        own = args[0] - self._part.first
+        self._lacking = (own < 0) | (own >= self._part.rows)
+        return (own.masked_fill(self._lacking, 0), *args[1:])
+
+    def _leave(self, _: Any, __: Any, found: torch.Tensor) -> torch.Tensor:
+        lacking, self._lacking = self._lacking, None
+        assert lacking is not None
+        return Sum.apply(found.masked_fill(lacking[..., None], 0), self._size)
+
+
+def _blocks(name: str, parent: Any, width: int) -> tuple[int, ...]:
+    """Columns of each of the projections that are in one."""
+    if name.endswith("gate_up_proj"):
+        return width // 2, width // 2
+    size = parent.head_dim
+    shared = parent.num_key_value_heads * size
+    return width - 2 * shared, shared, shared
+
+
+def _tell_heads(attention: Any, size: int) -> None:
+    """Tells a module that takes queries, keys and values apart how many it has of each."""
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= size
+    attention.num_key_value_heads //= size
 
 
 def _planned(decoder: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
@@ -113,16 +178,18 @@ def _planned(decoder: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, 
                 yield name, module, style
 
 
-def _divide_columns(module: Any, inner: Any, entrance: _Entrance, size: int, index: int) -> None:
-    _keep_part(inner, "weight", 0, size, index)
+def _divide_columns(
+    module: Any, inner: Any, entrance: _Entrance, size: int, index: int, blocks: tuple[int, ...]
+) -> None:
+    _keep_part(inner, "weight", 0, size, index, blocks)
     if inner.bias is not None:
-        _keep_part(inner, "bias", 0, size, index)
+        _keep_part(inner, "bias", 0, size, index, blocks)
     inner.out_features //= size
     for up in getattr(module, "lora_B", {}).values():
-        _keep_part(up, "weight", 0, size, index)
+        _keep_part(up, "weight", 0, size, index, blocks)
         up.out_features //= size
     for down in getattr(module, "lora_A", {}).values():
-        _sum_gradients(down.parameters(), size)
+        _sum_gradients(down, size)
     module.register_forward_pre_hook(entrance)
 
 
@@ -133,7 +200,7 @@ def _divide_rows(module: Any, inner: Any, size: int, index: int) -> None:
         _keep_part(down, "weight", 1, size, index)
         down.in_features //= size
     for up in getattr(module, "lora_B", {}).values():
-        _sum_gradients(up.parameters(), size)
+        _sum_gradients(up, size)
     drops = getattr(module, "lora_dropout", {})
     for name, drop in drops.items():
         if getattr(drop, "p", 0):
@@ -142,7 +209,7 @@ def _divide_rows(module: Any, inner: Any, size: int, index: int) -> None:
         inner.forward = lambda inputs: F.linear(inputs, inner.weight)
 
     def leave(_: Any, __: Any, outputs: torch.Tensor) -> torch.Tensor:
-        whole = _Sum.apply(outputs, size)
+        whole = Sum.apply(outputs, size)
         return whole if inner.bias is None else whole + inner.bias.to(whole.dtype)
 
     module.register_forward_hook(leave)
@@ -159,7 +226,7 @@ class _Entrance:
 
     def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if args[0] is not self._given:
-            self._given, self._entered = args[0], _SumGradient.apply(args[0], self._size)
+            self._given, self._entered = args[0], SumGradient.apply(args[0], self._size)
         return (self._entered, *args[1:])
 
     def _leave(self, *_: Any) -> None:
@@ -182,67 +249,48 @@ class _PartOfDropout(torch.nn.Module):
         return inputs * kept.narrow(-1, self._index * width, width)
 
 
-class _Sum(torch.autograd.Function):
-    """Sums over the processes that divide layers; all of them have the whole gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, size: int) -> torch.Tensor:
-        return _sum(part, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same numbers on all processes that divide layers, each of which gives a part of their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(gradient, ctx.size), None
-
-
-@torch.library.custom_op("toolkit::sum_parts", mutates_args=())
-def _sum(part: torch.Tensor, size: int) -> torch.Tensor:
-    """The sum over the processes that divide layers, of which there are `size`."""
-    total = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_GROUP["layers"])
-    return total
-
-
-@_sum.register_fake
-def _(part: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.empty_like(part, memory_format=torch.contiguous_format)
-
-
-SUM = torch.ops.toolkit.sum_parts.default
-"""The operation, by which a trace knows what is sent."""
-
-
-def sum_over_parts(number: torch.Tensor) -> torch.Tensor:
-    """The sum of what each of the processes that divide layers has of something."""
-    return _sum(number, dividing())
-
-
-def _sum_gradients(parameters: Any, size: int) -> None:
+def _sum_gradients(module: Any, size: int) -> None:
     """Sums the gradients of whole parameters, of which every process has a part."""
-    for parameter in parameters:
+    for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: _sum(gradient, size))
+            parameter.partial = True
+            parameter.register_hook(lambda gradient: sum_of_parts(gradient, size))
 
 
-def _keep_part(module: Any, name: str, dimension: int, size: int, index: int) -> None:
+def _keep_part(
+    module: Any, name: str, dimension: int, size: int, index: int, blocks: tuple[int, ...] | None = None
+) -> None:
     whole = getattr(module, name)
-    width = whole.shape[dimension] // size
-    part = whole.data.narrow(dimension, index * width, width).clone(memory_format=torch.contiguous_format)
+    divided = Share(dimension, size, index, blocks or (whole.shape[dimension],))
+    part = divided.of(whole.data).clone(memory_format=torch.contiguous_format)
     kept = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
-    kept.divided = (dimension, size)  # type: ignore[attr-defined]
+    kept.divided = divided  # type: ignore[attr-defined]
     setattr(module, name, kept)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a parameter is divided, and which part this process has.
+
+    Args:
+        blocks: Widths of what lies side by side in the dimension that is divided, each of which is by itself.
+    """
+
+    dimension: int
+    size: int
+    index: int
+    blocks: tuple[int, ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of something of the whole shape."""
+        parts = [each.chunk(self.size, self.dimension)[self.index] for each in whole.split(self.blocks, self.dimension)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dimension)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole of all parts, in order."""
+        widths = [block // self.size for block in self.blocks]
+        split = [part.split(widths, self.dimension) for part in parts]
+        return torch.cat([each[block] for block in range(len(widths)) for each in split], self.dimension)
 
 
 def is_part(parameter: Any) -> bool:
@@ -250,34 +298,32 @@ def is_part(parameter: Any) -> bool:
     return hasattr(parameter, "divided")
 
 
+def is_partial(parameter: Any) -> bool:
+    """Whether a process has a part of the gradient of this parameter, which is whole."""
+    return hasattr(parameter, "partial")
+
+
 def whole_shape(parameter: Any) -> torch.Size:
     """The shape of a parameter as one process would have it."""
     if not is_part(parameter):
         return parameter.shape
-    dimension, size = parameter.divided
-    return torch.Size(width * size if each == dimension else width for each, width in enumerate(parameter.shape))
+    divided = parameter.divided
+    return torch.Size(
+        width * divided.size if each == divided.dimension else width for each, width in enumerate(parameter.shape)
+    )
 
 
 def part_of(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """What this process has of something of a parameter's whole shape."""
-    if not is_part(parameter):
-        return whole
-    dimension, _ = parameter.divided
-    width = parameter.shape[dimension]
-    return whole.narrow(dimension, dist.get_rank(_GROUP["layers"]) * width, width)
+    part: torch.Tensor = parameter.divided.of(whole) if is_part(parameter) else whole
+    return part
 
 
 def whole_of(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     """Something of a parameter's whole shape, of the parts of it. All processes of a group call this."""
     if not is_part(parameter) or part.shape != parameter.shape:
         return part
-    dimension, size = parameter.divided
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=_GROUP["layers"])
-    return torch.cat(parts, dimension)
-
-
-def divides(model: Any) -> int:
-    """Over how many processes the layers of a model really are divided, by what lies in its parameters."""
-    sizes = {parameter.divided[1] for parameter in model.parameters() if is_part(parameter)}
-    return max(sizes, default=1) if len(sizes) < 2 else 0
+    parts = [torch.empty_like(part) for _ in range(parameter.divided.size)]
+    dist.all_gather(parts, part.contiguous(), group=layer_group())
+    whole: torch.Tensor = parameter.divided.join(parts)
+    return whole

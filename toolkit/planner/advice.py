@@ -8,6 +8,7 @@ knows the recipe as it stands and what `build` traces to find something that fit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ from toolkit.planner.search import (
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
+from toolkit.recipe.rules import check
 
 MOST = 6
 """Entries of a list of advice."""
@@ -88,11 +90,12 @@ def same_training(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> Can
 def _nearest(
     recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate], options: list[Candidate]
 ) -> Candidate | None:
-    """The smallest change that fits: one key before several, the same training before another."""
+    """The smallest change that fits: one key before several, the same training before another, and of that the same
+    groups of processes before others."""
     sizes = explore(recipe, hardware, estimate, _FREE[:1]) if recipe.knows_engine else []
     singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
     singles = [*sizes, *_as_auto_takes(recipe, singles)]
-    for candidates in (singles, explored, options):
+    for candidates in (singles, explored, _with_shared_rows(recipe, hardware, estimate), options):
         there = fitting(candidates)
         fewest = min((len(each.changes) for each in there), default=0)
         if best := fastest(each for each in there if len(each.changes) == fewest):
@@ -130,6 +133,30 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
     more = (_with_devices(recipe, hardware, estimate, count) for count in _COUNTS if count > hardware.devices)
     there = [best for candidates in more if (best := fastest(candidates))]
     return options + fitting(there)[:1]
+
+
+def _with_shared_rows(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
+    """What fits where as few processes as possible share each row: by exchanging heads where so many divide them, else
+    by gathering keys and values, of which there is a trace for each number of processes."""
+    if recipe.parallel.together > 1:
+        return []
+    for size in (size for size in range(2, hardware.devices + 1) if hardware.devices % size == 0):
+        ways = ({f"parallel.{way}": size} for way in ("sequence", "context"))
+        changes = next((each for each in ways if not check(recipe.with_values(each))), None)
+        if changes is None:
+            continue
+        changed = recipe.with_values(changes)
+        asked = functools.partial(estimate, may_trace=True) if "parallel.context" in changes else estimate
+        for free in (changed.undecided, _FREE):
+            try:
+                there = fitting(explore(changed, hardware, asked, free))
+            except UserError:
+                continue  # The batch does not divide among so few groups.
+            if there:
+                return [
+                    dataclasses.replace(each, changes={**changes, **stated(changed, each.changes)}) for each in there
+                ]
+    return []
 
 
 def _other_trainings(recipe: Recipe, hardware: Hardware) -> Iterator[Changes]:
@@ -259,6 +286,8 @@ def _notes(changes: Changes) -> Iterator[str]:
     """What the figures do not show."""
     if "optimizer.name" in changes:
         yield "the optimizer's moments are rounded to 8 bits"
+    if any(path.startswith("parallel.") for path in changes):
+        yield "devices that share a row exchange tensors in the attention of every layer"
     every = changes.get(EVERY, 1)
     for (path, value), text in _NOTES.items():
         if changes.get(path) == value:

@@ -33,7 +33,8 @@ from toolkit.planner.notes import notes_of, require_quantized
 from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan
 from toolkit.planner.ranges import less_sure, slower_or_faster, up_to
 from toolkit.planner.search import explore
-from toolkit.planner.speed.work import work
+from toolkit.planner.speed.stages import stage_layers
+from toolkit.planner.speed.work import micro_load, work
 from toolkit.planner.trace import store
 from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.store import Tracing
@@ -68,13 +69,23 @@ class _Question:
             return None
         require_quantized(recipe, trace)
         workload = Workload(recipe, layout, hardware, trace, heads=model_configs.attention_widths(self.config))
+        experts = model_configs.experts(self.config)
+        if layout.pipeline > 1:
+            load = micro_load(recipe, layout, self.statistics, backend)
+            balanced = bool(model_configs.text_config(self.config).get("router_aux_loss_coef"))
+            workload = dataclasses.replace(
+                workload,
+                stages=stage_layers(workload, load, experts),
+                routed=experts[0] if balanced and experts[0] > 1 else 0,
+                usual=min(1.0, load.padded / (layout.micro_batch_size * per_row)),
+            )
         drives = disk(workload)
         done = work(
             workload,
             self.statistics,
             self.price,
             attention=backend,
-            experts=model_configs.experts(self.config),
+            experts=experts,
             drives=drives,
             may_compile=kernels.may_compile(hardware) and not compilation.unfit(recipe, self.config),
         )
@@ -117,6 +128,9 @@ class _Question:
             sequence=layout.sharing,
             tensor=layout.tensor,
             expert=layout.expert,
+            pipeline=layout.pipeline,
+            stages=list(workload.stages),
+            schedule=recipe.parallel.schedule if workload.stages else "",
             num_workers=workers,
             chosen=chosen,
             memory=ranks,

@@ -175,6 +175,8 @@ class Work(Figures):
     slowest GPU sets the pace."""
     offload_seconds: float
     """Seconds of an optimizer step in which a device waits for its host or drive."""
+    bubble_seconds: float = 0.0
+    """Seconds of an optimizer step in which a device waits for a pipeline to fill and to run empty."""
     step_seconds: Range
     """Seconds of one optimizer step."""
     compile_seconds: float = 0.0
@@ -293,6 +295,12 @@ class Plan(Figures):
     """Devices that divide each layer."""
     expert: int = 1
     """Devices that divide the experts of each layer."""
+    stages: list[int] = []
+    """Layers of each stage of a pipeline; empty without one."""
+    schedule: str = ""
+    """In which order devices of a pipeline take micro-batches; empty without one."""
+    pipeline: int = 1
+    """Devices that the layers are spread over."""
     num_workers: int = 0
     """Processes beside each training process that make its batches ahead."""
     lengths: str = ""

@@ -43,6 +43,16 @@ class Workload:
 
     heads: tuple[int, int, int] = (0, 0, 0)
     """See `model_configs.attention_widths`; asked where processes share rows."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline, where there is one."""
+    place: int | None = None
+    """Which process of it this is, see `pipeline.of_process`; None of the whole model."""
+    untied: bool = False
+    """Of a process of a pipeline: whether the output head of the whole model is a weight of its own."""
+    usual: float = 1.0
+    """Tokens of a micro-batch on average, as a share of those of the fullest; of a pipeline others wait beside it."""
+    routed: int = 0
+    """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 
     @property
     def strategy(self) -> Strategy:
@@ -59,7 +69,9 @@ class Workload:
         """What the recipe's strategy divides."""
         strategy, ranks = self.strategy, self.layout.world_size
         if strategy.name == "fsdp":
-            ranks = self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks
+            ranks = (
+                self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks // self.layout.tensor
+            )
             return Division(ranks, ranks, ranks)
         return Division(*(ranks if strategy.zero_stage >= least else 1 for least in (3, 2, 1)))
 
@@ -92,6 +104,7 @@ class Workload:
         """Bytes of a token of a process's part that go to others in the forward pass of a layer, and in the backward
         pass; none where processes share no rows."""
         (heads, shared, size), parts = self.heads, self.layout.sharing
+        heads, shared = heads // self.layout.tensor, shared // self.layout.tensor
         width = size * WIDTH[self.types.compute]
         if self.layout.context > 1:
             # Keys and values go to all others; backwards they do once more, and the gradients come back.

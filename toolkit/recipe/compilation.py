@@ -82,6 +82,8 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return "layers that processes divide have not been compiled"
     if recipe.parallel.expert > 1:
         return "layers whose tokens travel between processes have not been compiled"
+    if recipe.parallel.pipeline > 1:
+        return "layers that are spread over processes have not been compiled"
     if recipe.activation_checkpointing.mode == "selective":
         return "selective checkpointing picks single operations, which compiled layers no longer have"
     if recipe.method.quantization != "none":

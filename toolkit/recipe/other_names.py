@@ -21,6 +21,10 @@ SAME = {
         *("expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size", "ep_size", "ep"),
         "moe_expert_parallel_size",
     ),
+    "parallel.pipeline": (
+        *("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size", "pp"),
+        "pipeline_parallel",
+    ),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (

@@ -280,6 +280,11 @@ class ActivationCheckpointing(Section):
     every_n_layers: PositiveInt = 1
     """With `mode: full` and `mode: offload`, checkpoint only every n-th layer: faster, for more memory."""
 
+    @property
+    def of_all_layers(self) -> bool:
+        """Whether every layer is computed again."""
+        return self.mode != "none" and self.every_n_layers == 1
+
 
 class Checkpoint(Section):
     """What is saved during training, and where training continues."""

@@ -103,8 +103,10 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     """How it will run."""
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
     batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
-    together = plan.sequence * plan.tensor
-    groups, what = plan.devices // together, "divide the layers" if plan.tensor > 1 else "share each"
+    together = plan.sequence * plan.tensor * plan.pipeline
+    groups = plan.devices // together
+    ways = ("share each", plan.sequence), ("divide the layers", plan.tensor), ("follow each other", plan.pipeline)
+    what = " and ".join(way for way, size in ways if size > 1)
     if together > 1:
         batch += (f"{groups} groups of " if groups > 1 else "") + f"{together} devices that {what} x "
     else:
@@ -118,8 +120,16 @@ def setting_rows(plan: Plan) -> list[tuple[str, str]]:
         ("hardware", f"{plan.hardware}: {nodes}{plan.devices} device{'s' if plan.devices > 1 else ''}"),
         ("strategy", f"{plan.strategy}, attention {plan.attention}"),
         ("batch", batch),
+        *([("pipeline", pipeline_text(plan))] if plan.stages else []),
         *chosen_rows(plan),
     ]
+
+
+def pipeline_text(plan: Plan) -> str:
+    """How layers are cut, and what share of a step its processes wait for the pipeline: `16 + 14 layers by 1f1b, …`."""
+    share = plan.work.bubble_seconds / (plan.work.step_seconds.value or 1.0)
+    layers = " + ".join(map(str, plan.stages))
+    return f"{layers} layers by {plan.schedule}; its bubble is {share:.1%} of a step"
 
 
 def serving_title(plan: Plan) -> str:
@@ -268,6 +278,7 @@ def shares_text(plan: Plan) -> str:
         "communication": work.communication_seconds,
         "contention": work.contention_seconds,
         "offload": work.offload_seconds,
+        "bubble": work.bubble_seconds,
     }
     return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in shares.items() if seconds / whole >= 0.005)
 

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.common import bytes_text, compact
 from toolkit.data.audit import Audit, Bucket, Lengths
 from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
-from toolkit.report.plan_view import flops_text, seconds_text
+from toolkit.report.plan_view import flops_text, pipeline_text, seconds_text
 
 Row = tuple[str, ...]
 
@@ -128,9 +128,12 @@ def machine_sentences(manifest: Manifest) -> list[str]:
     if batch:
         passes, size = batch.gradient_accumulation_steps, batch.micro_batch_size
         who = f" on each of {batch.world_size} processes" if batch.world_size > 1 else " on one process"
-        if batch.together > 1:
-            what = "divide the layers" if batch.tensor > 1 else "share them"
-            who = f" on each of {batch.data_parallel_size} groups of {batch.together} processes that {what}"
+        together = batch.together * batch.pipeline
+        if together > 1:
+            ways = [("share them", batch.sharing), ("divide the layers", batch.tensor)]
+            ways.append(("follow each other", batch.pipeline))
+            what = " and ".join(way for way, size in ways if size > 1)
+            who = f" on each of {batch.data_parallel_size} groups of {together} processes that {what}"
         if batch.expert > 1:
             which = "that" if batch.expert == batch.world_size else f"of which each {batch.expert}"
             who += f" {which} divide the experts"
@@ -138,6 +141,8 @@ def machine_sentences(manifest: Manifest) -> list[str]:
             f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."
         )
+    if batch and batch.pipeline > 1 and manifest.plan:
+        texts.append(f"As planned, its stages are {pipeline_text(manifest.plan)}.")
     if state and state.optimizer:
         engine = "without an engine" if state.engine in (None, "none") else f"under {state.engine}"
         compute = next((each for each in (state.autocast, state.compute_dtype) if each and each != "none"), None)

@@ -44,7 +44,7 @@ def save_batches(
             if means:
                 line["loss"] = means[rank][turn]
             if rows:
-                line["rows"] = rows[turn * layout.data_parallel_size + rank // layout.together]
+                line["rows"] = rows[turn * layout.data_parallel_size + layout.replica(rank)]
                 texts = [train[number]["input_ids"] for number in line["rows"][:left]]
             else:
                 texts = (tokens or [])[rank][turn][:left]

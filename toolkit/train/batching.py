@@ -40,11 +40,9 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
 
 
 def share(layout: BatchLayout) -> None:
-    """Has attention see whole rows where processes have parts of them. All processes call this."""
-    if layout.context > 1:
-        share_rows("context", layout.context, gather)
-    elif layout.sequence > 1:
-        share_rows("sequence", layout.sequence, exchange)
+    """Has attention see whole rows where processes have parts of them."""
+    if layout.sharing > 1:
+        share_rows(gather if layout.context > 1 else exchange)
 
 
 def score_parts(trainer: Any, shares_by: str) -> None:
@@ -75,4 +73,5 @@ def micro_batches(
         world_size=layout.data_parallel_size,
         flat=collates.layout == "flat",
         sharing=layout.together,
+        stages=layout.pipeline,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.common import UserError
 from toolkit.models.parts import whole_shape
+from toolkit.models.pipeline import chain
 from toolkit.recipe import Recipe
 from toolkit.seal import fault, read_seal
 
@@ -22,11 +23,14 @@ _IN_STATE = {"learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum
 def trained(model: Any) -> dict[str, Any]:
     """Which weights a model trains, as a checkpoint is sealed with it: the same for every engine."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    shapes = sorted(
-        (name, [*getattr(each, "ds_shape", whole_shape(each))])
-        for name, each in model.named_parameters()
-        if each.requires_grad
-    )
+    if own := chain():
+        shapes = sorted((name, [*shape]) for name, shape in own.sizes.items())
+    else:
+        shapes = sorted(
+            (name, [*getattr(each, "ds_shape", whole_shape(each))])
+            for name, each in model.named_parameters()
+            if each.requires_grad
+        )
     number = sum(math.prod(shape) for _, shape in shapes)
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {"architecture": type(base).__name__, "trained": number, "shapes": digest}
@@ -86,6 +90,8 @@ def writer(recipe: Recipe, world_size: int) -> dict[str, Any]:
         written_by["tensor"] = recipe.parallel.tensor
     if recipe.parallel.expert > 1:
         written_by["expert"] = recipe.parallel.expert
+    if recipe.parallel.pipeline > 1:
+        written_by["pipeline"] = recipe.parallel.pipeline
     return {**written_by, "world_size": world_size}
 
 
@@ -176,8 +182,8 @@ def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
 
 
 def _reads(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether an engine reads as it is what was saved; parts of layers and experts are taken out of whole ones."""
-    return _form(saved) == _form(now) and now.keys().isdisjoint(("tensor", "expert"))
+    """Whether an engine reads as it is what was saved; parts and stages are taken out of whole ones."""
+    return _form(saved) == _form(now) and now.keys().isdisjoint(("tensor", "expert", "pipeline"))
 
 
 def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -197,7 +203,7 @@ def _described(writer: Mapping[str, Any]) -> str:
         settings += f" strategy.state_dict_type={writer['state_dict_type']}"
     if writer.get("offload_optimizer", "none") != "none":
         settings += f" strategy.offload_optimizer={writer['offload_optimizer']}"
-    for key in ("tensor", "expert"):
+    for key in ("tensor", "expert", "pipeline"):
         settings += f" parallel.{key}={writer[key]}" if key in writer else ""
     number = writer["world_size"]
     return f"{settings} on {number} process" + ("es" if number > 1 else "")

@@ -7,15 +7,17 @@ parts. What is saved is whole, as one process would save it, so that any number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
+from toolkit.models.layer_sums import dividing, replicas
 from toolkit.models.parts import holds_parts, whole_of, whole_state
-from toolkit.models.tensor_parallel import dividing, replicas
+from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -30,9 +32,18 @@ class Divided:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if dividing() > 1:
-            accelerator = self.accelerator  # type: ignore[attr-defined]
+        if dividing() == 1:
+            return
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            accelerator._prepare_fsdp2 = _over_replicas(accelerator)
+        else:
             accelerator.ddp_handler = OverReplicas(**accelerator.ddp_handler.to_dict())
+
+    @property
+    def _writes_whole(self) -> bool:
+        """Whether parts are put together before they are saved. What FSDP shards it saves in shards, or gathers."""
+        return holds_parts() and not self.is_fsdp_enabled  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Theirs counts the trained tokens of all processes, also of those that read the same."""
@@ -40,7 +51,7 @@ class Divided:
         return batches, count if count is None else count // dividing()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not holds_parts():
+        if not self._writes_whole:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         first = self.args.should_save  # type: ignore[attr-defined]
@@ -50,11 +61,33 @@ class Divided:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer  # type: ignore[attr-defined]
-        if not holds_parts():
+        if not self._writes_whole:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        with _answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
+        with answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+
+def _over_replicas(accelerator: Any) -> Callable[..., Any]:
+    """Accelerate's preparing of FSDP2, sharding over the processes that have the same parts. It would do so of what
+    Transformers has divided alone; to all else of it processes are data-parallel as ever."""
+    prepare, state = accelerator._prepare_fsdp2, accelerator.state
+    # It warns of two steps where parameters are gathered, which is for a save.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def over_replicas(*args: Any) -> Any:
+        before = state.parallelism_config, state.device_mesh
+        state.parallelism_config, state.device_mesh = ShardsReplicas(), mesh_of_parts(accelerator.device)
+        try:
+            prepared = prepare(*args)
+            for each in prepared:
+                if isinstance(each, torch.nn.Module):
+                    hand_out_parts(each)
+            return prepared
+        finally:
+            state.parallelism_config, state.device_mesh = before
+
+    return over_replicas
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:
@@ -77,7 +110,7 @@ def whole_optimizer(optimizer: Any, first: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
+def answering(optimizer: Any, state: dict[str, Any]) -> Iterator[None]:
     """Has an optimizer name this as its state."""
     optimizer.state_dict = lambda: state
     try:

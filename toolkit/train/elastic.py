@@ -21,9 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.trainer_pt_utils import safe_globals
 
 from toolkit.common import UserError
+from toolkit.models.layer_sums import dividing
 from toolkit.models.parts import is_part, part_of, whole_shape
-from toolkit.models.tensor_parallel import dividing
+from toolkit.models.pipeline import chain, draw_apart
 from toolkit.train.saved_state import MASTER, SavedState, equal_parts
+from toolkit.train.stage_files import whole_groups
 
 
 class Continues:
@@ -58,6 +60,8 @@ class Continues:
         rank, alike = args.process_index // size * size, args.world_size if size == 1 else 0
         if checkpoint and not restore_random_numbers(Path(checkpoint), rank, alike):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif checkpoint and (own := chain()):
+            draw_apart(own)
 
 
 @torch.no_grad()
@@ -81,7 +85,12 @@ def restore(trainer: Any, checkpoint: Path) -> None:
         order = [[names[each] for each in group["params"]] for group in trainer.optimizer.param_groups]
     # Under ZeRO-3 a parameter itself is empty.
     numbers = {name: getattr(each, "ds_numel", whole_shape(each).numel()) for name, each in model.named_parameters()}
-    saved = SavedState(checkpoint, {name: numbers[name] for group in order for name in group}, _aliases(model))
+    aliases = _aliases(model)
+    if own := chain():
+        names = {parameter: own.name(name) for parameter, name in names.items()}
+        order, aliases = whole_groups(order, own), own.aliases
+        numbers = {name: shape.numel() for name, shape in own.sizes.items()}
+    saved = SavedState(checkpoint, {name: numbers[name] for group in order for name in group}, aliases)
     chosen = [saved.group(group[0] if group else None) for group in order]
     if zero:
         _into_zero(trainer, zero, flats, saved, chosen)
@@ -138,20 +147,30 @@ def _into_parameters(optimizer: Any, names: dict[Any, str], saved: SavedState, c
     state: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
         name, local, start = names[parameter], parameter.data, 0
+        part: tuple[slice, ...] = ()
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
-            _, offsets = compute_local_shape_and_global_offset(
+            shape, offsets = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
             start = offsets[0] * math.prod(parameter.shape[1:])
+            part = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))[1:]
 
         def filled(
-            kind: str, name: str = name, like: torch.Tensor = local, start: int = start, parameter: Any = parameter
+            kind: str,
+            name: str = name,
+            like: torch.Tensor = local,
+            start: int = start,
+            part: tuple[slice, ...] = part,
+            parameter: Any = parameter,
         ) -> torch.Tensor:
-            shape = whole_shape(parameter) if is_part(parameter) else like.shape
+            # Of rows that are divided, too, all.
+            shape = torch.Size([*like.shape[:1], *parameter.shape[1:]]) if part else like.shape
+            shape = whole_shape(parameter) if is_part(parameter) else shape
             flat = torch.empty(shape.numel(), dtype=like.dtype, device=like.device)
             saved.copy(name, kind, start, flat)
-            return part_of(parameter, flat.view(shape)).contiguous()
+            rows = flat.view(shape)[(slice(None), *part)] if part else flat.view(shape)
+            return part_of(parameter, rows).contiguous()
 
         local.copy_(filled(MASTER))
         state[number] = saved.rest(name)

@@ -21,9 +21,10 @@ from toolkit.data.prepare import sequence_lengths
 from toolkit.data.rows import Chat, Completion, Pair, Row
 from toolkit.models import expert_parallel
 from toolkit.models.attention import IMPLEMENTATIONS, with_mask
+from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_idle
+from toolkit.models.pipeline import piped
 from toolkit.models.shared_rows import sharing
-from toolkit.models.tensor_parallel import dividing
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
 
@@ -54,7 +55,8 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
         trainer.optimizer.eval()
     model, dataset, accelerator = trainer.model_wrapped, trainer.eval_dataset, trainer.accelerator
     together = sharing() * dividing()
-    rank, world = accelerator.process_index // together, accelerator.num_processes // together
+    apart = accelerator.num_processes // piped()
+    rank, world = accelerator.process_index % apart // together, apart // together
     # Rows of like length together: little padding.
     lengths = sequence_lengths(dataset)[:, 0]
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from toolkit.models.parts import sum_of_squares
+from toolkit.models.parts import group_of
+from toolkit.models.pipeline import counts, piped, pipeline_group
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -17,13 +19,21 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     torch's own norm on a CPU is off by 5e-6 of a gradient of 500,000 numbers in fp32, so engines would not agree.
     """
     updated = [(each, each.grad) for each in parameters if each.grad is not None]
-    gradients = [gradient for _, gradient in updated]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in updated]
     norms = torch._foreach_norm(local, 2, dtype=torch.float64)
     squares = torch.stack(norms).square() if norms else torch.zeros(0, dtype=torch.float64)
-    total = sum_of_squares([each for each, _ in updated], squares)
-    for group in _sharded_over(gradients):
-        torch.distributed.all_reduce(total, group=group)
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number, (parameter, gradient) in enumerate(updated):
+        if counts(parameter):
+            alike[_divided_over(parameter, gradient)].append(number)
+    total = squares.new_zeros(())
+    for groups, numbers in alike.items():
+        part = squares[numbers].sum()
+        for group in groups:
+            torch.distributed.all_reduce(part, group=group)
+        total += part
+    if piped() > 1:
+        torch.distributed.all_reduce(total, group=pipeline_group())
     norm = total.sqrt()
     # torch and DeepSpeed divide by a norm that is larger by this much.
     scale = max_norm / (norm.item() + 1e-6)
@@ -32,10 +42,15 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     return norm.float()
 
 
-def _sharded_over(gradients: list[Any]) -> list[Any]:
-    """The process groups over which FSDP has divided the gradients: one, for all of them."""
-    for each in gradients:
-        if isinstance(each, DTensor):
-            dimensions = enumerate(each.placements)
-            return [each.device_mesh.get_group(index) for index, placement in dimensions if placement.is_shard()]
-    return []
+def _divided_over(parameter: Any, gradient: Any) -> tuple[Any, ...]:
+    """The process groups over which a gradient is divided: by FSDP, and with its layer or expert."""
+    if isinstance(gradient, DTensor):
+        dimensions = enumerate(gradient.placements)
+        return tuple(gradient.device_mesh.get_group(index) for index, place in dimensions if _is_divided(place))
+    group = group_of(parameter)
+    return () if group is None else (group,)
+
+
+def _is_divided(place: Any) -> bool:
+    # FSDP's shards of parts are of a class of their own, which says of itself that it is no shard.
+    return not place.is_replicate() and not place.is_partial()

@@ -125,3 +125,26 @@ def _loraplus_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
         {"params": parameters, "lr": rate * (ratio if second else 1), "weight_decay": decay if decays else 0.0}
         for (second, decays), parameters in groups.items()
     ]
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that updates, under the wrappers of accelerate and DeepSpeed."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def updated_by(optimizer: Any) -> list[torch.Tensor]:
+    """What an optimizer updates, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def not_updated(trained: list[Any], updated: list[Any]) -> int:
+    """How many trained parameters the optimizer does not have, and so would never move."""
+    return len({id(parameter) for parameter in trained} - {id(parameter) for parameter in updated})
+
+
+def moments_of(optimizer: Any) -> list[torch.Tensor]:
+    """Tensors of the optimizer's state as large as what they belong to: not its step counts."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1]

@@ -15,7 +15,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,19 @@ import torch
 
 from toolkit.cache import cache_dir, writable
 from toolkit.common import UserError
+from toolkit.distributed import exchanges
 from toolkit.distributed.device_limits import check_device, check_engine
+from toolkit.distributed.exchanges import Exchange
 from toolkit.distributed.layout import World
 from toolkit.distributed.rendezvous import Rendezvous, SharedError, Values
-from toolkit.models import device, expert_parallel, tensor_parallel
+from toolkit.models import device, expert_parallel
+from toolkit.models.layer_sums import divide_processes, replicas
 from toolkit.models.load import ModelSource
+from toolkit.models.pipeline import alike_group, chain_processes, hand_on
+from toolkit.models.shared_rows import group_processes
 from toolkit.planner.hardware import driver_version
 from toolkit.recipe import Recipe
+from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.sections import FP8_SCALING
 from toolkit.train import optimizer
 from toolkit.train.run_folder import flat, hash_files, versions
@@ -96,56 +102,70 @@ def agree(rendezvous: Rendezvous, source: ModelSource, data: str) -> None:
     rendezvous.begin_group()
 
 
-def all_reduce(rendezvous: Rendezvous, place: torch.device, tensor: int = 1, expert: int = 1) -> None:
-    """Sums one number per process over the groups that training will use, sends some where training will, and ends the
+def all_reduce(rendezvous: Rendezvous, device: torch.device, parallel: Parallel | None = None) -> None:
+    """Sums numbers over all processes, tries what each of the groups that training will use does, and ends the
     rendezvous.
 
     What hangs in the communication library cannot be interrupted: after a time-out, processes that wait say which ones
     are missing and end themselves.
 
     Args:
-        tensor: Processes that divide each layer, which get groups of their own here.
-        expert: Processes that divide experts, too.
+        parallel: What is divided beside rows; the groups for it are made here.
 
     Raises:
-        UserError: On every process, if a sum is wrong, or something else came than was sent.
+        UserError: On every process, if a result is wrong.
     """
     if rendezvous.alone:
         return
-    size = rendezvous.world.world_size
-    rendezvous.group_started()
-    groups: dict[str, Any] = {"": None}
-    for key, parts, kind in (("tensor", tensor, tensor_parallel), ("expert", expert, expert_parallel)):
-        if parts > 1:
-            rendezvous.group_started(f"the groups of parallel.{key}")
-            divides, alike = kind.divide_processes(parts)
-            groups |= {f"the all-reduce of parallel.{key}": divides, f"that beside parallel.{key}": alike}
-    right = []
-    for operation, group in groups.items():
-        if operation:
-            rendezvous.group_started(operation)
-        members = range(size) if group is None else torch.distributed.get_process_group_ranks(group)
-        numbers = torch.tensor([1.0, rendezvous.world.rank], device=place)
-        torch.distributed.all_reduce(numbers, group=group)
-        right.append(numbers.tolist() == [len(members), sum(members)])
-    if expert > 1:
-        rendezvous.group_started("the all-to-all of parallel.expert")
-    exchanged = expert == 1 or expert_parallel.arrives(place)
+    wrong = []
+    tried: list[tuple[str, Callable[[], Any], Exchange]] = [("the first all-reduce", lambda: None, exchanges.sums)]
+    for what, make, exchange in [*tried, *_of_groups(parallel or Parallel())]:
+        rendezvous.comes_to(what)
+        if not exchange(make(), device):
+            wrong.append(what)
+        rendezvous.has_done()
 
-    def judge(sums: Values) -> None:
-        if wrong := [rank for rank, fits in sums.items() if not all(fits)]:
-            raise SharedError(f"{rendezvous.name(*wrong)} got a wrong sum from an all-reduce", "check those devices")
+    def judge(found: Values) -> None:
+        if bad := {rank: whats[0] for rank, whats in found.items() if whats}:
+            first = next(iter(bad.values()))
+            ranks = [rank for rank, what in bad.items() if what == first]
+            raise SharedError(f"{rendezvous.name(*ranks)} got a wrong result of {first}", "check those devices")
 
-    def judge_exchange(states: Values) -> None:
-        if wrong := [rank for rank, arrived in states.items() if not arrived]:
-            raise SharedError(
-                f"{rendezvous.name(*wrong)} did not get from an all-to-all what the other processes sent",
-                "check those devices, or remove parallel.expert",
-            )
-
-    rendezvous.exchange("sum", right, judge)
-    rendezvous.exchange("sent", exchanged, judge_exchange)
+    rendezvous.exchange("sum", wrong, judge)
     rendezvous.close()
+
+
+def _of_groups(parallel: Parallel) -> Iterator[tuple[str, Callable[[], Any], Exchange]]:
+    """What processes do in their groups, how a process gets to its group, and a small example of it."""
+    if key := parallel.shares_by:
+        way = key.rpartition(".")[2]
+        what = "the exchange of heads" if way == "sequence" else "the gathering of keys and values"
+        exchange = exchanges.parts if way == "sequence" else exchanges.gathering
+        yield f"{what} ({key})", lambda: group_processes(way, parallel.sharing, parallel.tensor), exchange
+    if parallel.tensor > 1:
+
+        def divide() -> Any:
+            layers, _ = divide_processes(parallel.tensor)
+            return layers
+
+        yield "the sum over divided layers (parallel.tensor)", divide, exchanges.sums
+        yield "the sum over processes with the same parts (parallel.tensor)", replicas, exchanges.sums
+    if parallel.expert > 1:
+
+        def share_experts() -> Any:
+            experts, _ = expert_parallel.divide_processes(parallel.expert)
+            return experts
+
+        yield "sending tokens to experts (parallel.expert)", share_experts, expert_parallel.arrives
+        yield "the sum over processes with the same experts (parallel.expert)", expert_parallel.replicas, exchanges.sums
+    if parallel.pipeline > 1:
+
+        def link() -> Any:
+            chain, _ = chain_processes(parallel.pipeline)
+            return chain
+
+        yield "handing hidden states on and back (parallel.pipeline)", link, hand_on
+        yield "the sum over processes with the same stages (parallel.pipeline)", alike_group, exchanges.sums
 
 
 def differences(states: Mapping[int, Mapping[str, Any]], name: Callable[..., str]) -> list[str]:

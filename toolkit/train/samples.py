@@ -28,7 +28,8 @@ class Samples(TrainerCallback):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._file = session.folder.path / "samples.json"
-        self._together = session.recipe.strategy.shards_parameters or session.recipe.parallel.divides
+        parallel = session.recipe.parallel
+        self._together = session.recipe.strategy.shards_parameters or parallel.divides or parallel.pipeline > 1
         self.rows: list[Sample] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -20,6 +20,8 @@ from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
 from toolkit.models.parts import holds_parts
+from toolkit.models.pipeline import chain
+from toolkit.train import stage_files
 from toolkit.train.divided import whole_parameters
 from toolkit.train.storage import flush
 
@@ -51,7 +53,7 @@ def publish(
     if not adapter:
         dtype = getattr(torch, dtypes.export)
         kept = kept_in_fp32(model, dtype)
-        if state is None or holds_parts():
+        if state is None or holds_parts() or chain():
             as_saved(trainer, dtypes)
         state = model.state_dict() if state is None else state
         state = {
@@ -59,7 +61,8 @@ def publish(
             for name, value in state.items()
         }
     if trainer.accelerator.is_main_process:
-        model.save_pretrained(folder, state_dict=state)
+        with stage_files.naming_adapters():
+            model.save_pretrained(folder, state_dict=state)
         if not adapter:
             # It names the type of the parameters in memory, which are the masters under FSDP.
             model.config.dtype = getattr(torch, dtypes.export)
@@ -82,6 +85,8 @@ def as_saved(trainer: Any, dtypes: Dtypes) -> None:
         return
     kept = kept_in_fp32(model, getattr(torch, dtypes.export))
     cast_parameters((each for name, each in model.named_parameters() if not kept(name)), dtypes.export)
+    if trainer.pipeline:
+        trainer.pipeline.learn()
 
 
 def _compare(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -124,6 +129,8 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             state.pop(name, None)
         return state
+    if own := chain():
+        return stage_files.whole_parameters(model, own)
     if holds_parts():
         return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:

@@ -217,13 +217,29 @@ def _sharded(folder: Path) -> Iterator[tuple[tuple[Any, ...], list[_Range]]]:
     for name, path in metadata.planner_data.items():
         about = metadata.state_dict_metadata[name]
         pieces: list[_Range] = []
+        size = about.size if isinstance(about, TensorStorageMetadata) else torch.Size()
         for chunk in about.chunks if isinstance(about, TensorStorageMetadata) else [None]:
             stored = metadata.storage_data[MetadataIndex(name, chunk.offsets if chunk else None)]
-            place = folder / stored.relative_path
-            row = math.prod(chunk.sizes[1:]) if chunk else 0
-            start, count = (chunk.offsets[0] * row, math.prod(chunk.sizes)) if chunk and chunk.sizes else (0, 0)
-            pieces.append((start, count, functools.partial(_read_stored, place, stored.offset, stored.length)))
+            read = functools.partial(_read_stored, folder / stored.relative_path, stored.offset, stored.length)
+            pieces += [(0, 0, read)] if chunk is None or not chunk.sizes else _ranges(chunk, size, read)
         yield path, pieces
+
+
+def _ranges(chunk: Any, size: Sequence[int], read: Callable[[], Any]) -> Iterator[_Range]:
+    """Of a chunk of a tensor: rows, or of divided layers some columns of them, which are a range for each row."""
+    row = math.prod(size[1:])
+    if chunk.sizes[1:] == size[1:]:
+        yield chunk.offsets[0] * row, math.prod(chunk.sizes), read
+        return
+    (rows, columns), (first, column) = chunk.sizes, chunk.offsets
+
+    # They are asked for one after the other.
+    @functools.lru_cache(maxsize=1)
+    def all_rows() -> Any:
+        return read().view(rows, columns)
+
+    for number in range(rows):
+        yield (first + number) * row + column, columns, functools.partial(lambda at: all_rows()[at], number)
 
 
 def _read_stored(file: Path, offset: int, length: int) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,21 @@ from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
-from toolkit.distributed.layout import BatchLayout, batch_layout, run_length
+from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
-from toolkit.models import attention, attention_kernels, compiled_layers, device, liger_kernels
+from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base
 from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.coverage import parameter_counts, require_quantized
 from toolkit.models.head_choice import choose
-from toolkit.models.load import ModelSource
+from toolkit.models.load import ModelSource, auto_class
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import divide_model, require_plans
-from toolkit.models.step_casts import StepCasts
+from toolkit.models.pipeline import elsewhere, split_layers
+from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
+from toolkit.models.step_casts import StepCasts, keeps_casts
 from toolkit.planner.build import run_folder_bytes
-from toolkit.planner.kernels import EAGER
 from toolkit.planner.plan import UnknownSize
 from toolkit.recipe import Loaded, Recipe
 from toolkit.recipe.errors import warn
@@ -44,7 +44,7 @@ from toolkit.recipe.sections import EVA_ROWS, FP8_SCALING
 from toolkit.report.load import Parameters
 from toolkit.report.plan_text import brief_text
 from toolkit.report.terminal import Progress
-from toolkit.train import checkpoint, optimizer, preflight
+from toolkit.train import agreed, checkpoint, optimizer, preflight
 from toolkit.train.arguments import build_arguments
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.batching import collator, micro_batches, score_parts, share
@@ -119,13 +119,14 @@ def set_up(
     start_up.ended("data")
     # Plan: a run that would not fit ends here, before TrainingArguments prepare an engine and the weights load.
     guard = _checked(plan_run(loaded, world, source, prepared.statistics), folder, progress, force) if first else None
-    loaded, layout = _decided(loaded, layout, guard, rendezvous)
+    loaded, layout = agreed.decided(loaded, layout, guard, rendezvous)
     loaded, guard, fast = open_folder(loaded, guard, rendezvous, folder, progress.message)
-    compiles = recipe.compile != "off" and _compiles(recipe, rendezvous, guard)
+    compiles = recipe.compile != "off" and agreed.compiles(recipe, rendezvous, guard)
     if compiles:
         compiled_layers.prepare(device.kind())
     if recipe.model.attention == "auto":
-        backend = _for_rows(backend, rendezvous, guard)
+        backend = agreed.attention_for_rows(backend, rendezvous, guard)
+    split = agreed.stages_of(recipe, source, rendezvous, guard) if layout.pipeline > 1 else None
     _log.debug("attention: %s; on this machine: %s", backend, kinds)
 
     start_up.ended("plan")
@@ -137,25 +138,33 @@ def set_up(
     if first:
         warn(warnings_of_length(loaded, length.total_steps, length.epochs, length.warmup_steps))
     arguments = build_arguments(loaded, layout, length, folder, world, swap)
-    preflight.all_reduce(rendezvous, arguments.device, layout.tensor, layout.expert)
+    preflight.all_reduce(rendezvous, arguments.device, recipe.parallel)
     watchdog.start()
     optimizer.check_arguments(recipe, arguments, length)
 
     # Model: adapters are initialised at random before the trainer sets its own seed.
     set_seed(recipe.seed)
-    begins = source_of(source, folder)
-    base = begins.load(types, backend)
+    begins, apart = source_of(source, folder), world.world_size // layout.pipeline
+    away = elsewhere(auto_class(recipe.objective), begins.config, split, world.rank // apart) if split else ()
+    base = begins.load(types, backend, away)
     share(layout)
     # Now all files are there. Beside all that follows: to hash gigabytes takes minutes, in which the others would wait.
     model_hash = in_background(lambda: hash_files(source.weight_files())) if first else None
     require_quantized(base, recipe)
     if recipe.compile == "auto" and not compiles and device.kind() == "cuda":
-        _use_liger(base, arguments.device, rendezvous, progress)
+        agreed.use_liger(base, arguments.device, rendezvous, progress)
     new_tokens: Any = tokenizer.convert_tokens_to_ids(recipe.model.new_tokens)
     set_seed(recipe.seed)  # Some models draw numbers while they are loaded, as many as the engine lets them.
     model = add_method(base, begins.recipe, types, new_tokens=new_tokens)
     start = part_of_base(model, begins.recipe)
     divide_model(model, layout.tensor, layout.expert, world.rank)
+    if layout.tensor > 1 and types.load == "float32":
+        cast_parameters(model.parameters(), types.load)  # They may have been read as they lie in their files.
+    if layout.tensor > 1 and recipe.strategy.name == "fsdp":
+        as_parts_of_mesh(model, mesh_of_parts(arguments.device))
+    counts = Parameters(**parameter_counts(model))
+    if split:
+        split_layers(model, split)
     if scaling := FP8_SCALING.get(recipe.precision):
         # torchao takes a second to import.
         from toolkit.models.fp8_products import multiply_in_fp8
@@ -170,9 +179,10 @@ def set_up(
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=train.with_format("numpy"),
         eval_dataset=prepared.eval,
-        data_collator=collator(recipe, backend, tokenizer, compiles, world.rank % layout.sharing),
+        data_collator=collator(recipe, backend, tokenizer, compiles, layout.part_of_rows(world.rank)),
         processing_class=tokenizer,
     )
+    trainer.schedule = recipe.parallel.schedule
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
@@ -180,8 +190,9 @@ def set_up(
     if recipe.method.name == "lora":
         # TRL turns the adapters of a quantized base to bf16; their masters are what the recipe's precision says.
         cast_parameters((each for each in trainer.model.parameters() if each.requires_grad), types.local)
-        # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
-        trainer.casts = StepCasts() if types.autocast and not compiles else None
+    # Compiled layers make their copies themselves, in one kernel with what reads them where they can.
+    if types.autocast and not compiles and keeps_casts(recipe):
+        trainer.casts = StepCasts()
     if not isinstance(prepared.train, Stream):
         trainer.batches = micro_batches(recipe, prepared.train, trainer.data_collator, layout, length.total_steps)
     if not folder.resume_from and not recipe.model.adapter:
@@ -193,7 +204,6 @@ def set_up(
         _log.warning("layers are not compiled: this model's are not marked as such")
         compiled = None
 
-    counts = Parameters(**parameter_counts(trainer.model))
     hashed = None
     if model_hash:
         for note in notes:
@@ -307,51 +317,6 @@ def _checked(guard: PlanGuard, folder: RunFolder, progress: Progress, force: boo
         "set output.dir to another disk, or lower checkpoint.save_total_limit",
     )
     return guard
-
-
-def _decided(
-    loaded: Loaded, layout: BatchLayout, guard: PlanGuard | None, rendezvous: Rendezvous
-) -> tuple[Loaded, BatchLayout]:
-    """The recipe with what the first process's plan has chosen beside the engine, and its layout."""
-    size, workers = (guard.plan.micro_batch_size, guard.plan.num_workers) if guard else (layout.micro_batch_size, 0)
-    values = {"batch.micro_batch_size": size, "data.num_workers": workers}
-    values = {key: value for key, value in values.items() if attrgetter(key)(loaded.recipe) == "auto"}
-    unplanned = {key: f"{value}: no plan can be made" for key, value in values.items()}
-    own = [values, dict(guard.plan.chosen) if guard else {**loaded.chosen, **unplanned}]
-    values, chosen = rendezvous.exchange("plan", own, lambda everybodys: everybodys[0])
-    loaded = loaded.decided(loaded.recipe.with_values(values), chosen)
-    return loaded, batch_layout(loaded.recipe, layout.world_size)
-
-
-def _compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -> bool:
-    """Whether the layers are compiled: as the recipe or the plan says, and where every process can."""
-
-    def judge(lacks: Mapping[int, str]) -> bool:
-        planned = "layers" if guard and guard.plan.work.compile_seconds else "off"
-        wanted = planned if recipe.compile == "auto" else recipe.compile
-        rank, reason = next(((rank, each) for rank, each in lacks.items() if each), (0, ""))
-        if wanted == "layers" and reason:
-            _log.warning("layers are not compiled: %s%s", reason, f", on {rendezvous.name(rank)}" if rank else "")
-        return wanted == "layers" and not reason
-
-    return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
-
-
-def _use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress) -> None:
-    """Has Liger's kernels compute parts of layers that are not compiled, where every process can."""
-    lacks = rendezvous.exchange("liger", liger_kernels.missing(), lambda every: next(filter(None, every.values()), ""))
-    if lacks:
-        return
-    reason = liger_kernels.use_liger(base, where)
-    progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
-
-
-def _for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> str:
-    """Eager attention instead of `sdpa` where the first process's plan takes it for rows as long as these."""
-    eager = guard is not None and (backend, guard.plan.attention) == ("sdpa", "eager")
-    if guard and eager:
-        _log.info("%s", next(note for note in guard.plan.notes if note.startswith(EAGER)))
-    return "eager" if rendezvous.exchange("attention", eager, lambda planned: planned[0]) else backend
 
 
 def _head(source: ModelSource, first: bool) -> HeadChoice:

@@ -18,11 +18,14 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from toolkit.cache import share
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import kept_in_fp32
 from toolkit.models.parts import part_of, whole_shape
+from toolkit.models.pipeline import chain
+from toolkit.models.sharded_parts import LAYERS
 from toolkit.seal import seal
 from toolkit.train.save import gathered
 
@@ -103,6 +106,9 @@ def put(trainer: Any, state: Mapping[str, torch.Tensor]) -> None:
     held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     names = [sorted(state)]
     broadcast_object_list(names)
+    if own := chain():
+        _put_in_stages({own.name(name): each for name, each in held.items()}, state, names[0], accelerator)
+        return
     zero3 = trainer.model_wrapped.optimizer if any(hasattr(each, "ds_shape") for each in model.parameters()) else None
     if zero3:
         zero3.checkpoint_event_prologue()  # Evaluations leave parameters that other modules read as if in use.
@@ -112,6 +118,9 @@ def put(trainer: Any, state: Mapping[str, torch.Tensor]) -> None:
         value = torch.empty(whole, dtype=place.dtype, device=accelerator.device)
         if accelerator.is_main_process:
             value.copy_(state[name])
+        if isinstance(place, DTensor) and LAYERS in (place.device_mesh.mesh_dim_names or ()):
+            place.to_local().copy_(_own(broadcast(value), place))
+            continue
         if isinstance(place, DTensor):
             # Sends each process its part.
             place.to_local().copy_(distribute_tensor(value, place.device_mesh, place.placements).to_local())
@@ -120,6 +129,29 @@ def put(trainer: Any, state: Mapping[str, torch.Tensor]) -> None:
             held[name].data.copy_(part_of(held[name], broadcast(value)))
     if zero3:
         zero3.checkpoint_event_epilogue()
+
+
+@torch.no_grad()
+def _put_in_stages(
+    held: Mapping[str, Any], state: Mapping[str, torch.Tensor], names: list[str], accelerator: Any
+) -> None:
+    """Of a pipeline, each process takes what is in its own stages."""
+    about = [[(state[name].shape, state[name].dtype) for name in names] if accelerator.is_main_process else None]
+    broadcast_object_list(about)
+    for name, (shape, dtype) in zip(names, about[0] or (), strict=True):
+        first = accelerator.is_main_process
+        value = (
+            state[name].to(accelerator.device) if first else torch.empty(shape, dtype=dtype, device=accelerator.device)
+        )
+        whole = broadcast(value)
+        if name in held:
+            held[name].data.copy_(whole)
+
+
+def _own(whole: torch.Tensor, place: DTensor) -> torch.Tensor:
+    """What this process has of a parameter that is divided with its layer and sharded."""
+    shape, offsets = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)
+    return whole[tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))]
 
 
 def _gathered(parameter: Any) -> Any:

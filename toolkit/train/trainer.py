@@ -28,15 +28,18 @@ from toolkit.common import UserError, concealed, write_atomically
 from toolkit.data.batches import MicroBatches
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
+from toolkit.models.layer_sums import dividing
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import holds_parts
+from toolkit.models.pipeline import piped
 from toolkit.models.step_casts import StepCasts
-from toolkit.models.tensor_parallel import dividing
 from toolkit.train.batch_guard import BatchGuard
 from toolkit.train.divided import Divided
 from toolkit.train.divided_experts import DividedExperts
 from toolkit.train.elastic import Continues
 from toolkit.train.gradients import clip_gradients
+from toolkit.train.pipelined import Pipelined
+from toolkit.train.stage_files import naming_adapters
 from toolkit.train.staging import Saves
 from toolkit.train.watchdog import beat
 
@@ -92,7 +95,7 @@ def _of_worker(error: UserError) -> UserError:
     return UserError(what, change) if traced else error
 
 
-class _ExactMixin(Divided, DividedExperts, Continues):
+class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
     """What both trainers share. Set `saves`, `batches`, `casts` and `guard` after construction."""
 
     saves: Saves
@@ -129,7 +132,7 @@ class _ExactMixin(Divided, DividedExperts, Continues):
         loss = total / (count if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
             # As many as the gradients are averaged over.
-            loss = loss * (self.accelerator.num_processes // dividing())  # type: ignore[attr-defined]
+            loss = loss * (self.accelerator.num_processes // (dividing() * piped()))  # type: ignore[attr-defined]
         if balance is not None:
             # Of each micro-batch, and averaged over all.
             loss = loss + balance / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -221,7 +224,8 @@ class _ExactMixin(Divided, DividedExperts, Continues):
         if not hasattr(model, "peft_config"):
             model.save_pretrained(folder, save_original_format=False, state_dict=state_dict)
             return
-        model.save_pretrained(folder, state_dict=state_dict)
+        with naming_adapters():
+            model.save_pretrained(folder, state_dict=state_dict)
         # Both name the base by the path that it was loaded from.
         for file in (folder / "adapter_config.json", folder / "README.md"):
             write_atomically(file, concealed(file.read_text(encoding="utf-8")))
@@ -249,9 +253,9 @@ class _ExactMixin(Divided, DividedExperts, Continues):
 
     @property
     def _sums_norm_itself(self) -> bool:
-        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts, of which torch has none of
-        the others."""
-        ours = self.args.device.type == "cpu" or holds_parts()  # type: ignore[attr-defined]
+        """On CPUs, except under DeepSpeed, which sums in double precision too; and of parts and stages, of which torch
+        has none of the others."""
+        ours = self.args.device.type == "cpu" or holds_parts() or piped() > 1  # type: ignore[attr-defined]
         return ours and not self.is_deepspeed_enabled  # type: ignore[attr-defined]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -283,6 +287,9 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
 
     def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of a batch: minus the log-likelihood of its trained tokens, their number, and the routers' balance loss."""
+        if self.pipeline and "input_ids" in inputs:
+            # The last stage is given hidden states instead.
+            return self.pipeline.score(inputs)
         routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(**{**inputs, "use_cache": False}, **routed, fused_lm_head=True)
         balance = self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
@@ -360,7 +367,8 @@ def _unshard_trained_head(model: Any, inputs: Any) -> None:
     itself, which TRL's loss reads without calling it: it would gather the weight, but not sum its gradient over the
     processes."""
     head = model.get_output_embeddings()
-    if head.weight.requires_grad and isinstance(head, FSDPModule):
+    # Of a divided head the loss takes this process's part, where TRL would gather all of a sharded one.
+    if (head.weight.requires_grad or hasattr(head, "vocabulary_part")) and isinstance(head, FSDPModule):
         head.unshard()
 
 

@@ -30,8 +30,10 @@ from toolkit.distributed.engine_state import EngineState, expected_state
 from toolkit.distributed.engines import fsdp_mesh
 from toolkit.models import attention, attention_kernels, compiled_layers, coverage, device, head_choice, liger_kernels
 from toolkit.models.parts import sizes as parts
+from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
 from toolkit.train.evaluate import evaluating
+from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
 
@@ -81,8 +83,11 @@ class Verify(TrainerCallback):
         expected = expected_state(recipe, session.layout, kind.__name__, attends)
         if recipe.strategy.name == "fsdp":
             mesh = fsdp_mesh(recipe, session.world)
-            expected.sharded_over = mesh["dp_shard_size"] if mesh else session.layout.world_size
+            replicas = session.layout.world_size // session.layout.tensor
+            expected.sharded_over = mesh["dp_shard_size"] if mesh else replicas
         expected.compile = "layers" if session.compiled else "off"
+        if own := chain():
+            expected.stages = {stage: list(own.split.between(stage)) for stage in own.split.stages(own.place)}
         reshard(session.trainer.model_wrapped)
         state = read(session.trainer)
         if session.compiled:
@@ -119,13 +124,18 @@ def verify(expected: EngineState, state: EngineState) -> None:
 def check_isolation(session: Session) -> None:
     """Asks the model itself, on its device and in its precision, whether documents of a batch are kept apart.
 
+    Of a pipeline each process asks its own stages.
+
     Raises:
         UserError: If they see each other.
     """
     place, backend, autocast = session.trainer.args.device, session.attention, session.dtypes.autocast
     flat = backend in attention.VARLEN
-    with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        isolated = isolates(session.module, session.trainer.data_collator.whole, place)
+    if pipeline := session.trainer.pipeline:
+        isolated = pipeline.isolates()
+    else:
+        with torch.autocast(place.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+            isolated = isolates(session.module, session.trainer.data_collator.whole, place)
     if not isolated:
         ways = ["data.packing=false"] * session.recipe.data.packing + ["model.attention=sdpa"] * flat
         raise UserError(
@@ -177,7 +187,11 @@ def check_output_head(session: Session) -> None:
     compute = getattr(torch, session.dtypes.compute)
 
     def equal(fused: bool) -> tuple[bool, str]:
-        difference, reason = head_choice.compare(trainer.model_wrapped, batch, head, compute, fused)
+        with trainer.pipeline.at_last(batch) if trainer.pipeline else contextlib.nullcontext(batch) as given:
+            # Of a pipeline the process with the last stage compares.
+            difference, reason = 0.0, ""
+            if given is not None:
+                difference, reason = head_choice.compare(trainer.model_wrapped, given, head, compute, fused)
         largest = trainer.accelerator.gather(torch.tensor([difference], device=trainer.args.device)).max().item()
         return largest <= 1, reason
 
@@ -198,7 +212,7 @@ def read(trainer: Any) -> EngineState:
     engine, loader = trainer.model_wrapped, trainer.callback_handler.train_dataloader
     model = trainer.accelerator.unwrap_model(engine)
     deepspeed = engine if trainer.is_deepspeed_enabled else None
-    optimizer = _inner_optimizer(trainer.optimizer)
+    optimizer = inner_optimizer(trainer.optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     state: dict[str, Any] = {
@@ -207,6 +221,7 @@ def read(trainer: Any) -> EngineState:
         "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         **sizes(),
         **parts(model),
+        **(trainer.pipeline.effective() if trainer.pipeline else {"pipeline": 1}),
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),
@@ -227,7 +242,7 @@ def read(trainer: Any) -> EngineState:
         state["output_head"] = "fused" if trainer.output_head.fused else "own"
     if frozen:
         state["frozen_dtype"] = _dtypes(frozen)
-    if moments := _moments(optimizer):
+    if moments := moments_of(optimizer):
         state["moments_dtype"] = _dtypes(moments)
     if deepspeed:
         in_engine = _deepspeed(deepspeed, optimizer, trained)
@@ -236,11 +251,11 @@ def read(trainer: Any) -> EngineState:
                 in_engine[key] = f"{in_engine[key]} in DeepSpeed and {state[key]} in the trainer"
         return EngineState(**state | in_engine)
     state |= {
-        "not_updated": _left_out(trained, _masters(optimizer)),
+        "not_updated": not_updated(trained, updated_by(optimizer)),
         "max_grad_norm": trainer.args.max_grad_norm,
         "gradients": _spread(trained),
-        "optimizer_state": _spread(_masters(optimizer)),
-        "master_dtype": _dtypes(_masters(optimizer)),
+        "optimizer_state": _spread(updated_by(optimizer)),
+        "master_dtype": _dtypes(updated_by(optimizer)),
         "autocast": _autocast(trainer.accelerator, model),
     }
     if isinstance(model, FSDPModule):
@@ -267,7 +282,7 @@ def _engine(engine: Any, deepspeed: Any) -> str:
 def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any]:
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     # Stage 3 lends its optimizer one group of masters at a time.
-    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or _masters(optimizer)
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or updated_by(optimizer)
     total = sum(_numel(parameter) for parameter in trained)
     whole = engine.dp_world_size == 1 or sum(master.numel() for master in masters) >= total
     offloaded = {
@@ -279,7 +294,7 @@ def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any
     names = ("fp16_groups", "bit16_groups", "bf16_groups")
     groups = next(getattr(zero, name) for name in names if hasattr(zero, name))
     return {
-        "not_updated": _left_out(trained, [parameter for group in groups for parameter in group]),
+        "not_updated": not_updated(trained, [parameter for group in groups for parameter in group]),
         "zero_stage": stage,
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -331,28 +346,6 @@ def _parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return groups if groups is not None else [group for group in [state._fsdp_param_group] if group]
-
-
-def _inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that updates, under the wrappers of accelerate and DeepSpeed."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _masters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _left_out(trained: list[Any], updated: list[Any]) -> int:
-    """How many trained parameters the optimizer does not have, and so would never move."""
-    return len({id(parameter) for parameter in trained} - {id(parameter) for parameter in updated})
-
-
-def _moments(optimizer: Any) -> list[torch.Tensor]:
-    """Tensors of the optimizer's state as large as what they belong to: not its step counts."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1]
 
 
 def _numel(parameter: Any) -> int:

@@ -24,6 +24,8 @@ _LEAST_GAIN = 1.1
 
 Kind = Literal["cuda", "rocm", "cpu"]
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
+End = Literal["value", "low", "high"]
+"""Of a rate, the best guess or an end of its range."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from toolkit.distributed.environment import segments_grow
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
+from toolkit.planner.memory.pipeline import Piped
 from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.memory.zero import Bf16Zero1, Zero2, Zero3
+from toolkit.planner.pipeline import processes
 from toolkit.planner.plan import PARTS, Memory, Range
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -44,11 +46,23 @@ Hopper on, 8.1 MiB before (torch's `CublasHandlePool.cpp`, `parseChosenWorkspace
 
 def memory(workload: Workload) -> list[Memory]:
     """What each kind of rank holds, the fullest first."""
+    if workload.stages and workload.place is None:
+        return sorted(each_process(workload), key=lambda each: -each.total.value)
     ranks = _RankMemory(workload)
     every = ranks.describe("every rank", ranks.phases(first=True))
     if workload.layout.world_size == 1 or every.peak_phase != "save":
         return [every]
     return [every.model_copy(update={"ranks": "rank 0"}), ranks.describe("other ranks", ranks.phases(first=False))]
+
+
+def each_process(workload: Workload) -> list[Memory]:
+    """What those of a pipeline hold, in order."""
+    count = workload.layout.pipeline
+    every = [(_RankMemory(part), part.place or 0) for part in processes(workload)]
+    return [
+        ranks.describe(f"process {place + 1} of {count} of each pipeline", ranks.phases(first=place == 0))
+        for ranks, place in every
+    ]
 
 
 class _RankMemory:
@@ -162,12 +176,13 @@ class _RankMemory:
         """What attention returned, which is kept twice where processes share rows: as it left the kernel for its own
         backward pass, and as the part of this process for that of the layer after it. On a CPU attention keeps none."""
         (heads, _, size), layout = self.workload.heads, self.layout
-        if self.on_cpu or layout.sharing == 1:
+        # What is gathered of context is traced, and this with it.
+        if self.on_cpu or layout.sequence == 1:
             return 0.0
         checkpointing = self.recipe.activation_checkpointing
         recomputed = 0.0 if checkpointing.mode == "none" else 1 / checkpointing.every_n_layers
         layers = max(1.0, self.trace.layers * (1 - recomputed))
-        return layers * self.engine.shape.tokens * heads * size * WIDTH[self.types.compute]
+        return layers * self.engine.shape.tokens * heads / layout.tensor * size * WIDTH[self.types.compute]
 
     def _cast(self) -> float:
         """The adapters' 16-bit copies, which stay for a whole step (`models.step_casts`). Without checkpointing a trace
@@ -226,6 +241,9 @@ class _RankMemory:
             # Whole ones, of which parts are then kept.
             whole = weights(self.workload, self.trace.whole().tensors, WIDTH[self.types.load])
             extra += whole - weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
+        if self.layout.tensor > 1 and self.recipe.strategy.name == "fsdp":
+            # Parts are on the device before they are sharded.
+            return {"engine": extra + weights(self.workload, self.trace.tensors, WIDTH[self.types.load])}
         if self.on_cpu and self.recipe.strategy.shards_parameters and self.over.parameters > 1:
             whole = weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
             standing = self.engine.standing()
@@ -244,7 +262,9 @@ class _RankMemory:
             # Gathered one after the other, on their way to the memory of the first process's host.
             copies = 1 + (exported / WIDTH[self.types.local] if casts else 0)
             gathered = whole * copies if self.on_cpu and first else 0.0
-            largest = max((each.numel * self.workload.width(each) for each in self.trace.tensors), default=0)
+            largest = max(
+                (each.parts * each.numel * self.workload.width(each) for each in self.trace.tensors), default=0
+            )
             return largest + gathered if self.over.parameters > 1 else gathered
         if self.recipe.parallel.divides:
             # Whole ones are put together on the host of the first process, each of its parts at first.
@@ -271,7 +291,7 @@ def _add(*parts: Mapping[str, float]) -> Parts:
 def engine(workload: Workload) -> Engine:
     """The recipe's engine."""
     strategy, types = workload.strategy, workload.types
-    kind: type[Engine] = Engine
+    kind: type[Engine] = Engine if workload.place is None else Piped
     if strategy.zero_stage == 3:
         kind = Zero3
     elif strategy.zero_stage:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from toolkit.distributed.engines import loads_on_device, loads_on_first_process
-from toolkit.planner.memory.device import memory
+from toolkit.planner.memory.device import each_process, memory
 from toolkit.planner.memory.offload import offloaded, offloaded_activations
 from toolkit.planner.memory.states import states, weights, whole_model
 from toolkit.planner.plan import Disk, Host
@@ -36,8 +36,12 @@ def host(workload: Workload) -> Host:
     process = CPU_PROCESS if on_cpu else _PROCESS + _COLLECTIVES * bool(grouped)
     parts = {"processes": float(local * (process + recipe.data.decided_workers * _WORKER))}
     if on_cpu:
-        ranks = memory(workload)
-        every = (ranks[0], *[ranks[-1]] * (local - 1))
+        if workload.stages:
+            each = each_process(workload)
+            every = [each[rank * workload.layout.pipeline // local] for rank in range(local)]
+        else:
+            ranks = memory(workload)
+            every = [ranks[0], *[ranks[-1]] * (local - 1)]
         parts["tensors"] = float(sum(each.allocated for each in every))
         parts["fragmentation"] = sum(each.reserved.value - each.allocated for each in every)
     else:
@@ -47,9 +51,7 @@ def host(workload: Workload) -> Host:
     training, loading, saving = sum(parts.values()), 0.0, 0.0
     if not on_cpu:
         loading = _loading(workload)
-        if recipe.strategy.shards_parameters:
-            saving = whole_model(workload)
-        elif recipe.parallel.divides:
+        if recipe.strategy.shards_parameters or recipe.parallel.divides:
             saving = whole_model(dataclasses.replace(workload, trace=workload.trace.whole()))
         elif recipe.method.name == "full":
             saving = workload.trace.elements() * WIDTH[workload.types.export]
@@ -143,10 +145,11 @@ def _loading(workload: Workload) -> float:
     """Weights on their way to the devices of one node.
 
     They lie in 16 bits in files that are mapped into memory, once for all processes. GPUs convert to 32 bits what they
-    read themselves; under ZeRO-3 and FSDP the first process does it on the host, or every one of them.
+    read themselves; under ZeRO-3 and FSDP the first process does it on the host, or every one of them, and processes
+    that divide layers do with their parts.
     """
     recipe = workload.recipe
     alone = loads_on_first_process(recipe) or recipe.strategy.zero_stage == 3
     converts = WIDTH[workload.types.load] > 2 and not loads_on_device(recipe)
-    readers = (1 if alone else workload.processes_per_node) if converts else 0
+    readers = (1 if alone else workload.processes_per_node / workload.layout.tensor) if converts else 0
     return workload.trace.whole().elements() * (2.0 + 4.0 * readers)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.distributed.engines import reshards_after_forward
-from toolkit.planner.hardware import Hardware
+from toolkit.planner.hardware import End, Hardware
 from toolkit.planner.memory.states import states
+from toolkit.planner.pipeline import hops, tied_bytes
 from toolkit.planner.trace.types import Tensors
 from toolkit.planner.workload import WIDTH, Workload
 
@@ -70,16 +71,31 @@ def inner_link(hardware: Hardware) -> str:
     return "xGMI" if device.kind == "rocm" else "NVLink"
 
 
-def transfers(workload: Workload, boundary: float, tokens: float) -> list[Transfer]:
+def link_rate(name: str, hardware: Hardware, end: End = "value") -> float:
+    """Bytes/s that one rank gets of a link, one direction. The devices of a node share its network and its drives."""
+    device, node = hardware.device, hardware.node
+    rates = device.efficiency
+    if name == NETWORK:
+        return node.network / hardware.devices_per_node * getattr(rates.network, end)
+    if name == NVME:
+        return node.nvme / hardware.devices_per_node
+    if name == HOST:
+        return device.pcie * getattr(rates.pcie, end)
+    return (device.link or device.pcie) * getattr(rates.link, end)
+
+
+def transfers(workload: Workload, boundary: float, tokens: float, scored: float) -> list[Transfer]:
     """All that one rank sends in a step.
 
     Args:
         boundary: Bytes of the hidden states between two layers.
         tokens: Of a rank's micro-batch, with padding.
+        scored: Of them those that reach the output head.
     """
     sent = [*_collectives(workload), *_offloads(workload, boundary), *exchanges(workload, tokens)]
-    sent += sums(workload, tokens) if workload.layout.tensor > 1 else ()
+    sent += sums(workload, tokens, scored) if workload.layout.tensor > 1 else ()
     sent += travels(workload, tokens) if workload.layout.expert > 1 else ()
+    sent += _through(workload, boundary, tokens) if workload.place is not None else ()
     return [each for each in sent if any(each.sent.values())]
 
 
@@ -111,7 +127,9 @@ def _collectives(workload: Workload) -> Iterator[Transfer]:
     if strategy.name in ("single", "ddp"):
         # Accelerate's `no_sync` leaves all but the last micro-batch local (Li et al. 2020, section 3.2.4).
         size = (trained - workload.apart) * WIDTH[types.local]
-        yield Transfer("backward", 1, gather(2 * size), latency=math.ceil(size / BUCKET) * both)
+        # A pipeline averages when it has run empty.
+        hidden = workload.place is None
+        yield Transfer("backward", 1, gather(2 * size), hidden, math.ceil(size / BUCKET) * both)
         yield from _replicas(workload)
     elif strategy.zero_stage in (1, 2):
         # `average_tensor` all-reduces, although each rank keeps only its part: `use_multi_rank_bucket_allreduce`.
@@ -142,7 +160,7 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
     """Between processes that share rows, in each layer's attention: parts of rows for heads and back
     (`models.sequence_parallel`), or keys and values (`models.context_parallel`)."""
     layout, hardware = workload.layout, workload.hardware
-    across = layout.sharing > hardware.devices_per_node
+    across = layout.together > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)
     once = workload.trace.layers * latency(hardware, across=across) * (2 if layout.context > 1 else 4)
     forward, backward = workload.exchanged
@@ -152,16 +170,33 @@ def exchanges(workload: Workload, tokens: float) -> Iterator[Transfer]:
         yield Transfer(during, layout.gradient_accumulation_steps, {link: size}, hidden=False, latency=waiting)
 
 
-def sums(workload: Workload, tokens: float) -> Iterator[Transfer]:
-    """Of what processes that divide layers sum, as the trace has seen it: hidden states, and gradients of what is whole
-    beside them. Two sums stand in each layer of a pass, and wait for each other."""
+def sums(workload: Workload, tokens: float, scored: float) -> Iterator[Transfer]:
+    """Of what processes that divide layers sum, as the trace has seen it: hidden states, figures of logits, gradients
+    of what is whole beside them. Two sums stand in each layer of a pass, and wait for each other."""
     parts, hardware, every = workload.layout.tensor, workload.hardware, workload.layout.gradient_accumulation_steps
     across = parts > hardware.devices_per_node
     link = NETWORK if across else inner_link(hardware)
     waiting = 2 * workload.trace.layers * latency(hardware, reduces=True, across=across)
-    for during in ("forward", "backward"):
-        whole = workload.trace.passes[during].summed.of(workload.trace.layers, tokens, 0)
+    # A divided head sums three figures of each token that it scores, and its hidden state's gradient.
+    head = next((each for each in workload.trace.tensors if each.place == "embeddings" and each.parts > 1), None)
+    computed = WIDTH[workload.types.compute]
+    state = 0 if head is None else head.shape[1] * (computed if workload.over.parameters > 1 else workload.width(head))
+    passes: tuple[tuple[During, float], ...] = (("forward", 3.0 * 4 * (state > 0)), ("backward", state))
+    for during, of_scored in passes:
+        summed = workload.trace.passes[during].summed
+        whole = summed.of(workload.trace.layers, tokens, 0) + of_scored * (scored - tokens)
         yield Transfer(during, every, {link: 2 * whole * (parts - 1) / parts}, hidden=False, latency=waiting)
+
+
+def _through(workload: Workload, boundary: float, tokens: float) -> Iterator[Transfer]:
+    """From stage to stage, while neither computes. Of several nodes each has stages of its own, as far as it goes."""
+    hardware, every = workload.hardware, workload.layout.gradient_accumulation_steps
+    link = NETWORK if hardware.nodes > 1 else inner_link(hardware)
+    passes: tuple[During, During] = ("forward", "backward")
+    for during, size in zip(passes, hops(workload, boundary, tokens), strict=True):
+        waiting = _START + _RING[link] if link in _RING and size else 0.0
+        yield Transfer(during, every, {link: size}, hidden=False, latency=waiting)
+    yield Transfer("step", 1, {link: tied_bytes(workload)}, hidden=False)
 
 
 def travels(workload: Workload, tokens: float) -> Iterator[Transfer]:
@@ -205,11 +240,18 @@ def _gathered(
     workload: Workload, size: float, within_nodes: bool = False, parts: int | None = None
 ) -> dict[str, float]:
     """Sent by gathering `size` bytes, or by reducing and scattering them; an all-reduce does both. Each process that
-    divides layers does it with those that have the same parts.
+    divides layers does it with those that have the same parts, and each of a pipeline with those of the same stages,
+    which are of neighbouring ranks.
 
     Args:
         parts: Of how many processes one takes part, where that is another number.
     """
+    if workload.place is not None:
+        ranks = workload.layout.world_size // workload.layout.pipeline
+        inner = min(ranks, workload.hardware.devices_per_node)
+        nodes = ranks // inner
+        across = {NETWORK: size * (nodes - 1) / nodes / inner}
+        return {inner_link(workload.hardware): size * (inner - 1) / inner, **across}
     parts, nodes = parts or workload.layout.tensor, workload.hardware.nodes
     inner = max(1, workload.hardware.devices_per_node // parts)
     nodes = max(1, nodes * workload.hardware.devices_per_node // (inner * parts))

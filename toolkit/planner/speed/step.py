@@ -14,12 +14,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
 
-from toolkit.planner.hardware import Hardware, Rate, between
+from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states
+from toolkit.planner.pipeline import bubble
 from toolkit.planner.plan import Disk
-from toolkit.planner.speed.communication import HOST, NETWORK, NVME, Transfer, inner_link
+from toolkit.planner.speed.communication import HOST, Transfer, inner_link, link_rate
 from toolkit.planner.trace.types import CHUNK, CHUNK_ON_CPU, Amount, Pass, Trace
 from toolkit.planner.workload import WIDTH, Workload
 from toolkit.recipe import Recipe
@@ -71,7 +71,6 @@ and 0.95 to 0.98 (full) of their time, with rows of 80 and 512 tokens."""
 _RESTORING = 7
 """Bytes moved for a number in fp8 that is restored: cast, 1 read and 2 written, and scaled in place, 2 and 2."""
 
-End = Literal["value", "low", "high"]
 OPPOSITE: dict[End, End] = {"value": "value", "low": "high", "high": "low"}
 """The end of a range of rates that gives an end of a range of times."""
 
@@ -146,6 +145,8 @@ class Step:
         communication: Seconds of it that they do not hide.
         contention: Seconds that kernels take longer beside it, and until the slowest GPU has finished.
         offload: The same, with the optimizer where it runs on the host.
+        bubble: Seconds in which it waits for a pipeline to fill and to run empty.
+        passing: Seconds of a micro-batch by pass.
         seconds: All together.
     """
 
@@ -166,6 +167,7 @@ class Step:
         fused = FUSED_ON_CPU if self._hardware.device.kind == "cpu" else FUSED
         left = fused[end] if self._recipe.compile == "layers" else 1.0
         passes = {name: self._pass_seconds(self._trace.passes[name], load, left) for name in ("forward", "backward")}
+        self.passing = passes
         update = self._update_seconds(on_host)
         self.compute = every * sum(passes.values()) + self._accumulation_seconds() + (0.0 if on_host else update)
         host = [each for each in sent if each.to_host]
@@ -175,7 +177,8 @@ class Step:
         self.communication = self._exposed([*before, *(each for each in sent if not each.to_host)], passes) - taken
         self.offload = offload + (update if on_host else 0.0)
         self.contention = self._contended(passes)
-        self.seconds = self.compute + self.communication + self.contention + self.offload
+        self.bubble = self._waiting(passes) if workload.place is not None else 0.0
+        self.seconds = self.compute + self.communication + self.contention + self.offload + self.bubble
 
     def evaluation_seconds(self, load: Load) -> float:
         """One batch of held-out rows on each rank."""
@@ -336,6 +339,17 @@ class Step:
         layers = max(1, self._trace.layers)
         return sending / layers + (layers - 1) / layers * max(0.0, sending - computing)
 
+    def _waiting(self, passes: Mapping[str, float]) -> float:
+        """Bubble of a pipeline, all of whose processes take as long as this one."""
+        hop = {each.during: self._transfer_seconds(each) for each in self._sent if each.times > 1 and not each.hidden}
+        forward, backward = (passes[name] + hop.get(name, 0.0) for name in ("forward", "backward"))
+        tensors = [each for each in self._trace.tensors if each.place == "layer"]
+        trained = sum(each.numel * each.count for each in tensors if each.trained)
+        # As long as the forward pass, of what is trained (Kaplan et al. 2020, section 2.1).
+        weights = passes["forward"] * trained / max(1, sum(each.numel * each.count for each in tensors))
+        every = self._layout.gradient_accumulation_steps
+        return bubble(self._recipe.parallel, every, forward, max(0.0, backward - weights), weights)
+
     def _contended(self, passes: Mapping[str, float]) -> float:
         """Seconds that passes take longer than on one GPU: beside collectives, and until the slowest has finished.
 
@@ -373,16 +387,3 @@ def _overlapped(kernels: float, launches: float) -> float:
 def product_speed(*sides: float, half: float) -> float:
     """Of a matrix product, as a share of that of an endless one."""
     return math.prod(side / (side + half) for side in sides)
-
-
-def link_rate(name: str, hardware: Hardware, end: End = "value") -> float:
-    """Bytes/s that one rank gets of a link, one direction. The devices of a node share its network and its drives."""
-    device, node = hardware.device, hardware.node
-    rates = device.efficiency
-    if name == NETWORK:
-        return node.network / hardware.devices_per_node * getattr(rates.network, end)
-    if name == NVME:
-        return node.nvme / hardware.devices_per_node
-    if name == HOST:
-        return device.pcie * getattr(rates.pcie, end)
-    return (device.link or device.pcie) * getattr(rates.link, end)

@@ -15,10 +15,11 @@ from itertools import zip_longest
 from toolkit.data.statistics import DataStatistics, Dealt
 from toolkit.distributed.layout import BatchLayout, Length, run_length
 from toolkit.models.attention import VARLEN
-from toolkit.planner.hardware import DOCUMENTS, Hardware
+from toolkit.planner.hardware import DOCUMENTS, End, Hardware
+from toolkit.planner.pipeline import processes
 from toolkit.planner.plan import Disk, Link, Range, Work
-from toolkit.planner.speed.communication import Transfer, transfers
-from toolkit.planner.speed.step import OPPOSITE, End, Load, Step, link_rate, peak_dtype
+from toolkit.planner.speed.communication import Transfer, link_rate, transfers
+from toolkit.planner.speed.step import OPPOSITE, Load, Step, peak_dtype
 from toolkit.planner.trace.types import Amount, Pass, Trace
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Recipe
@@ -56,12 +57,12 @@ def work(
     recipe, layout, hardware, trace = workload.recipe, workload.layout, workload.hardware, workload.trace
     load = micro_load(recipe, layout, counted, attention)
     ranks = layout.world_size * layout.gradient_accumulation_steps
-    tokens = load.tokens * ranks / layout.tensor
+    tokens = load.tokens * ranks / layout.tensor / layout.pipeline
     whole = trace.whole()
     parameters = whole.elements()
     useful, done = flops(recipe, trace, load)
     boundary = trace.boundary.of(trace.layers, load.padded, load.grid, load.longest)
-    sent = transfers(workload, boundary, load.padded)
+    workload, sent = _slowest(workload, load, boundary, experts)
     known = counted or recipe.schedule.max_steps
     length = run_length(recipe, counted.rows if counted else None, layout) if known else None
     steps = length.total_steps if length else None
@@ -92,14 +93,15 @@ def work(
         tokens_per_step=tokens,
         tokens=tokens * steps if steps else None,
         tokens_from="upper bound" if counted is None else "sampled" if counted.sample else "counted",
-        model_flops_per_step=useful * ranks,
-        hardware_flops_per_step=done * ranks,
+        model_flops_per_step=useful * ranks / layout.pipeline,
+        hardware_flops_per_step=done * ranks / layout.pipeline,
         rule_flops_per_step=rule_flops(whole.met(experts), whole.met(experts, trained=True), tokens),
         links=_links(sent, hardware),
         compute_seconds=_range(ends, "compute"),
         communication_seconds=ends["value"].communication,
         contention_seconds=ends["value"].contention,
         offload_seconds=ends["value"].offload,
+        bubble_seconds=ends["value"].bubble,
         step_seconds=step,
         compile_seconds=compiling["value"],
         saves=_saves(length) if length else 0,
@@ -108,8 +110,8 @@ def work(
         snapshot_seconds=ends["value"].snapshot_seconds(drives),
         total_seconds=total,
         tokens_per_second=tokens / step.value,
-        mfu=useful * ranks / (step.value * peak * hardware.devices),
-        pflop_days=useful * ranks * steps / PFLOP_DAY if steps else None,
+        mfu=useful * ranks / layout.pipeline / (step.value * peak * hardware.devices),
+        pflop_days=useful * ranks / layout.pipeline * steps / PFLOP_DAY if steps else None,
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
         cost_per_million_tokens=None if price is None else price * hardware.devices * 1e6 * step.value / tokens / 3600,
@@ -117,6 +119,16 @@ def work(
         co2_kg=energy * grams / 1000 if energy is not None and grams else None,
         chinchilla_tokens=CHINCHILLA * parameters if from_scratch else None,
     )
+
+
+def _slowest(
+    workload: Workload, load: Load, boundary: float, experts: tuple[int, int]
+) -> tuple[Workload, list[Transfer]]:
+    """Of the processes of a pipeline the one that all wait for, and what it sends; without one what every rank does."""
+    every = [(each, transfers(each, boundary, load.padded, load.scored)) for each in processes(workload)]
+    if len(every) == 1:
+        return every[0]
+    return max(every, key=lambda each: Step(each[0], load, each[1], experts=experts).seconds)
 
 
 def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:

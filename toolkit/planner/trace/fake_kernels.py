@@ -22,9 +22,9 @@ from transformers import AttentionInterface, masking_utils, modeling_utils
 from trl.kernels import chunked_logprob
 
 from toolkit.distributed.engines import Dtypes
-from toolkit.models import attention, experts, output_head, pair_head, stored
+from toolkit.models import attention, context_parallel, cpu_head, experts, output_head, pair_head, stored
 from toolkit.planner.trace.setting import Setting
-from toolkit.planner.trace.tracker import STAND_INS, backward_flops, forward_flops
+from toolkit.planner.trace.tracker import STAND_INS, attention_flops
 
 _ignore_causal_mask = masking_utils._ignore_causal_mask_sdpa
 
@@ -34,7 +34,7 @@ FLASH = "traced_varlen"
 _NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     # The kernels lay out their result as they find the queries, mostly positions before heads, which makes joining the
     # heads a view.
     out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -44,9 +44,9 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 # TRL's selective checkpointing keeps the outputs of operations with `flash_attn` in their name.
 _LIBRARY = torch.library.Library(STAND_INS, "DEF")
 for _schema, _function in {
-    "flash_attn(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)": _flash,
-    "flash_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse) -> (Tensor, Tensor, Tensor)": (
-        lambda grad, q, k, v, lse: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    "flash_attn(Tensor q, Tensor k, Tensor v, int keys) -> (Tensor, Tensor)": _flash,
+    "flash_attn_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor lse, int keys) -> (Tensor, Tensor, Tensor)": (
+        lambda grad, q, k, v, lse, keys: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     ),
     "grouped_mm(Tensor a, Tensor b) -> Tensor": lambda a, b: a.new_empty((a.shape[0], b.shape[-1])),
     "grouped_mm_input(Tensor grad, Tensor b) -> Tensor": lambda grad, b: grad.new_empty((grad.shape[0], b.shape[-1])),
@@ -60,8 +60,14 @@ _OPS = getattr(torch.ops, STAND_INS)
 flop_registry[_OPS.add_product_] = flop_registry[torch.ops.aten.addmm]
 
 
-register_flop_formula(_OPS.flash_attn, get_raw=True)(forward_flops)
-register_flop_formula(_OPS.flash_attn_backward, get_raw=True)(backward_flops)
+@register_flop_formula(_OPS.flash_attn)
+def _flash_flops(q: Any, k: Any, v: Any, keys: int, *args: Any, **kwargs: Any) -> int:
+    return attention_flops(q, (*k[:2], keys, k[3]), v)
+
+
+@register_flop_formula(_OPS.flash_attn_backward)
+def _flash_backward_flops(grad: Any, q: Any, k: Any, v: Any, lse: Any, keys: int, *args: Any, **kwargs: Any) -> int:
+    return 2 * attention_flops(q, (*k[:2], keys, k[3]), v)
 
 
 @register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)
@@ -78,16 +84,23 @@ def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 class _Flash(torch.autograd.Function):
     """FlashAttention 2: saves its inputs, the output and the log-sum-exp; sums the gradient of queries in fp32.
 
-    A mask is kept for the backward pass too: torch's memory-efficient kernel takes it there for a bias.
+    A mask is kept for the backward pass too: torch's memory-efficient kernel takes it there for a bias. With `keys`
+    each query is counted to meet so many of them.
 
     Source: https://arxiv.org/abs/2307.08691, Algorithms 1 and 2.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        keys: int | None = None,
     ) -> torch.Tensor:
-        out, lse = _OPS.flash_attn(q, k, v)
+        ctx.keys = k.shape[2] if keys is None else keys
+        out, lse = _OPS.flash_attn(q, k, v, ctx.keys)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         return out
 
@@ -96,13 +109,28 @@ class _Flash(torch.autograd.Function):
         q, k, v, _, lse, _ = ctx.saved_tensors
         sums = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)
         if k.shape[1] == q.shape[1]:
-            return *_OPS.flash_attn_backward(grads[0], q, k, v, lse), None
+            return *_OPS.flash_attn_backward(grads[0], q, k, v, lse, ctx.keys), None, None
         # With fewer heads of keys and values each query head has gradients of its own, summed afterwards.
         spread = [each[:, :1].expand(-1, q.shape[1], -1, -1) for each in (k, v)]
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dq, *each_head = _OPS.flash_attn_backward(grads[0], q, *spread, lse)
+        dq, *each_head = _OPS.flash_attn_backward(grads[0], q, *spread, lse, ctx.keys)
         del sums, each_head
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
+
+
+class _OnCpu(torch.autograd.Function):
+    """`models.document_attention`, which keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.keys = keys
+        return _OPS.flash_attn(q, k, v, keys)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v = ctx.saved_tensors
+        return *_OPS.flash_attn_backward(grads[0], q, k, v, q, ctx.keys), None
 
 
 class _Grouped(torch.autograd.Function):
@@ -131,10 +159,42 @@ def _flash_attention(
     return out.transpose(1, 2), None
 
 
+def _of_chunks(setting: Setting) -> Any:
+    """Attention of a part of a row to keys and values that are gathered, by the code that a training runs.
+
+    Rows that are traced side by side stand for documents, so a query meets the keys of its row alone. Of the two chunks
+    the first sees the least that a process's does, the other all: so it is where a document is as long as the row.
+    """
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, keys: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        if setting.device == "cpu":
+            return _OnCpu.apply(query, key, value, keys).transpose(1, 2), None
+        return _Flash.apply(query, key, value, None, keys).transpose(1, 2), None
+
+    gathered = context_parallel.gather(attend)
+
+    def of_rows(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        batch, _, length, _ = query.shape
+        one = [each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in (query, key, value)]
+        half, rest = batch * length // 2, batch * length - batch * length // 2
+        chunks = [
+            {"tokens": half, "first": 0, "end": half},
+            {"tokens": rest, "first": 0, "end": setting.context * batch * length},
+        ]
+        out, _ = gathered(module, *one, mask, row_chunks=chunks, keys=length)
+        return out.unflatten(1, (batch, length))[0], None
+
+    return of_rows
+
+
 def implementation(setting: Setting) -> str:
     """Transformers' name of the attention to trace."""
     if setting.attention in attention.VARLEN or setting.attention == "flex":
-        AttentionInterface.register(FLASH, _flash_attention)
+        AttentionInterface.register(FLASH, _flash_attention if setting.context == 1 else _of_chunks(setting))
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, lambda *args, **kwargs: None)
         return FLASH
     return attention.IMPLEMENTATIONS[setting.attention]
@@ -149,6 +209,8 @@ def installed(setting: Setting) -> Iterator[None]:
         (functional, {"grouped_mm": lambda a, b, **kwargs: _Grouped.apply(a, b)}),
         (stored.Product, {"forward": staticmethod(_recorded(stored.Product.forward))}),
     ]
+    if setting.context > 1:
+        replaced.append((context_parallel, {"sharing": lambda: setting.context}))
     if setting.method.get("use_dora"):
         dequantized = functools.partial(_dequantized, dtype=getattr(torch, setting.autocast or setting.local))
         replaced.append((dora, {"dequantize_module_weight": dequantized}))
@@ -161,6 +223,7 @@ def installed(setting: Setting) -> Iterator[None]:
             # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
             (chunked_logprob, {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}),
             (output_head, {"scored_on_cpu": contextlib.nullcontext}),
+            (cpu_head, {"_is_cpu": lambda place: False}),
             (pair_head, {"scored_on_cpu": contextlib.nullcontext}),
             (modeling_utils, {"save_on_cpu": _SaveOnHost}),
             (functional, {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}),

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
 from toolkit.models.head_choice import choose
-from toolkit.models.parts import parts_of
+from toolkit.models.parts import is_part, parts_of
 from toolkit.models.stored import StoredWeight
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.generation import kept
@@ -77,12 +77,14 @@ def trace(setting: Setting) -> Trace:
                 block = _lengthen(shapes, runs[0], measure)
     fit = _Fit(shapes, small, large, block)
     tensors, buffers = _inventory(inventory, setting)
-    head = inventory.base.get_output_embeddings().weight.numel()
+    head = inventory.base.get_output_embeddings().weight
+    # Its logits are formed once on CPUs, and where processes divide it.
+    again = choice.fused and setting.device != "cpu" and not is_part(head)
     return Trace(
         layers=layers,
         tensors=tensors,
         moments=tuple(_moments(runs, fit, layers, setting.chunk)),
-        passes=_passes(runs, fit, head if choice.fused and setting.device != "cpu" else 0, encoder_decoder),
+        passes=_passes(runs, fit, head.numel() if again else 0, encoder_decoder),
         boundary=fit.amount([[[micro.boundary] for micro in row] for row in runs])[0],
         buffers=buffers,
         caches=_caches(setting, config),

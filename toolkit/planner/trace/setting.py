@@ -57,6 +57,7 @@ class Setting:
         trust_remote_code: Whether the model's own code may run.
         path: `model.path`, where its code comes with the weights.
         tensor: Processes that divide each layer.
+        context: Processes that share each row by gathering keys and values.
         expert: Processes that divide the experts of each layer.
     """
 
@@ -76,6 +77,7 @@ class Setting:
     trust_remote_code: bool = False
     path: str | None = None
     tensor: int = 1
+    context: int = 1
     expert: int = 1
 
     @property
@@ -104,9 +106,9 @@ class Setting:
             content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
-        for key in ("tensor", "expert"):
-            if content[key] == 1:
-                del content[key]  # Traces are older than it.
+        for dimension in ("tensor", "context", "expert"):
+            if content[dimension] == 1:
+                del content[dimension]  # Traces are older than it.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
         return _hash(content)
 
@@ -153,6 +155,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         trust_remote_code=recipe.model.trust_remote_code,
         path=recipe.model.path if recipe.model.trust_remote_code else None,
         tensor=recipe.parallel.tensor,
+        context=recipe.parallel.context,
         expert=recipe.parallel.expert,
     )
 

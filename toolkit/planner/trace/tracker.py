@@ -18,8 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from toolkit.models.context_parallel import GATHER
 from toolkit.models.expert_parallel import SEND
-from toolkit.models.tensor_parallel import SUM
+from toolkit.models.layer_sums import SUMS
 
 CATEGORIES = ("activations", "casts", "logits", "gradients", "chunks")
 """As in `Moment`; `chunks` are those of the logits that the loss holds for one chunk of tokens at a time."""
@@ -32,6 +33,9 @@ and the gradient of rows that were picked. A CPU's memory can be watched with su
 Sources: `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp, `index_backward` in FunctionsManual.cpp, and
 `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h, which is true of every tensor while a dispatch mode is on.
 """
+_IN_RANK_ORDER = 1.5
+"""Of what is gathered of shared rows, what lies beside it while its chunks are put in order: as they came, and one half
+turned around."""
 _FORWARD_ONLY = ("toolkit_tracing::flash_attn", "toolkit_tracing::grouped_mm", "bitsandbytes::gemm_4bit")
 STAND_INS = "toolkit_tracing"
 """Library of the operations that stand in for kernels; those that return nothing write into their arguments."""
@@ -162,6 +166,8 @@ class Tracker(TorchDispatchMode):
             live[category] -= made
         if self._on_gpu and func is torch.ops.aten.embedding_dense_backward.default:
             live[category] += _embedding_sums(*args[:3])
+        if self._on_gpu and func is GATHER:
+            live[category] += int(_IN_RANK_ORDER * made)
         if self._on_gpu and func.name() == "bitsandbytes::gemm_4bit":
             # For more rows than a few its CUDA kernel is a dequantization, whose result is gone afterwards.
             inside = args[2][0] * args[2][1] * args[0].element_size()
@@ -202,7 +208,7 @@ class Tracker(TorchDispatchMode):
         if not made and not changes:
             return  # A view: no kernel runs.
         amounts = {"launches": 1.0}
-        if func is SUM:
+        if func in SUMS:
             amounts["summed"] = float(args[0].nbytes)
         if func is SEND:
             amounts["exchanged"] = float(args[0].nbytes)

@@ -21,6 +21,7 @@ from toolkit.recipe.rules.ignored import IGNORED_RULES
 from toolkit.recipe.rules.inputs import INPUT_RULES
 from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only, not_for_parameters, not_linear
 from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads, nearest_parts
+from toolkit.recipe.rules.pipeline import PIPELINE_RULES, nearest_pipeline
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, zero3_fault
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
@@ -45,6 +46,7 @@ RULES: dict[str, Rule] = (
     | STRATEGY_RULES
     | PARALLEL_RULES
     | EXPERT_RULES
+    | PIPELINE_RULES
     | IGNORED_RULES
     | UNUSUAL_RULES
 )
@@ -172,6 +174,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "nearest_heads": nearest_heads(recipe, config),
         "nearest_parts": nearest_parts(recipe, config),
         "nearest_experts": nearest_experts(recipe, config),
+        "nearest_pipeline": nearest_pipeline(recipe, config),
         "kv_heads": model_configs.attention_widths(config)[1],
         "inner_width": model_configs.inner_width(config),
         "model_type": model_configs.text_config(config).get("model_type"),

@@ -67,6 +67,9 @@ IGNORED_RULES = {
         "batch.micro_batch_size={r.batch.micro_batch_size} says how large micro-batches are",
         "batch.micro_batch_size=auto",
     ),
+    "parallel-schedule": _ignored(
+        "parallel.schedule", lambda r: r.parallel.pipeline > 1, "layers are not spread", "parallel.pipeline=2"
+    ),
     "eval-max-samples": _ignored("data.eval_max_samples", _held_out, "no rows are held out", "data.eval_split=0.05"),
     "evaluation-at-start": _ignored(
         "evaluation.at_start", _held_out, "no rows are held out, so nothing is evaluated", "data.eval_split=0.05"

@@ -21,8 +21,8 @@ def _parts(recipe: Recipe) -> bool:
 
 
 def nearest_heads(recipe: Recipe, config: Config) -> str:
-    """The nearest sizes of `parallel.sequence` that divide the heads."""
-    return nearest(attention_widths(config)[0], recipe.parallel.sequence)
+    """The nearest sizes of `parallel.sequence` that divide the heads that processes have which divide layers."""
+    return nearest(attention_widths(config)[0] // recipe.parallel.tensor, recipe.parallel.sequence)
 
 
 def layer_parts(config: Config) -> int:
@@ -83,8 +83,10 @@ def _of_shared_rows(way: str) -> dict[str, Rule]:
 PARALLEL_RULES = {
     "sequence-heads": Rule(
         "parallel.sequence",
-        lambda r, c: _shares(r, "sequence") and bool(attention_widths(c)[0] % r.parallel.sequence),
-        "the model's {attention_heads} attention heads do not divide among so many processes",
+        lambda r, c: (
+            _shares(r, "sequence") and bool(attention_widths(c)[0] % (r.parallel.sequence * r.parallel.tensor))
+        ),
+        "the model's {attention_heads} attention heads do not divide among parallel.sequence x parallel.tensor of them",
         "set parallel.sequence={nearest_heads}, or parallel.context instead, which divides no heads",
         reference="(https://arxiv.org/abs/2309.14509)",
     ),
@@ -107,15 +109,21 @@ PARALLEL_RULES = {
     ),
     "tensor-strategy": Rule(
         "strategy.name",
-        lambda r, _: _parts(r) and r.strategy.name != "ddp",
+        lambda r, _: _parts(r) and r.strategy.name not in ("ddp", "fsdp"),
         "{r.strategy.name} has not been tried with layers that processes divide",
-        "set strategy.name=ddp, or remove parallel.tensor",
+        "set strategy.name=ddp or fsdp, or remove parallel.tensor",
     ),
-    "tensor-rows": Rule(
-        "parallel.tensor",
-        lambda r, _: _parts(r) and bool(r.parallel.shares_by),
-        "processes that divide layers read whole rows, and with {r.parallel.shares_by} they would have parts of them",
-        "remove parallel.tensor, or {r.parallel.shares_by}",
+    "tensor-hybrid": Rule(
+        "strategy.sharding",
+        lambda r, _: _parts(r) and r.strategy.name == "fsdp" and r.strategy.sharding == "hybrid_shard",
+        "copies of what processes of a node shard have not been tried with layers that processes divide",
+        "set strategy.sharding=full_shard, or remove parallel.tensor",
+    ),
+    "tensor-offload": Rule(
+        "strategy.offload_param",
+        lambda r, _: _parts(r) and r.strategy.offload_param != "none",
+        "offloading has not been tried with layers that processes divide",
+        "set strategy.offload_param=none, or remove parallel.tensor",
     ),
     "tensor-seq2seq": Rule(
         "parallel.tensor",

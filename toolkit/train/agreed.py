@@ -1,0 +1,74 @@
+"""What all processes of a training do alike: as the plan of the first one says, and where each of them can."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from toolkit.distributed.layout import BatchLayout, batch_layout
+from toolkit.distributed.rendezvous import Rendezvous
+from toolkit.distributed.stages import cut
+from toolkit.models import compiled_layers, device, liger_kernels
+from toolkit.models.load import ModelSource
+from toolkit.models.pipeline import Split
+from toolkit.planner.kernels import EAGER
+from toolkit.recipe import Loaded, Recipe
+from toolkit.report.terminal import Progress
+from toolkit.train.plan_guard import PlanGuard
+
+_log = logging.getLogger("toolkit.train")
+
+
+def decided(
+    loaded: Loaded, layout: BatchLayout, guard: PlanGuard | None, rendezvous: Rendezvous
+) -> tuple[Loaded, BatchLayout]:
+    """The recipe with what the first process's plan has chosen beside the engine, and its layout."""
+    size, workers = (guard.plan.micro_batch_size, guard.plan.num_workers) if guard else (layout.micro_batch_size, 0)
+    values = {"batch.micro_batch_size": size, "data.num_workers": workers}
+    values = {key: value for key, value in values.items() if attrgetter(key)(loaded.recipe) == "auto"}
+    unplanned = {key: f"{value}: no plan can be made" for key, value in values.items()}
+    own = [values, dict(guard.plan.chosen) if guard else {**loaded.chosen, **unplanned}]
+    values, chosen = rendezvous.exchange("plan", own, lambda everybodys: everybodys[0])
+    loaded = loaded.decided(loaded.recipe.with_values(values), chosen)
+    return loaded, batch_layout(loaded.recipe, layout.world_size)
+
+
+def stages_of(recipe: Recipe, source: ModelSource, rendezvous: Rendezvous, guard: PlanGuard | None) -> Split:
+    """How the layers are cut into stages: as the first process's plan says, equally where none can be made."""
+    parallel = recipe.parallel
+    planned = rendezvous.exchange("stages", guard.plan.stages if guard else [], lambda every: every[0])
+    layers = planned or cut(source.config.get_text_config().num_hidden_layers, parallel.stages)
+    return Split(tuple(layers), parallel.pipeline, returns=parallel.schedule == "zero_bubble")
+
+
+def compiles(recipe: Recipe, rendezvous: Rendezvous, guard: PlanGuard | None) -> bool:
+    """Whether the layers are compiled: as the recipe or the plan says, and where every process can."""
+
+    def judge(lacks: Mapping[int, str]) -> bool:
+        planned = "layers" if guard and guard.plan.work.compile_seconds else "off"
+        wanted = planned if recipe.compile == "auto" else recipe.compile
+        rank, reason = next(((rank, each) for rank, each in lacks.items() if each), (0, ""))
+        if wanted == "layers" and reason:
+            _log.warning("layers are not compiled: %s%s", reason, f", on {rendezvous.name(rank)}" if rank else "")
+        return wanted == "layers" and not reason
+
+    return bool(rendezvous.exchange("compile", compiled_layers.missing(device.kind()), judge))
+
+
+def use_liger(base: Any, where: Any, rendezvous: Rendezvous, progress: Progress) -> None:
+    """Has Liger's kernels compute parts of layers that are not compiled, where every process can."""
+    lacks = rendezvous.exchange("liger", liger_kernels.missing(), lambda every: next(filter(None, every.values()), ""))
+    if lacks:
+        return
+    reason = liger_kernels.use_liger(base, where)
+    progress.message(f"Liger's kernels are not used: {reason}" if reason else "Liger's kernels run in the layers")
+
+
+def attention_for_rows(backend: str, rendezvous: Rendezvous, guard: PlanGuard | None) -> str:
+    """Eager attention instead of `sdpa` where the first process's plan takes it for rows as long as these."""
+    eager = guard is not None and (backend, guard.plan.attention) == ("sdpa", "eager")
+    if guard and eager:
+        _log.info("%s", next(note for note in guard.plan.notes if note.startswith(EAGER)))
+    return "eager" if rendezvous.exchange("attention", eager, lambda planned: planned[0]) else backend
