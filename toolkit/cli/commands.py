@@ -190,6 +190,7 @@ def doctor(options: argparse.Namespace) -> None:
     _option("--html", "FILE", "write a page as well"),
     _option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
     _option("--sweep", "KEY=V1,V2", "a plan for each value; several sweeps are combined", type=sweep, action="append"),
+    _flag("--layouts", "a plan for each way to divide layers, rows and experts over the devices"),
 )
 def plan(options: argparse.Namespace) -> None:
     """Memory, time and cost before anything is rented, and advice."""
@@ -204,8 +205,11 @@ def plan(options: argparse.Namespace) -> None:
     rows = plan.questions(options.arguments, options.compare, options.sweep)
     where = (options.recipes, options.price, options.serve)
     plans: list[Any]
-    if options.compare or options.sweep:
-        plans = [plan.answer_or_reason(row, *where) for row in rows]
+    if options.layouts or options.compare or options.sweep:
+        if options.layouts:
+            plans = [each for row in rows for each in plan.layouts(row, *where)]
+        else:
+            plans = [plan.answer_or_reason(row, *where) for row in rows]
         text, figures = plan_text.comparison_text(plans, plan_text.width()), [row.model_dump() for row in plans]
     else:
         plans = [plan.answer(rows[0], *where)]
@@ -216,7 +220,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
-        several = PAGED if len(rows) > 1 else ""
+        several = PAGED if len(plans) > 1 else ""
         terminal.write(text, terminal.console_of(sys.stdout), several)
     if options.html:
         from toolkit.report.plan_page import plan_page

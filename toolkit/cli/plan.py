@@ -11,7 +11,7 @@ from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_engine
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
-from toolkit.planner.build import config_of, estimate
+from toolkit.planner.build import config_of, estimate, estimate_layouts
 from toolkit.planner.hardware import Hardware, find, once_measured, this_machine
 from toolkit.planner.plan import Plan, Refused
 from toolkit.recipe import Loaded, Recipe, load, split_arguments
@@ -102,6 +102,17 @@ def answer_or_reason(
         except UserError as error:
             reason = f"{error.what}; {error.change}" if error.change else error.what
     return Refused(recipe=loaded.name, overrides=overrides, hardware=hardware.name, reason=reason)
+
+
+def layouts(arguments: Sequence[str], folder: str | None, price: float | None, serve: int | None = None) -> list[Plan]:
+    """A plan of every way to divide a recipe over the devices, the fastest first; raises as `answer`."""
+    loaded, overrides, hardware = _parts(arguments, folder, load_checked)
+    warn([*loaded.warnings, *local_problems(loaded)])
+    hardware = _measured(loaded.recipe, hardware)
+    figures = row_lengths(loaded.recipe)
+    return estimate_layouts(
+        loaded.recipe, loaded.name, hardware, overrides=overrides, price=price, context=serve, statistics=figures
+    )
 
 
 def _parts(

@@ -8,12 +8,12 @@ knows the recipe as it stands and what `build` traces to find something that fit
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
 from toolkit.common import UserError
 from toolkit.planner.hardware import Hardware
+from toolkit.planner.layouts import FREE, fewest
 from toolkit.planner.plan import Advice, Kind, Plan
 from toolkit.planner.search import (
     EVERY,
@@ -31,14 +31,12 @@ from toolkit.planner.search import (
 from toolkit.recipe import Recipe
 from toolkit.recipe.errors import as_text
 from toolkit.recipe.optimizers import OPTIMIZERS
-from toolkit.recipe.rules import check
 
 MOST = 6
 """Entries of a list of advice."""
 _WORTH = 0.05
 """The share of time, memory or money that a change has to save to be worth a line."""
 _COUNTS = (1, 2, 4, 8)
-_FREE = ("batch.micro_batch_size", "activation_checkpointing.mode", "strategy.name")
 
 
 def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -> list[Advice]:
@@ -49,11 +47,11 @@ def advise(recipe: Recipe, hardware: Hardware, plan: Plan, estimate: Estimate) -
     with how many devices, and what must go with that.
     """
     asked = Candidate({}, recipe, plan)
-    explored = [asked, *_as_auto_takes(recipe, explore(recipe, hardware, estimate, _FREE))]
+    explored = [asked, *_as_auto_takes(recipe, explore(recipe, hardware, estimate, FREE))]
     counts = (count for count in _COUNTS if count < hardware.devices)
     fewer = [each for count in counts for each in _with_devices(recipe, hardware, estimate, count)]
     options = _options(recipe, hardware, estimate)
-    first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, explored, options)
+    first = asked if asked.fits != "no" else _nearest(recipe, hardware, estimate, explored) or _smallest(options)
     # A setting that cannot run is no measure of others.
     base = first or asked
     kind: Kind = "as asked" if first is asked else "option" if any(first is each for each in options) else "nearest"
@@ -84,23 +82,24 @@ def remedies(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
 
 def same_training(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> Candidate | None:
     """The smallest change of what a recipe states, beside what it leaves to the plan, that trains the same and fits."""
-    return _nearest(recipe, hardware, estimate, _as_auto_takes(recipe, explore(recipe, hardware, estimate, _FREE)), [])
+    explored = _as_auto_takes(recipe, explore(recipe, hardware, estimate, FREE))
+    return _nearest(recipe, hardware, estimate, explored)
 
 
-def _nearest(
-    recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate], options: list[Candidate]
-) -> Candidate | None:
-    """The smallest change that fits: one key before several, the same training before another, and of that the same
-    groups of processes before others."""
-    sizes = explore(recipe, hardware, estimate, _FREE[:1]) if recipe.knows_engine else []
-    singles = [each for key in _FREE for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
-    singles = [*sizes, *_as_auto_takes(recipe, singles)]
-    for candidates in (singles, explored, _with_shared_rows(recipe, hardware, estimate), options):
-        there = fitting(candidates)
-        fewest = min((len(each.changes) for each in there), default=0)
-        if best := fastest(each for each in there if len(each.changes) == fewest):
-            return best
-    return None
+def _nearest(recipe: Recipe, hardware: Hardware, estimate: Estimate, explored: list[Candidate]) -> Candidate | None:
+    """The smallest change that trains the same and fits: one key before several, and the same groups of processes
+    before others."""
+    sizes = explore(recipe, hardware, estimate, FREE[:1]) if recipe.knows_engine else []
+    singles = [each for key in FREE for each in explore(recipe, hardware, estimate, {key, *recipe.undecided})]
+    same_groups = _smallest([*sizes, *_as_auto_takes(recipe, singles)]) or _smallest(explored)
+    return same_groups or _smallest(_divided(recipe, hardware, estimate))
+
+
+def _smallest(candidates: list[Candidate]) -> Candidate | None:
+    """Of those that fit the one with the fewest changes; of several the fastest."""
+    there = fitting(candidates)
+    fewest_changes = min((len(each.changes) for each in there), default=0)
+    return fastest(each for each in there if len(each.changes) == fewest_changes)
 
 
 def stated(recipe: Recipe, changes: Changes) -> Changes:
@@ -125,7 +124,7 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
         changed = recipe.with_values(changes)
         best = fastest(explore(changed, hardware, estimate, changed.undecided))
         further = stated(changed, best.changes) if best else {}
-        if best is None and (best := fastest(explore(changed, hardware, estimate, _FREE))):
+        if best is None and (best := fastest(explore(changed, hardware, estimate, FREE))):
             further = best.changes
         if best:
             options.append(dataclasses.replace(best, changes={**changes, **further}))
@@ -135,27 +134,16 @@ def _options(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Can
     return options + fitting(there)[:1]
 
 
-def _with_shared_rows(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
-    """What fits where as few processes as possible share each row: by exchanging heads where so many divide them, else
-    by gathering keys and values, of which there is a trace for each number of processes."""
-    if recipe.parallel.together > 1:
-        return []
-    for size in (size for size in range(2, hardware.devices + 1) if hardware.devices % size == 0):
-        ways = ({f"parallel.{way}": size} for way in ("sequence", "context"))
-        changes = next((each for each in ways if not check(recipe.with_values(each))), None)
-        if changes is None:
-            continue
-        changed = recipe.with_values(changes)
-        asked = functools.partial(estimate, may_trace=True) if "parallel.context" in changes else estimate
-        for free in (changed.undecided, _FREE):
-            try:
-                there = fitting(explore(changed, hardware, asked, free))
-            except UserError:
-                continue  # The batch does not divide among so few groups.
-            if there:
-                return [
-                    dataclasses.replace(each, changes={**changes, **stated(changed, each.changes)}) for each in there
-                ]
+def _divided(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Candidate]:
+    """What fits where as few processes as possible divide rows, layers or experts; of gathered keys and values there is
+    a trace for each number of processes, and so it is made."""
+
+    def traced(recipe: Recipe, hardware: Hardware, may_trace: bool = False) -> Plan | None:
+        return estimate(recipe, hardware, may_trace=may_trace or recipe.parallel.context > 1)
+
+    for free in (recipe.undecided, FREE):
+        if there := fewest(recipe, hardware, traced, free):
+            return [dataclasses.replace(each, changes=stated(recipe, each.changes)) for each in there]
     return []
 
 
@@ -195,7 +183,7 @@ def _with_devices(recipe: Recipe, hardware: Hardware, estimate: Estimate, count:
         hardware, name=hardware.device.name + sizes, node=part, devices_per_node=inside, nodes=nodes
     )
     try:
-        explored = explore(recipe, other, estimate, _FREE)
+        explored = explore(recipe, other, estimate, FREE)
     except UserError:
         return []  # So many cannot take the recipe: hybrid sharding needs several nodes.
     return [dataclasses.replace(each, changes={"hardware": other.name, **each.changes}) for each in explored]
@@ -235,6 +223,15 @@ _NOTES = {
     (MODE, "offload"): "layers are computed twice, and their inputs cross to the host and back",
 }
 """What a value costs that the figures do not show."""
+_SHARING = "devices that share a row exchange tensors in the attention of every layer"
+_WAYS = {
+    "sequence": _SHARING,
+    "context": _SHARING,
+    "tensor": "devices that divide layers sum hidden states in every layer",
+    "expert": "devices that divide experts exchange tokens in every layer that has them",
+    "pipeline": "devices wait until a pipeline is full, and while it runs empty",
+}
+"""The same of what `parallel` says."""
 
 
 def _buys(each: Candidate, asked: Candidate) -> str:
@@ -286,8 +283,9 @@ def _notes(changes: Changes) -> Iterator[str]:
     """What the figures do not show."""
     if "optimizer.name" in changes:
         yield "the optimizer's moments are rounded to 8 bits"
-    if any(path.startswith("parallel.") for path in changes):
-        yield "devices that share a row exchange tensors in the attention of every layer"
+    for way, text in _WAYS.items():
+        if f"parallel.{way}" in changes:
+            yield text
     every = changes.get(EVERY, 1)
     for (path, value), text in _NOTES.items():
         if changes.get(path) == value:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from toolkit.common import UserError
 from toolkit.distributed.device_limits import check_device
 from toolkit.planner.advice import remedies, same_training, stated
 from toolkit.planner.hardware import Hardware
+from toolkit.planner.layouts import FREE, fewest
 from toolkit.planner.search import (
     EVERY,
     MODE,
@@ -35,6 +36,7 @@ from toolkit.recipe.rules import check
 from toolkit.recipe.sections import PRECISIONS
 
 _SECTIONS = {
+    "parallel": "nothing fits otherwise",
     "strategy": "no other goes with these devices and the rest of the recipe",
     "activation_checkpointing": "it fits with nothing recomputed",
     "batch": "the most that divides the batch and keeps a device busy",
@@ -61,11 +63,17 @@ def resolve(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> tuple[Rec
         UserError: If nothing fits, with the least that is needed and what to change (a recipe that names its strategy
             gets what needs least); or if the devices cannot take the recipe at all.
     """
+    traced = functools.partial(estimate, may_trace=True)
     explored = [
-        dataclasses.replace(each, changes={**each.changes, **_values(each.recipe, recipe.undecided)})
-        for each in explore(recipe, hardware, functools.partial(estimate, may_trace=True), recipe.undecided)
+        dataclasses.replace(each, changes=_decided(recipe, each))
+        for each in explore(recipe, hardware, traced, recipe.undecided)
     ]
     best = fastest(explored)
+    if best is None and not set(FREE).difference(recipe.undecided):
+        # Where the recipe states one of these, that may be what does not fit.
+        divided = fewest(recipe, hardware, traced, recipe.undecided)
+        explored += [dataclasses.replace(each, changes=_decided(recipe, each)) for each in divided]
+        best = fastest(explored)
     if best is None and explored and recipe.strategy.name != "auto":
         # Nothing more would make it fit, and the plan says what is missing and what to change.
         best = least(explored)
@@ -100,8 +108,9 @@ def _trains_on(recipe: Recipe, hardware: Hardware) -> bool:
     return True
 
 
-def _values(recipe: Recipe, paths: Iterable[str]) -> Changes:
-    return {path: attrgetter(path)(recipe) for path in paths}
+def _decided(recipe: Recipe, each: Candidate) -> Changes:
+    """What a candidate changes, with all that the recipe leaves to the plan."""
+    return {**each.changes, **{path: attrgetter(path)(each.recipe) for path in recipe.undecided}}
 
 
 def _reasons(best: Candidate, explored: Sequence[Candidate]) -> dict[str, str]:
@@ -127,6 +136,8 @@ def _in_words(part: Changes) -> str:
     """`zero2 with offload_optimizer=cpu`, `recomputing every second layer`."""
     if mode := part.get(MODE):
         return _RECOMPUTED[mode].format(layers_recomputed(part.get(EVERY, 1)))
+    if not part:
+        return "dividing nothing"
     # An engine's name before its settings.
     first, *others = sorted(part.items(), key=lambda item: item[0] != "strategy.name")
     return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])

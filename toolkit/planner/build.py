@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import bytes_text
+from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.device_limits import check_device
 from toolkit.distributed.layout import BatchLayout, World, batch_layout
@@ -25,6 +25,7 @@ from toolkit.planner import kernels
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import fastest_precision, resolve
 from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.layouts import FREE, layouts
 from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
@@ -32,7 +33,7 @@ from toolkit.planner.memory.serving import serving
 from toolkit.planner.notes import notes_of, require_quantized
 from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan
 from toolkit.planner.ranges import less_sure, slower_or_faster, up_to
-from toolkit.planner.search import explore
+from toolkit.planner.search import Changes, as_arguments, explore
 from toolkit.planner.speed.stages import stage_layers
 from toolkit.planner.speed.work import micro_load, work
 from toolkit.planner.trace import store
@@ -41,7 +42,7 @@ from toolkit.planner.trace.store import Tracing
 from toolkit.planner.workload import Workload
 from toolkit.recipe import Loaded, Recipe, compilation, model_configs
 
-__all__ = ["decide_engine", "decide_for_launch", "estimate", "launched_on", "run_folder_bytes"]
+__all__ = ["decide_engine", "decide_for_launch", "estimate", "estimate_layouts", "launched_on", "run_folder_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +274,45 @@ def estimate(
     return plan.model_copy(
         update={"chosen": precision | chosen | plan.chosen, "lengths": lengths, "advice": suggestions, "notes": notes}
     )
+
+
+def estimate_layouts(
+    recipe: Recipe,
+    name: str,
+    hardware: Hardware,
+    *,
+    overrides: Sequence[str] = (),
+    price: float | None = None,
+    statistics: DataStatistics | None = None,
+    context: int | None = None,
+) -> list[Plan]:
+    """The plans of `layouts.layouts`: every way to divide a recipe over some hardware, each with its best setting.
+
+    Each division of a model is traced once, which takes up to a minute; the arguments are those of `estimate`.
+
+    Raises:
+        UserError: If the model's config cannot be found, or no way goes with these devices.
+    """
+    question = _Question(
+        name, overrides, price, config_of(recipe), statistics or statistics_of(recipe), "worker", context
+    )  # fmt: skip
+    recipe, precision = fastest_precision(recipe, hardware)
+    traced = functools.partial(question.plan, may_trace=True)
+    if not (found := layouts(recipe, hardware, traced)):
+        explore(recipe, hardware, traced, FREE)
+        raise UserError(f"no way to divide the recipe goes with {hardware.name}", "change batch.global_batch_size")
+    return [
+        each.plan.model_copy(
+            update={"overrides": _overridden(overrides, each.changes), "chosen": precision | each.plan.chosen}
+        )
+        for each in found
+    ]
+
+
+def _overridden(overrides: Sequence[str], changes: Changes) -> list[str]:
+    """What would be typed for a setting, of what was typed and what it changes."""
+    kept = [each for each in overrides if each.partition("=")[0] not in changes]
+    return [*kept, *as_arguments(changes).split()]
 
 
 def config_of(recipe: Recipe) -> Mapping[str, Any]:

@@ -154,8 +154,10 @@ def comparison_text(rows: Sequence[Plan | Refused], columns: int = 80) -> Text:
     unit = view.Unit.of(scale)
     heads = [unit.name, "a step", "tokens/s", "in all"]
     heads += ["costs"] if any(plan.work.cost is not None for plan in plans) else []
+    divided = any(plan.sequence * plan.tensor * plan.expert * plan.pipeline > 1 for plan in plans)
+    heads += ["bound by"] if divided else []
     cells: list[list[str | Text]] = [["", "fits", *heads]]
-    labels, most = view.labels(rows), columns - 53
+    labels, most = view.labels(rows), columns - (63 if divided else 53)
     for label, row in zip(labels, rows, strict=True):
         line: list[str | Text] = [label if len(label) <= most else ""]
         if isinstance(row, Refused):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from toolkit.common import byte_unit, bytes_text, compact, duration
 from toolkit.planner.plan import PARTS, PHASES, Advice, Memory, Plan, Range, Refused, Served, Work
+from toolkit.planner.speed.communication import HOST, NVME
 
 OVERHEAD = {
     "fragmentation": "what the allocator holds and cannot hand out",
@@ -19,6 +20,7 @@ OVERHEAD = {
 ALL_PARTS: Mapping[str, str] = {**PARTS, **OVERHEAD}
 ANSWERS = {"yes": "fits", "tight": "tight", "no": "does not fit"}
 _FOLDED_SHARE = 0.002
+_TO_HOST = (HOST, NVME)
 
 
 @dataclass(frozen=True)
@@ -247,10 +249,26 @@ def comparison_figures(plan: Plan, unit: Unit) -> dict[str, str]:
         "reserved": unit.text(memory.reserved.value),
         "a step": seconds_text(work.step_seconds.value),
         "tokens/s": compact(work.tokens_per_second),
+        "bound by": bound(plan),
         "MFU": f"{work.mfu:.1%}",
         "in all": "?" if work.total_seconds is None else duration(work.total_seconds.value),
     }
     return figures if work.cost is None else figures | {"costs": money_text(work.cost)}
+
+
+def bound(plan: Plan) -> str:
+    """What most of a step goes by: `compute`, the link for which devices wait, or the `bubble` of a pipeline; `memory`
+    of what does not fit."""
+    work, links = plan.work, {link.name: link.seconds for link in plan.work.links}
+    between = {name: seconds for name, seconds in links.items() if name not in _TO_HOST}
+    beside = {name: seconds for name, seconds in links.items() if name in _TO_HOST}
+    waits = {
+        "compute": work.compute_seconds.value + work.contention_seconds,
+        max(between, key=lambda name: between[name], default="network"): work.communication_seconds,
+        max(beside, key=lambda name: beside[name], default="host"): work.offload_seconds,
+        "bubble": work.bubble_seconds,
+    }
+    return "memory" if plan.fit.answer == "no" else max(waits, key=lambda name: waits[name])
 
 
 def change_text(changes: Mapping[str, str]) -> str:
