@@ -31,7 +31,8 @@ from toolkit.recipe.rules import load_checked
 from toolkit.train import preflight
 
 Body = Callable[[Rendezvous, int], Any]
-TIMEOUT = 2.0
+TIMEOUT, PATIENT = 2.0, 30.0
+"""Seconds: where silence is what is tested, and where a busy machine must not be taken for it."""
 FOLDER = Path("runs/small")
 
 
@@ -49,11 +50,11 @@ class Outcome:
 def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
     """Runs a body on every rank of a launch; those in `absent` are never started, others may give a false number."""
 
-    def one(world: World, body: Body, port: int, report: Path) -> None:
+    def one(world: World, body: Body, port: int, report: Path, patience: float) -> None:
         sys.stderr = report.with_suffix(".err").open("w", encoding="utf-8")
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}
-        rendezvous_module.TIMEOUT_SECONDS = rendezvous_module.GROUP_SECONDS = TIMEOUT
+        rendezvous_module.TIMEOUT_SECONDS = rendezvous_module.GROUP_SECONDS = patience
         rendezvous_module._BEAT_SECONDS, preflight.VISIBLE_SECONDS = 0.2, 0.5
         result, error = None, ""
         try:
@@ -71,6 +72,7 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
         per_node: int | None = None,
         absent: tuple[int, ...] = (),
         call_themselves: Mapping[int, int] | None = None,
+        patience: float = TIMEOUT,
     ) -> dict[int, Outcome]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -82,7 +84,9 @@ def ranks(tmp_path: Path) -> Callable[..., dict[int, Outcome]]:
                 number = (call_themselves or {}).get(rank, rank)
                 world = World(number, number % width, processes, width)
                 report = tmp_path / f"rank{rank}.json"
-                process = multiprocessing.get_context("fork").Process(target=one, args=(world, body, port, report))
+                process = multiprocessing.get_context("fork").Process(
+                    target=one, args=(world, body, port, report, patience)
+                )
                 process.start()
                 started[rank] = process, report
         outcomes = {}
@@ -339,7 +343,7 @@ def test_a_wrong_result_in_a_group_is_told_by_all(ranks: Callable[..., dict[int,
         finally:
             torch.distributed.destroy_process_group()
 
-    errors = [outcome.error for outcome in ranks(body).values()]
+    errors = [outcome.error for outcome in ranks(body, patience=PATIENT).values()]
     assert all("rank 1 got a wrong result of the" in error and f"(parallel.{way})" in error for error in errors), errors
 
 
@@ -353,9 +357,11 @@ def test_tokens_that_come_wrong_to_experts_are_told_by_all(ranks: Callable[..., 
             preflight.all_reduce(rendezvous, torch.device("cpu"), Parallel(expert=2))
         torch.distributed.destroy_process_group()
 
-    assert [each.error for each in ranks(body, 4).values()] == [""] * 4
+    assert [each.error for each in ranks(body, 4, patience=PATIENT).values()] == [""] * 4
     wrong = f"rank 2 got a wrong result of {_came_to('expert')}"
-    assert [each.error.partition("\n")[0] for each in ranks(partial(body, spoilt=True), 4).values()] == [wrong] * 4
+    assert [
+        each.error.partition("\n")[0] for each in ranks(partial(body, spoilt=True), 4, patience=PATIENT).values()
+    ] == [wrong] * 4
 
 
 def test_what_is_handed_on_wrong_in_a_pipeline_is_told_by_all(ranks: Callable[..., dict[int, Outcome]]) -> None:
@@ -376,7 +382,7 @@ def test_what_is_handed_on_wrong_in_a_pipeline_is_told_by_all(ranks: Callable[..
             torch.distributed.batch_isend_irecv = real
             torch.distributed.destroy_process_group()
 
-    errors = [outcome.error for outcome in ranks(body).values()]
+    errors = [outcome.error for outcome in ranks(body, patience=PATIENT).values()]
     assert all(f"rank 1 got a wrong result of {_came_to('pipeline')}" in error for error in errors), errors
 
 
