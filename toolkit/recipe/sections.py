@@ -117,8 +117,9 @@ class Strategy(Section):
     name: Literal[(*STRATEGIES, "auto")] = "ddp"  # type: ignore[valid-type]
     """`ddp` replicates the model on every process (one process is plain training), `single` insists on one process.
     DeepSpeed `zero1` shards optimizer state, `zero2` gradients too, `zero3` parameters too. `fsdp` is PyTorch's
-    FSDP2. `auto` takes the fastest that fits, with offloading where nothing else fits; other keys of this section then
-    stand, and leave only the strategies that read them."""
+    FSDP2. `auto` takes the fastest that fits, with offloading where nothing else fits, and where nothing does and the
+    micro-batch and activation checkpointing are `auto` too, with what `parallel` can divide; other keys of this section
+    then stand, and leave only the strategies that read them."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer state and fp32 masters live and are updated under ZeRO: on the device (`none`), in host memory
     (`cpu`), or on a drive (`nvme`, ZeRO-3 only)."""
