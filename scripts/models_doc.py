@@ -30,13 +30,14 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig, PreTrainedTokenizer
 from transformers.models.auto import modeling_auto
 from trl import SFTConfig
 
-from toolkit.common import in_a_line, quiet_libraries
+from toolkit.common import in_a_line
 from toolkit.data.collate import Collator, isolates
 from toolkit.models import attention, experts
 from toolkit.models.adapters import keep_unpacked, unadaptable
 from toolkit.models.head_choice import add_output_head, asks_routers, choose
 from toolkit.models.stored_loading import StoredConfig
 from toolkit.models.tiny import tiny_model
+from toolkit.output import quiet_libraries
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.passes import run
 from toolkit.planner.trace.setting import Layout, Setting

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import in_a_line, quiet_libraries
+from toolkit.common import in_a_line
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import batch_layout
 from toolkit.models import attention
+from toolkit.output import quiet_libraries
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import SHIPPED

@@ -1,67 +1,24 @@
-"""What every room shares: what is said and to whom, errors in a line, files written in one go, values as text."""
+"""What every room shares: errors in a line, what must not be shown, values as text."""
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from toolkit.common import (
     UserError,
-    add_verbosity,
     brief,
     bytes_text,
-    check_disk,
     compact,
     conceal,
     concealed,
     duration,
     first_line,
-    in_background,
     on_screen,
     printable,
-    quiet_libraries,
-    start_logging,
     table,
-    write_atomically,
 )
-
-
-@pytest.fixture(autouse=True)
-def untouched() -> Iterator[None]:
-    """Gives the toolkit's logger back as it was."""
-    logger = logging.getLogger("toolkit")
-    before = logger.level, logger.handlers, logger.propagate
-    yield
-    logger.level, logger.handlers, logger.propagate = before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "first", "shown"),
-    [
-        ([], True, ["where the cache is", "compiling", "warning: low on disk"]),
-        (["--verbose"], True, ["chosen and why", "where the cache is", "compiling", "warning: low on disk"]),
-        (["--quiet"], True, ["warning: low on disk"]),
-        (["--verbose"], False, ["warning: low on disk"]),
-    ],
-)
-def test_what_is_said(arguments: list[str], first: bool, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_verbosity(parser)
-    for _ in range(2):  # Once more, as by a second command in one process, nothing is said twice.
-        start_logging(parser.parse_args(arguments), first)
-    logging.getLogger("toolkit.models").debug("chosen and why")
-    logging.getLogger("toolkit").info("where the cache is")
-    logging.getLogger("toolkit.distributed").info("compiling")
-    logging.getLogger("toolkit.train").warning("low on disk")
-    logging.getLogger("library").info("not ours")
-    said = capsys.readouterr()
-    assert (said.err.splitlines(), said.out) == (shown, "")
 
 
 def test_what_an_error_quotes_cannot_steer_the_terminal() -> None:
@@ -74,22 +31,6 @@ def test_first_line_of_an_error() -> None:
     assert first_line(ValueError("Error in file:\n  line 3\nmore")) == "Error in file: line 3"
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-
-def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    check_disk(tmp_path, 1000, "the model needs", "name another disk")
-    with pytest.raises(UserError, match=r"GB of disk left; the model needs 10000000\.00 GB\n  name another disk"):
-        check_disk(tmp_path, 10**16, "the model needs", "name another disk")
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    file.write_text("old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(file, "\ud800")
-    assert file.read_text() == "old"
-    write_atomically(file, "new")
-    assert file.read_text() == "new"
 
 
 @pytest.mark.parametrize(
@@ -127,17 +68,6 @@ def test_a_table_wraps_only_its_last_column_and_reads_no_markup() -> None:
     assert table(summary, indent=2).plain == "  run folder  runs/demo\n  report      runs/demo/report.html"
 
 
-def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:
-    """Its logger takes a level of its own then, after others were silenced."""
-    quiet_libraries()
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    said = {each: bool(logger.filter(logger.makeRecord("", each, "", 0, "", (), None))) for each in (30, 40)}
-    logger.setLevel(level)
-    assert said == {logging.WARNING: False, logging.ERROR: True}
-
-
 @pytest.mark.parametrize(
     ("value", "text", "shown"),
     [
@@ -157,17 +87,6 @@ def test_a_value_is_concealed_wherever_it_would_be_recognised(value: str, text: 
     assert str(UserError(text)) == shown
 
 
-def test_what_is_concealed_is_not_printed_by_anybody(capsys: pytest.CaptureFixture[str]) -> None:
-    start_logging(argparse.Namespace(quiet=False, verbose=False))
-    conceal("hunter2hunter2", "${X}")
-    print("out: hunter2hunter2")
-    sys.stderr.writelines(["err: hunter2", "hunter2\n"])
-    logging.getLogger("toolkit.train").warning("logged: %s", "hunter2hunter2")
-    shown = "".join(capsys.readouterr())
-    assert "hunter2" not in shown and shown.count("${X}") == 3
-    assert "".join(table([["hunter2hunter2"] * 2], columns=12).plain.split()) == "${X}${X}"
-
-
 def test_all_that_steers_or_hides_is_escaped_and_what_people_write_is_not() -> None:
     hidden = [
         *map(chr, (*range(9), *range(11, 32), *range(0x7F, 0xA0))),
@@ -184,17 +103,6 @@ def test_a_message_is_no_longer_than_a_person_reads() -> None:
     error = UserError("\n".join(f"column {number}" for number in range(1_000_000)), "x" * 1_000_000)
     assert len(str(error).splitlines()) == 40 and "999,962 more lines" in str(error) and len(str(error)) < 4000
     assert brief("one\ntwo") == "one\ntwo" and brief("a\nb\nc", 2) == "a\n… and 2 more lines"
-
-
-def test_writers_of_one_file_never_leave_it_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also processes of one number, as in two containers: a reader sees one text or the other, whole."""
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    file, texts = tmp_path / "figures.yaml", ["a" * 100_000, "b" * 100_000]
-    write_atomically(file, texts[0])
-    writers = [in_background(lambda text=text: [write_atomically(file, text) for _ in range(200)]) for text in texts]
-    while not all(writer.done() for writer in writers):
-        assert file.read_text() in texts
-    assert [writer.result() for writer in writers] and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_terminal_gets_what_a_person_reads_and_a_file_all(monkeypatch: pytest.MonkeyPatch) -> None:

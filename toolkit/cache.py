@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from toolkit.common import write_atomically
+from toolkit.files import write_atomically
 
 _log = logging.getLogger("toolkit")
 

@@ -1,23 +1,17 @@
-"""What every room shares: the error a user can fix, atomic files, units, and how much is said.
+"""What every room shares: the error a user can fix, what must not be shown, units, and text that fits.
 
 Nothing heavy is imported, so that `toolkit show` answers at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import itertools
 import json
 import logging
 import math
-import os
 import re
-import secrets
-import shutil
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -162,23 +156,6 @@ def concealed(content: T) -> T:
     return result
 
 
-class _Shown:
-    """A stream of text to which everything goes `concealed`; all else is the stream's own."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(concealed(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def in_a_line(error: BaseException) -> str:
     """Kind and first line of somebody else's error."""
     first = first_line(error)
@@ -204,13 +181,6 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def check_disk(folder: Path, need: float, what: str, change: str) -> None:
-    """Refuses, with what to change, `what` takes more bytes than the disk of a folder has left."""
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise UserError(f"{folder} has {free / 1e9:.2f} GB of disk left; {what} {need / 1e9:.2f} GB", change)
 
 
 def duration(seconds: float) -> str:
@@ -300,109 +270,9 @@ def table(
     return Text("\n").join(lines)
 
 
-def quiet_libraries() -> None:
-    """Keeps what libraries say to their own developers out of the user's way; errors stay."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    # PEFT looks for them among modules, and experts are parameters. What matches nothing at all is refused.
-    warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-    # An adapter's files name its base as the recipe does.
-    warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
-    for name in (
-        *("accelerate.big_modeling", "bitsandbytes", "torch.distributed.elastic"),
-        *("torch.utils._pytree", "torchao"),
-    ):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # Sets its own level when it is imported.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")
-
-
 class Partial(BaseModel):
     """A record of which some may be unknown: what was never set is left out of its JSON."""
 
     @model_serializer(mode="wrap")
     def _only_what_was_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
-
-
-def add_verbosity(parser: argparse.ArgumentParser) -> None:
-    """Adds `--verbose` and `--quiet`."""
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--verbose", action="store_true", help="also tell what is chosen, and why")
-    group.add_argument("--quiet", action="store_true", help="tell no more than results, warnings and errors")
-
-
-def add_help(parser: argparse.ArgumentParser, more: Callable[[], str]) -> None:
-    """Adds a `--help` that ends with a further text, to a parser that has none."""
-    parser.add_argument("-h", "--help", action=_Help, const=more, help="show this, with all keys of a recipe")
-
-
-class _Help(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **settings)
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        print(f"{parser.format_help()}\n{self.const()}", end="")
-        parser.exit()
-
-
-def start_logging(options: argparse.Namespace, first: bool = True) -> None:
-    """Shows on standard error what the rooms log, each under its own name: `toolkit.train`, `toolkit.planner`, …
-
-    Args:
-        options: What `add_verbosity` has parsed.
-        first: Whether this process talks to the user; of the others, only warnings and errors are shown.
-    """
-    # What libraries print, and stack traces, pass through here too.
-    for name in ("stdout", "stderr"):
-        if not isinstance(stream := getattr(sys, name), _Shown):
-            # Of file names, as the system has them, not all are text.
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Shown(stream))
-    level = logging.WARNING if options.quiet or not first else logging.DEBUG if options.verbose else logging.INFO
-    logger = logging.getLogger("toolkit")
-    logger.handlers, logger.propagate = [_StandardError()], False
-    logger.setLevel(level)
-
-
-class _StandardError(logging.StreamHandler[Any]):
-    """Writes a message alone, except that a warning says that it is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = brief(printable(super().format(record)))
-        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # Looked up at each message: a live line of progress takes standard error over.
-        self.stream = sys.stderr
-        super().emit(record)
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Writes a file so that readers see the old or the new text, never a part, whoever else writes it."""
-    # Processes of two containers may have one number, and would empty each other's file.
-    partial = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def set_aside(file: Path) -> Path:
-    """Renames a file that cannot be read, so that a new one takes its place and nothing of it is lost."""
-    names = (file.with_name(f"{file.name}.damaged{number or ''}") for number in itertools.count())
-    place = next(name for name in names if not name.exists())
-    return file.replace(place)
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Writes a JSON file as `write_atomically` does, without values of `conceal`; of half a surrogate pair, which is no
-    text, a question mark."""
-    text = json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n"
-    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cache import build_once, share
-from toolkit.common import write_json
+from toolkit.files import write_json
 
 _RECORD, _FORMER = "seal.json", "checkpoint.json"
 """The name of the record; what it was called before, in checkpoints that are still read."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from toolkit import __version__
 from toolkit.cli.commands import COMMANDS
-from toolkit.common import UserError, add_help, add_verbosity, quiet_libraries, start_logging
+from toolkit.common import UserError
+from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
 
 _EPILOG = """\
 examples:

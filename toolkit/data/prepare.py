@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.cache import cache_dir
-from toolkit.common import UserError, write_json
+from toolkit.common import UserError
 from toolkit.data import audit as auditing
 from toolkit.data.chat_template import variables
 from toolkit.data.encode import Encoder
@@ -37,6 +37,7 @@ from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
+from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.rules.inputs import TEMPLATE_ARGUMENTS
 from toolkit.recipe.schema import Source

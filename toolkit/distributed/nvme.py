@@ -13,9 +13,10 @@ from typing import Any
 from filelock import Timeout
 
 from toolkit.cache import locked
-from toolkit.common import UserError, check_disk
+from toolkit.common import UserError
 from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
+from toolkit.files import check_disk
 from toolkit.recipe import Recipe
 
 

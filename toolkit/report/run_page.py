@@ -17,17 +17,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from toolkit.common import (
-    UserError,
-    byte_unit,
-    bytes_text,
-    compact,
-    duration,
-    perplexity_of,
-    perplexity_text,
-    write_atomically,
-)
+from toolkit.common import UserError, byte_unit, bytes_text, compact, duration, perplexity_of, perplexity_text
 from toolkit.data.audit import Audit, in_sentences
+from toolkit.files import write_atomically
 from toolkit.planner.plan import Plan, Range
 from toolkit.recipe.files import read
 from toolkit.report import page, plan_page, plan_view, run_view

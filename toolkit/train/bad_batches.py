@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import brief, concealed, write_atomically
+from toolkit.common import brief, concealed
+from toolkit.files import write_atomically
 from toolkit.train.session import Session
 
 FILE = "bad_batches.jsonl"

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback
 
-from toolkit.common import set_aside, write_atomically
+from toolkit.files import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import before_training, evaluate

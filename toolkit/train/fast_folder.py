@@ -24,9 +24,10 @@ from typing import Any
 from filelock import Timeout
 
 from toolkit.cache import locked
-from toolkit.common import UserError, check_disk, in_a_line, in_background, write_json
+from toolkit.common import UserError, in_a_line, in_background
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import remove_abandoned
+from toolkit.files import check_disk, write_json
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import MEMORY
 from toolkit.train.storage import flush, unwritable

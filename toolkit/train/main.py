@@ -14,13 +14,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.common import UserError, add_help, add_verbosity, bytes_text, quiet_libraries, start_logging
+from toolkit.common import UserError, bytes_text
 from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
 from toolkit.hub_cache import use_own
 from toolkit.models.imports import import_deepspeed, quick_imports
+from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
 from toolkit.recipe import split_arguments
 from toolkit.recipe.errors import as_text, warn
 from toolkit.recipe.hydra_habits import refuse_flags

@@ -23,10 +23,11 @@ import psutil
 import torch
 
 from toolkit.cache import build_once
-from toolkit.common import UserError, write_json
+from toolkit.common import UserError
 from toolkit.data.collate import IGNORE
 from toolkit.data.prepare import prepare
 from toolkit.distributed.engines import dtypes
+from toolkit.files import write_json
 from toolkit.models.adapters import cast_parameters, kept_in_fp32
 from toolkit.models.blockwise import Blockwise, Merged, blocks
 from toolkit.models.load import ModelSource

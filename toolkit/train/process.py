@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from toolkit.common import UserError, write_json
+from toolkit.common import UserError
 from toolkit.distributed.layout import World
+from toolkit.files import write_json
 
 # malloc.h: from which size on blocks are mapped one by one, and how much free memory is kept.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1

@@ -30,9 +30,10 @@ from filelock import Timeout
 from pydantic import TypeAdapter
 
 from toolkit.cache import locked
-from toolkit.common import UserError, set_aside, write_json
+from toolkit.common import UserError
 from toolkit.distributed.layout import BatchLayout
 from toolkit.distributed.rendezvous import Rendezvous
+from toolkit.files import set_aside, write_json
 from toolkit.recipe import Loaded, Recipe, files
 from toolkit.report.load import Manifest, read_manifest
 from toolkit.seal import damage

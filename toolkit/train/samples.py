@@ -9,8 +9,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from toolkit.common import set_aside, write_json
 from toolkit.data.rows import Sample
+from toolkit.files import set_aside, write_json
 from toolkit.train.evaluate import as_prompt, before_training, session_answers
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat

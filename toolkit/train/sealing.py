@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.common import write_json
+from toolkit.files import write_json
 from toolkit.recipe import Recipe
 from toolkit.seal import seal
 from toolkit.train import fast_folder

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
-from toolkit.common import check_disk, in_background, write_json
+from toolkit.common import in_background
 from toolkit.data.audit import Audit, DataError, check_batch
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
@@ -23,6 +23,7 @@ from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import batch_layout, run_length
 from toolkit.distributed.rendezvous import Rendezvous
+from toolkit.files import check_disk, write_json
 from toolkit.models import attention, attention_kernels, compiled_layers, device
 from toolkit.models.adapter_init import begin_with_lost, begin_with_read
 from toolkit.models.adapters import add_method, cast_parameters, part_of_base

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from toolkit.common import duration, first_line, table, write_atomically, write_json
+from toolkit.common import duration, first_line, table
 from toolkit.distributed import compiled_ops
 from toolkit.distributed.layout import World
 from toolkit.distributed.nvme import swap_folder
 from toolkit.distributed.rendezvous import Rendezvous, connect
+from toolkit.files import write_atomically, write_json
 from toolkit.models import device
 from toolkit.models.adapters import of_twice_the_rank
 from toolkit.models.load import ModelSource

@@ -24,8 +24,9 @@ from transformers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTTrainer
 
-from toolkit.common import UserError, concealed, write_atomically
+from toolkit.common import UserError, concealed
 from toolkit.data.batches import MicroBatches
+from toolkit.files import write_atomically
 from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import add_output_head
 from toolkit.models.layer_sums import dividing

@@ -26,7 +26,8 @@ import yaml
 
 import toolkit
 from toolkit.cache import writable
-from toolkit.common import UserError, first_line, write_atomically
+from toolkit.common import UserError, first_line
+from toolkit.files import write_atomically
 from toolkit.models import device
 from toolkit.planner.hardware import layer
 from toolkit.planner.hardware.calibration import LAYERS_VERSION, Calibration, busy, describe, known, path_of

@@ -15,7 +15,8 @@ import yaml
 from pydantic import Field, PositiveFloat, ValidationError
 
 from toolkit.cache import cache_dir, find, locked, writable
-from toolkit.common import UserError, set_aside
+from toolkit.common import UserError
+from toolkit.files import set_aside
 from toolkit.planner.hardware.detect import detect
 from toolkit.planner.hardware.specs import Device, Dtype, Efficiency, Figure, Hardware, Rate
 from toolkit.planner.trace.store import apart

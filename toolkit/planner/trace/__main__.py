@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.common import in_a_line, quiet_libraries
+from toolkit.common import in_a_line
 from toolkit.models.imports import quick_imports
+from toolkit.output import quiet_libraries
 
 
 def main() -> int:

@@ -1,0 +1,41 @@
+"""Files that are there in full or not at all, and room for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.common import (
+    UserError,
+    in_background,
+)
+from toolkit.files import check_disk, write_atomically
+
+
+def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    check_disk(tmp_path, 1000, "the model needs", "name another disk")
+    with pytest.raises(UserError, match=r"GB of disk left; the model needs 10000000\.00 GB\n  name another disk"):
+        check_disk(tmp_path, 10**16, "the model needs", "name another disk")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "\ud800")
+    assert file.read_text() == "old"
+    write_atomically(file, "new")
+    assert file.read_text() == "new"
+
+
+def test_writers_of_one_file_never_leave_it_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also processes of one number, as in two containers: a reader sees one text or the other, whole."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    file, texts = tmp_path / "figures.yaml", ["a" * 100_000, "b" * 100_000]
+    write_atomically(file, texts[0])
+    writers = [in_background(lambda text=text: [write_atomically(file, text) for _ in range(200)]) for text in texts]
+    while not all(writer.done() for writer in writers):
+        assert file.read_text() in texts
+    assert [writer.result() for writer in writers] and list(tmp_path.iterdir()) == [file]

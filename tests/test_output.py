@@ -1,0 +1,70 @@
+"""What a command says, and what libraries say beside it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from toolkit.common import (
+    conceal,
+    table,
+)
+from toolkit.output import add_verbosity, quiet_libraries, start_logging
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """Gives the toolkit's logger back as it was."""
+    logger = logging.getLogger("toolkit")
+    before = logger.level, logger.handlers, logger.propagate
+    yield
+    logger.level, logger.handlers, logger.propagate = before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "shown"),
+    [
+        ([], True, ["where the cache is", "compiling", "warning: low on disk"]),
+        (["--verbose"], True, ["chosen and why", "where the cache is", "compiling", "warning: low on disk"]),
+        (["--quiet"], True, ["warning: low on disk"]),
+        (["--verbose"], False, ["warning: low on disk"]),
+    ],
+)
+def test_what_is_said(arguments: list[str], first: bool, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_verbosity(parser)
+    for _ in range(2):  # Once more, as by a second command in one process, nothing is said twice.
+        start_logging(parser.parse_args(arguments), first)
+    logging.getLogger("toolkit.models").debug("chosen and why")
+    logging.getLogger("toolkit").info("where the cache is")
+    logging.getLogger("toolkit.distributed").info("compiling")
+    logging.getLogger("toolkit.train").warning("low on disk")
+    logging.getLogger("library").info("not ours")
+    said = capsys.readouterr()
+    assert (said.err.splitlines(), said.out) == (shown, "")
+
+
+def test_what_deepspeed_says_at_its_import_is_heard_from_errors_on() -> None:
+    """Its logger takes a level of its own then, after others were silenced."""
+    quiet_libraries()
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    said = {each: bool(logger.filter(logger.makeRecord("", each, "", 0, "", (), None))) for each in (30, 40)}
+    logger.setLevel(level)
+    assert said == {logging.WARNING: False, logging.ERROR: True}
+
+
+def test_what_is_concealed_is_not_printed_by_anybody(capsys: pytest.CaptureFixture[str]) -> None:
+    start_logging(argparse.Namespace(quiet=False, verbose=False))
+    conceal("hunter2hunter2", "${X}")
+    print("out: hunter2hunter2")
+    sys.stderr.writelines(["err: hunter2", "hunter2\n"])
+    logging.getLogger("toolkit.train").warning("logged: %s", "hunter2hunter2")
+    shown = "".join(capsys.readouterr())
+    assert "hunter2" not in shown and shown.count("${X}") == 3
+    assert "".join(table([["hunter2hunter2"] * 2], columns=12).plain.split()) == "${X}${X}"
