@@ -11,8 +11,7 @@ from arithmetic import recipe
 
 from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics
-from toolkit.distributed.layout import World
-from toolkit.planner.build import estimate, fit, launched_on
+from toolkit.planner.build import estimate, fit
 from toolkit.planner.hardware import find
 from toolkit.planner.plan import Disk, Host, Memory, Range
 from toolkit.planner.trace import store
@@ -153,16 +152,6 @@ def test_what_a_plan_rests_on_is_noted(traced: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_CUDA_ALLOC_CONF is set without expandable_segments" in notes()
     assert "PYTORCH_CUDA_ALLOC_CONF" not in notes("cpu")
-
-
-@pytest.mark.parametrize(
-    ("world", "name"), [(World(), "cpu"), (World(1, 1, 2, 2), "cpux2"), (World(2, 0, 4, 2), "cpux2x2")]
-)
-def test_processes_of_a_launch_on_a_cpu_share_its_cores(world: World, name: str) -> None:
-    found, alone = launched_on(world, environment={"ACCELERATE_USE_CPU": "true"}), find("cpu")
-    assert (found.name, found.devices_per_node, found.nodes) == (name, world.local_world_size, world.num_nodes)
-    part = find(f"cpux{world.local_world_size}") if world.local_world_size > 1 else alone
-    assert found.device == part.device and (found.device == alone.device) == (world.local_world_size == 1)
 
 
 def test_rows_that_were_counted_bound_the_largest_micro_batch(traced: None) -> None:

@@ -90,7 +90,7 @@ def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
     """
     # Processes are started alike for every precision and micro-batch.
     if set(recipe.undecided) - {"precision", "batch.micro_batch_size"} and not cluster.elsewhere:
-        from toolkit.planner.build import decide_engine, launched_on
+        from toolkit.planner.launch import decide_engine, launched_on
 
         environment = os.environ if cluster.gpus else {"ACCELERATE_USE_CPU": "true"}
         recipe, _ = decide_engine(recipe, launched_on(cluster.world, folder, environment))

@@ -11,20 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from toolkit.common import UserError, bytes_text
 from toolkit.data.statistics import DataStatistics, statistics_of
 from toolkit.distributed.device_limits import check_device
-from toolkit.distributed.layout import BatchLayout, World, batch_layout
+from toolkit.distributed.layout import BatchLayout, batch_layout
 from toolkit.models import attention
 from toolkit.planner import kernels
 from toolkit.planner.advice import advise
 from toolkit.planner.auto import fastest_precision, resolve
-from toolkit.planner.hardware import Hardware, find, this_machine
+from toolkit.planner.hardware import Hardware
 from toolkit.planner.layouts import FREE, layouts
 from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
@@ -40,9 +38,9 @@ from toolkit.planner.trace import store
 from toolkit.planner.trace.setting import setting_of
 from toolkit.planner.trace.store import Tracing
 from toolkit.planner.workload import Workload
-from toolkit.recipe import Loaded, Recipe, compilation, model_configs
+from toolkit.recipe import Recipe, compilation, model_configs
 
-__all__ = ["decide_engine", "decide_for_launch", "estimate", "estimate_layouts", "launched_on", "run_folder_bytes"]
+__all__ = ["decide", "estimate", "estimate_layouts", "run_folder_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,46 +339,6 @@ def decide(
         return recipe, {}
     question = _Question("", (), None, config or config_of(recipe), statistics, tracing)
     return resolve(recipe, hardware, question.plan)
-
-
-def decide_engine(recipe: Recipe, hardware: Hardware) -> tuple[Recipe, dict[str, str]]:
-    """The recipe with all that an engine depends on decided, and the reasons; raises as `decide`."""
-    recipe, precision = fastest_precision(recipe, hardware)
-    recipe, chosen = (recipe, {}) if recipe.knows_engine else decide(recipe, hardware)
-    return recipe, precision | chosen
-
-
-def decide_for_launch(loaded: Loaded, world: World, folder: str | Path | None = None) -> Loaded:
-    """The recipe with all that an engine depends on decided for a launch. All processes come to the same answer.
-
-    Raises:
-        UserError: If nothing fits, or these processes cannot take the recipe.
-    """
-    return loaded.decided(*decide_engine(loaded.recipe, launched_on(world, folder)))
-
-
-def launched_on(
-    world: World, folder: str | Path | None = None, environment: Mapping[str, str] | None = None
-) -> Hardware:
-    """The hardware of a launch: a device of this machine for each of its processes, and other nodes like this one.
-
-    Args:
-        folder: The user's recipes folder, see `hardware.find`.
-
-    Raises:
-        UserError: If the GPUs of this machine differ.
-    """
-    # `accelerate launch --cpu` means the CPU, also where there are GPUs.
-    own = Path(folder) if folder else None
-    environment = os.environ if environment is None else environment
-    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    machine = find("cpu", own) if on_cpu else this_machine(own)
-    if machine.device.kind == "cpu":
-        # The processes share its cores.
-        machine = find(f"cpux{world.local_world_size}", own)
-    count, nodes = world.local_world_size, world.num_nodes
-    sizes = f"x{count}" * (world.world_size > 1) + f"x{nodes}" * (nodes > 1)
-    return dataclasses.replace(machine, name=f"{machine.device.name}{sizes}", devices_per_node=count, nodes=nodes)
 
 
 def fit(hardware: Hardware, ranks: Sequence[Memory], ram: Host, drives: Disk) -> Fit:

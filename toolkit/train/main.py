@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warn(loaded.warnings)
         use_own(loaded.recipe.repositories)
         if not loaded.recipe.knows_engine:
-            from toolkit.planner.build import decide_for_launch
+            from toolkit.planner.launch import decide_for_launch
 
             loaded = decide_for_launch(loaded, world, options.recipes)
         launch = check_launch(loaded.recipe, world, os.environ)

@@ -15,8 +15,9 @@ from toolkit.common import UserError, bytes_text, in_a_line
 from toolkit.data.statistics import DataStatistics
 from toolkit.distributed.layout import World
 from toolkit.models.load import ModelSource
-from toolkit.planner.build import estimate, launched_on
+from toolkit.planner.build import estimate
 from toolkit.planner.hardware import Hardware, once_measured
+from toolkit.planner.launch import launched_on
 from toolkit.planner.plan import Plan, UnknownSize
 from toolkit.recipe import Loaded, model_configs
 from toolkit.report.load import Measured

@@ -62,7 +62,7 @@ def train(loaded: Loaded, force: bool = False) -> None:
     """Trains a recipe: sets up, takes the steps, writes what comes out.
 
     Args:
-        loaded: With an engine that is known, see `planner.build.decide_for_launch`.
+        loaded: With an engine that is known, see `planner.launch.decide_for_launch`.
         force: Whether to start also what would not fit by the plan.
 
     Example:
