@@ -185,7 +185,7 @@ def test_what_a_strategy_does_not_decide_is_left_to_the_recipe(config: str, rend
         (
             ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2"],
             recipe("fsdp"),
-            ["cp_size=1", "--parallelism_config_cp_size 2"],
+            ["parallel.context=1", "--parallelism_config_cp_size 2"],
         ),
         (["--use_megatron_lm"], recipe(), ["Megatron-LM"]),
         (["--mixed_precision", "bf16"], recipe(precision="fp16"), ["precision=fp16", "set precision=bf16"]),
@@ -250,6 +250,20 @@ def test_parallelism_config_is_compared_with_the_layout_of_the_processes() -> No
     check_launch(recipe("fsdp_hybrid"), World(0, 0, 8, 4), variables)
     assert "dp_replicate_size=4" in str(refused(recipe("fsdp_hybrid"), variables, World(0, 0, 8, 2)))
     assert "dp_replicate_size=1" in str(refused(recipe("fsdp"), variables, World(0, 0, 8, 4)))
+
+
+@pytest.mark.parametrize(("size", "way"), [("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence")])
+def test_parallelism_config_may_say_what_the_recipe_divides(size: str, way: str) -> None:
+    def variables(shards: int) -> dict[str, str]:
+        flags = ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", f"--parallelism_config_{size}", "2"]
+        return launched("--num_processes", "8", *flags, "--parallelism_config_dp_shard_size", str(shards))
+
+    alone, world = recipe("fsdp"), World(0, 0, 8, 8)
+    check_launch(alone.with_values({f"parallel.{way}": 2}), world, variables(4))
+    error = refused(alone.with_values({f"parallel.{way}": 4}), variables(2), world)
+    assert f"parallel.{way}=4, the launcher says --parallelism_config_{size} 2" in str(error)
+    # Of a recipe that divides nothing the launcher would have each row or layer on two processes.
+    assert f"set parallel.{way}=2" in refused(alone, variables(8), world).change
 
 
 def test_deepspeed_file_that_is_not_there() -> None:

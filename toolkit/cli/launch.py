@@ -6,6 +6,7 @@ one such launcher runs per node, and the job queues itself again until the run i
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -19,12 +20,15 @@ from jinja2 import StrictUndefined, Template
 from toolkit.common import UserError
 from toolkit.distributed.launcher import check_launch
 from toolkit.distributed.layout import World
+from toolkit.distributed.placement import placement
 from toolkit.planner.hardware import visible_gpus
 from toolkit.recipe import Loaded, Recipe
 
 _CONFIG = Path(__file__).with_name("launch.yaml")
 _PORT = 29500
 _CORES_PER_GPU = 8
+
+_log = logging.getLogger("toolkit.cli")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def cluster(
 
 
 def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
-    """Refuses what cannot work before anything is started.
+    """Refuses what cannot work before anything is started, and says which processes will divide what.
 
     Args:
         folder: The user's recipes folder.
@@ -98,6 +102,8 @@ def check(recipe: Recipe, cluster: Cluster, folder: str | None = None) -> None:
     plainest = {"precision": "bf16", "strategy.name": "ddp", "activation_checkpointing.mode": "none"}
     values = {key: value for key, value in plainest.items() if key in recipe.undecided}
     check_launch(recipe.with_values(values), cluster.world, {})
+    for text, crosses in placement(recipe, cluster.world):
+        _log.log(logging.WARNING if crosses else logging.INFO, text)
 
 
 def gpu_names() -> list[str]:

@@ -119,9 +119,13 @@ def _common_rows(recipe: Recipe, layout: BatchLayout) -> dict[str, Row]:
 
 
 def _mesh_rows(recipe: Recipe, world: World) -> dict[str, Row]:
-    mesh = fsdp_mesh(recipe, world) or {"dp_replicate_size": 1, "dp_shard_size": world.world_size}
-    sizes = dict.fromkeys(("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"), 1) | mesh
-    return {f"PARALLELISM_CONFIG_{size.upper()}": Row((number,), f"{size}={number}") for size, number in sizes.items()}
+    parallel = recipe.parallel
+    groups = world.world_size // parallel.together
+    mesh = fsdp_mesh(recipe, world) or {"dp_replicate_size": 1, "dp_shard_size": groups}
+    rows = {size: Row((number,), f"{size}={number}") for size, number in mesh.items()}
+    divided = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+    rows |= {size: Row.of(f"parallel.{way}", getattr(parallel, way)) for size, way in divided.items()}
+    return {f"PARALLELISM_CONFIG_{size.upper()}": row for size, row in rows.items()}
 
 
 def _deepspeed_rows(recipe: Recipe) -> dict[str, Row]:

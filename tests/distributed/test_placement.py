@@ -1,0 +1,42 @@
+"""Which processes divide what, and over how many machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.distributed.layout import World
+from toolkit.distributed.placement import placement
+from toolkit.recipe import load
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "said"),
+    [
+        ({}, World(0, 0, 16, 8), []),
+        ({"tensor": 8}, World(0, 0, 16, 8), [("8 neighbouring processes divide each layer, on one machine", False)]),
+        ({"tensor": 16}, World(0, 0, 16, 8), [("16 neighbouring processes divide each layer, over 2 machines", True)]),
+        (
+            {"sequence": 4, "tensor": 4},
+            World(0, 0, 16, 8),
+            [
+                ("4 neighbouring processes divide each layer, on one machine", False),
+                ("4 neighbouring processes share each row, 4 ranks apart, over 2 machines", True),
+            ],
+        ),
+        ({"expert": 8}, World(0, 0, 8, 8), [("8 neighbouring processes divide the experts, on one machine", False)]),
+        ({"context": 6}, World(0, 0, 12, 4), [("6 neighbouring processes share each row, over 2 machines", True)]),
+        (
+            {"pipeline": 4},
+            World(0, 0, 16, 8),
+            [("layers lie on ranks 0-3, 4-7, 8-11, 12-15, one after the other, from machine to machine", False)],
+        ),
+        (
+            {"pipeline": 2},
+            World(0, 0, 2, 2),
+            [("layers lie on ranks 0, 1, one after the other, on one machine", False)],
+        ),
+    ],
+)
+def test_who_divides_what_is_said(sizes: dict[str, int], world: World, said: list[tuple[str, bool]]) -> None:
+    recipe = load("llama_3_1_8b_lora").recipe.with_values({f"parallel.{way}": size for way, size in sizes.items()})
+    assert [(text.partition(": ")[2], crosses) for text, crosses in placement(recipe, world)] == said
