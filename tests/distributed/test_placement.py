@@ -14,17 +14,33 @@ from toolkit.recipe import load
     [
         ({}, World(0, 0, 16, 8), []),
         ({"tensor": 8}, World(0, 0, 16, 8), [("8 neighbouring processes divide each layer, on one machine", False)]),
-        ({"tensor": 16}, World(0, 0, 16, 8), [("16 neighbouring processes divide each layer, over 2 machines", True)]),
+        (
+            {"tensor": 16},
+            World(0, 0, 16, 8),
+            [
+                (
+                    "16 neighbouring processes divide each layer, over 2 machines, whose network every layer waits for",
+                    True,
+                )
+            ],
+        ),
         (
             {"sequence": 4, "tensor": 4},
             World(0, 0, 16, 8),
             [
                 ("4 neighbouring processes divide each layer, on one machine", False),
-                ("4 neighbouring processes share each row, 4 ranks apart, over 2 machines", True),
+                (
+                    "4 neighbouring processes share each row, 4 ranks apart, over 2 machines, whose network every layer waits for",
+                    True,
+                ),
             ],
         ),
         ({"expert": 8}, World(0, 0, 8, 8), [("8 neighbouring processes divide the experts, on one machine", False)]),
-        ({"context": 6}, World(0, 0, 12, 4), [("6 neighbouring processes share each row, over 2 machines", True)]),
+        (
+            {"context": 6},
+            World(0, 0, 12, 4),
+            [("6 neighbouring processes share each row, over 2 machines, whose network every layer waits for", True)],
+        ),
         (
             {"pipeline": 4},
             World(0, 0, 16, 8),

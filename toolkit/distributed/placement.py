@@ -29,7 +29,11 @@ def placement(recipe: Recipe, world: World) -> Iterator[tuple[str, bool]]:
             reach = size * parallel.tensor if way in ("sequence", "context") else size
             inside = width % reach == 0
             apart = f", {parallel.tensor} ranks apart" if reach > size else ""
-            where = "on one machine" if inside else f"over {-(-reach // width)} machines"
+            where = (
+                "on one machine"
+                if inside
+                else f"over {-(-reach // width)} machines, whose network every layer waits for"
+            )
             yield f"parallel.{way}={size}: {size} neighbouring processes {what}{apart}, {where}", not inside
     if parallel.pipeline > 1:
         each = world.world_size // parallel.pipeline
