@@ -8,6 +8,8 @@ from toolkit.distributed.layout import World
 from toolkit.distributed.placement import placement
 from toolkit.recipe import load
 
+OVER = "over 2 machines, whose network every layer waits for"
+
 
 @pytest.mark.parametrize(
     ("sizes", "world", "said"),
@@ -19,7 +21,7 @@ from toolkit.recipe import load
             World(0, 0, 16, 8),
             [
                 (
-                    "16 neighbouring processes divide each layer, over 2 machines, whose network every layer waits for",
+                    "16 neighbouring processes divide each layer, {OVER}",
                     True,
                 )
             ],
@@ -30,7 +32,7 @@ from toolkit.recipe import load
             [
                 ("4 neighbouring processes divide each layer, on one machine", False),
                 (
-                    "4 neighbouring processes share each row, 4 ranks apart, over 2 machines, whose network every layer waits for",
+                    f"4 neighbouring processes share each row, 4 ranks apart, {OVER}",
                     True,
                 ),
             ],
@@ -39,7 +41,7 @@ from toolkit.recipe import load
         (
             {"context": 6},
             World(0, 0, 12, 4),
-            [("6 neighbouring processes share each row, over 2 machines, whose network every layer waits for", True)],
+            [(f"6 neighbouring processes share each row, {OVER}", True)],
         ),
         (
             {"pipeline": 4},
