@@ -21,7 +21,7 @@ OVER = "over 2 machines, whose network every layer waits for"
             World(0, 0, 16, 8),
             [
                 (
-                    "16 neighbouring processes divide each layer, {OVER}",
+                    f"16 neighbouring processes divide each layer, {OVER}",
                     True,
                 )
             ],
