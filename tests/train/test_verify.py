@@ -100,7 +100,7 @@ def test_another_attention_kernel_stops_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = ModelSource.load
-    monkeypatch.setattr(ModelSource, "load", lambda source, types, backend: load(source, types, "eager"))
+    monkeypatch.setattr(ModelSource, "load", lambda source, types, _, *away: load(source, types, "eager", *away))
     assert main(["recipe=small", "max_steps=2", "model.attention=sdpa"]) == 1
     assert "attention: the recipe asks for sdpa, eager runs" in capsys.readouterr().err
     assert not (place / "runs" / "small" / "final").exists()

@@ -191,7 +191,9 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
     if recipe.precision == "fp16":  # Loss scaling needs a GPU.
         overrides.append("precision=fp32")
     if recipe.strategy.name != "ddp":  # test_worked_examples.py trains these on their engines.
-        overrides.append("strategy=ddp")
+        overrides += ["strategy=ddp", *(f"~strategy.{key}" for key in recipe.strategy.changed() if key != "name")]
+    if isinstance(recipe.data.eval_split, float):  # A share of so few rows would be none.
+        overrides.append("data.eval_split=0.1")
     # test_parallel_recipes.py trains these on several processes.
     overrides += [f"parallel.{key}=1" for key in recipe.parallel.changed()]
     assert main([f"recipe={name}", *overrides]) == 0

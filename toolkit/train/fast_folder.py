@@ -194,7 +194,8 @@ def held(recipe: Recipe, target: Path) -> str:
 
 def whole(target: Path, parts: Collection[str]) -> dict[str, Any] | None:
     """What the checkpoint on its way to `target` is to be sealed with, if these are all of its parts; else None."""
-    notes = _notes(target)
+    if not (notes := _notes(target)):
+        return None
     with contextlib.suppress(LookupError, TypeError):
         values: dict[str, Any] = next(iter(notes.values()))["values"]
         machines = {note["machines"] for note in notes.values()}
