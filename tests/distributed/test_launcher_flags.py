@@ -180,7 +180,9 @@ def test_sizes_of_a_parallelism_config(strategy: str, world: World, sizes: dict[
     assert differences(made, used | {name: str(size) for name, size in names.items()}, world) == []
     for name, size in names.items():
         (difference,) = differences(made, {**used, name: "16"}, world)
-        assert difference.recipe == f"{name.removeprefix('PARALLELISM_CONFIG_').lower()}={size}"
+        key = name.removeprefix("PARALLELISM_CONFIG_").removesuffix("_SIZE")
+        own = {"TP": "parallel.tensor", "CP": "parallel.context", "SP": "parallel.sequence"}
+        assert difference.recipe == f"{own.get(key, f'{key.lower()}_size')}={size}"
         assert differences(made, {name: "16"}, world) == [], "not used"
 
 
