@@ -31,6 +31,7 @@ ELSEWHERE = {
     "train/stage_gradients": "whole/test_pipeline",
     "models/layer_sums": "models/test_tensor_parallel",
     "models/parts": "whole/test_expert_parallel",
+    "models/process_groups": "train/test_preflight",
     "train/divided_experts": "whole/test_expert_parallel",
     "train/expert_load": "models/test_routing",
     "train/divided": "whole/test_tensor_parallel",

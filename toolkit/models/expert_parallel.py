@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.common import UserError
+from toolkit.models.process_groups import neighbours
 
 _GROUP: dict[str, Any] = {}
 _DISPATCHED, _BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
@@ -39,10 +40,7 @@ def divide_processes(size: int) -> list[Any]:
     Returns:
         The groups of this process: `size` members, and as many as there are groups of that kind.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    experts = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    replicas = [dist.new_group(range(first, world, size)) for first in range(size)]
-    _GROUP["experts"], _GROUP["replicas"] = experts[rank // size], replicas[rank % size]
+    _GROUP["experts"], _GROUP["replicas"] = neighbours(size)
     return [_GROUP["experts"], _GROUP["replicas"]]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.models.process_groups import neighbours
+
 _GROUP: dict[str, Any] = {}
 
 
@@ -20,10 +22,7 @@ def divide_processes(size: int) -> list[Any]:
     Returns:
         The groups of this process: `size` members, and as many as there are groups of that kind.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    layers = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    replicas = [dist.new_group(range(first, world, size)) for first in range(size)]
-    _GROUP["layers"], _GROUP["replicas"] = layers[rank // size], replicas[rank % size]
+    _GROUP["layers"], _GROUP["replicas"] = neighbours(size)
     return [_GROUP["layers"], _GROUP["replicas"]]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from toolkit.common import UserError
+from toolkit.models.process_groups import neighbours
 
 _REMOVE = "remove parallel.pipeline"
 _TRIED = 8
@@ -280,11 +281,7 @@ def chain_processes(size: int) -> list[Any]:
     Returns:
         The groups of this process: its pipeline, and those with the same stages.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    apart = world // size
-    chains = [dist.new_group(range(first, world, apart)) for first in range(apart)]
-    alike = [dist.new_group(range(first, first + apart)) for first in range(0, world, apart)]
-    _GROUPS["chain"], _GROUPS["alike"] = chains[rank % apart], alike[rank // apart]
+    _GROUPS["alike"], _GROUPS["chain"] = neighbours(dist.get_world_size() // size)
     return [_GROUPS["chain"], _GROUPS["alike"]]
 
 
