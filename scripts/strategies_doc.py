@@ -101,6 +101,12 @@ where 3kN < 2(h + k), and where kN < h + k if layers are recomputed; in one run 
 values of the whole row, and their gradients, are there for one layer at a time, and grow with N; the plan counts them.
 Where nothing fits, `toolkit plan` names the smallest N that does, with `parallel.sequence` where it divides the heads.
 
+What is largest then is inside the MLPs, which are several times as wide as what enters them.
+`activation_checkpointing.mlp_tiles=8` computes a layer's MLP in eight tiles of a row's tokens, one after the other, and
+each once more in the backward pass (tiled MLP, Bekman et al. 2025, arXiv:2506.13996), with or without shared rows.
+`activation_checkpointing=auto` tries it for rows from 32,768 tokens on where nothing faster fits: by the plan one GPU
+of 48 GB then trains LoRA on rows of 131,072 tokens of an 8B, which without it takes more than it has.
+
 Either way activations, logits and batches of a device are an Nth; what `strategy` divides is
 divided over all devices as before, because to the engine parts of rows are rows like any others. Losses stay those of
 one process, packed or not. Neighbouring ranks share rows, so that with N up to the devices of a node the exchange stays

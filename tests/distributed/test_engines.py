@@ -451,7 +451,13 @@ PLAIN = {
     **{"engine": "none", "world_size": 1, "sequence": 1, "context": 1, "tensor": 1, "expert": 1, "pipeline": 1},
     "micro_batch_size": 2,
     "gradient_accumulation_steps": 4,
-    **{"max_grad_norm": 1.0, "optimizer": "AdamW", "attention": "sdpa", "activation_checkpointing": "none"},
+    **{
+        "max_grad_norm": 1.0,
+        "optimizer": "AdamW",
+        "attention": "sdpa",
+        "activation_checkpointing": "none",
+        "mlp_tiles": 1,
+    },
     **{"parameters": "whole", "gradients": "whole", "optimizer_state": "whole", "trained_dtype": "float32"},
     "quantization": "none",
     **{
@@ -477,6 +483,7 @@ SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "
         (1, {}, {}),
         (1, {"tf32": False}, {"tf32": False}),
         (1, {"activation_checkpointing": {"mode": "full"}}, {"activation_checkpointing": "model"}),
+        (1, {"activation_checkpointing": {"mlp_tiles": 4}}, {"mlp_tiles": 4}),
         (1, {"precision": "fp32"}, {"autocast": "none"}),
         (1, {"precision": "fp8"}, {"fp8_products": "tensorwise"}),
         (1, {"precision": "fp8_rowwise"}, {"fp8_products": "rowwise"}),

@@ -268,6 +268,17 @@ def test_the_reason_says_what_recomputing_costs_and_why_it_must_be(only_shipped_
     assert made.chosen["activation_checkpointing.every_n_layers"] == "4: recomputing every 4th layer"
 
 
+@pytest.mark.slow
+def test_mlps_in_tiles_are_chosen_where_nothing_else_fits() -> None:
+    """131,072 tokens of an 8B on one device of 48 GB."""
+    one = ["parallel.sequence=1", "batch.global_batch_size=1"]
+    made = estimate(load_checked("llama_3_1_8b_128k_lora", one).recipe, "x", find("l40s"), advice=False)
+    assert made.fit.answer == "yes"
+    assert made.chosen["activation_checkpointing.mlp_tiles"] == "8: goes with activation_checkpointing"
+    less = load_checked("llama_3_1_8b_128k_lora", [*one, "activation_checkpointing=offload"]).recipe
+    assert estimate(less, "x", find("l40s"), advice=False).fit.answer != "yes"
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     populate(tmp_path, "llama")

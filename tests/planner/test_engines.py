@@ -316,6 +316,34 @@ def test_a_row_that_one_process_cannot_hold_is_trained_by_several(way, folder, r
 
 
 @pytest.mark.slow
+def test_a_row_that_a_process_cannot_hold_is_trained_with_mlps_in_tiles(folder, ranks, monkeypatch):
+    """Where it may hold no more than the plan says, and what rounding of 3% adds."""
+    monkeypatch.chdir(folder)
+    rows = ["data.sources=[many.jsonl]", "data.packing=true", "data.over_long=split", "batch.seq_len=2048"]
+    rows += ["batch.global_batch_size=1", "activation_checkpointing.mode=full", *_FP32]
+
+    def train(tiles):
+        arguments = ["recipe=wide", *rows, f"activation_checkpointing.mlp_tiles={tiles}"]
+        plan = planned(*arguments).phases
+        most = max(sum(parts.values()) for phase, parts in plan.items() if phase != "evaluation")
+        done = ranks.run(
+            folder, *arguments, f"output.name=tiles-{tiles}", entry="tracker", TRACKER_LIMIT=str(limit or 1.03 * most)
+        )
+        return most, done
+
+    limit = 0.0
+    eight, done = train(8)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert max(measured(Path(folder), 1)[phase] for phase in ("forward", "backward")) == pytest.approx(eight, rel=0.03)
+    manifest = json.loads((folder / "runs" / "tiles-8" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["effective"]["mlp_tiles"] == 8
+    limit = 1.03 * eight
+    one, done = train(1)
+    assert one > 1.3 * eight
+    assert done.returncode != 0 and "out of memory" in done.stderr.lower(), done.stderr[-2000:]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "further"),
     [

@@ -12,6 +12,7 @@ from toolkit.planner.hardware import find
 from toolkit.planner.search import (
     EVERY,
     MODE,
+    TILES,
     Candidate,
     _micro_batches,
     _micro_batches_worth,
@@ -104,6 +105,15 @@ def test_the_cheapest_and_the_least() -> None:
 def test_from_no_recomputing_to_all(stated: dict[str, Any], hardware: str, expected: list[tuple[str, int]]) -> None:
     made, on = recipe(activation_checkpointing=stated), find(hardware)
     assert [(each[MODE], each[EVERY]) for each in _recomputations(made, on)] == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stated", "tiled"), [(16384, 1, []), (32768, 1, ["full", "offload"]), (32768, 4, [])]
+)
+def test_mlps_in_tiles_are_tried_for_long_rows(tokens: int, stated: int, tiled: list[str]) -> None:
+    made = recipe(batch={"seq_len": tokens}, activation_checkpointing={"mlp_tiles": stated})
+    found = [each for each in _recomputations(made, find("h100")) if TILES in each]
+    assert [each[MODE] for each in found] == tiled and all(each[TILES] == 8 and each[EVERY] == 1 for each in found)
 
 
 PLAIN = ["ddp", "zero1", "zero2", "fsdp", "zero3", "fsdp each"]

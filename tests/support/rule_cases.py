@@ -20,6 +20,7 @@ AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
+TILES = "activation_checkpointing.mlp_tiles=4"
 PARTS = [*DDP, "parallel.tensor=3"]
 EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
 PIPED = [*DDP, "parallel.pipeline=2"]
@@ -348,6 +349,21 @@ CASES = [
     ("tensor-optimizer", [*PARTS, "optimizer=adafactor"], ["~parallel.tensor"]),
     ("tensor-precision", [*PARTS, "precision=fp16"], ["precision=bf16"]),
     ("tensor-precision", [*PARTS, "precision=fp16"], ["~parallel.tensor"]),
+    ("mlp-tiles-experts", ["model=qwen3_30b_a3b", TILES], ["activation_checkpointing.mlp_tiles=1"]),
+    ("mlp-tiles-seq2seq", [*SEQ2SEQ, TILES], ["activation_checkpointing.mlp_tiles=1"]),
+    ("mlp-tiles-selective", [TILES, "activation_checkpointing=selective"], ["activation_checkpointing.mode=full"]),
+    (
+        "mlp-tiles-selective",
+        [TILES, "activation_checkpointing=selective"],
+        ["activation_checkpointing.mlp_tiles=1"],
+    ),
+    ("mlp-tiles-parallel", [*PARTS, TILES], ["activation_checkpointing.mlp_tiles=1"]),
+    ("mlp-tiles-parallel", [*PIPED, TILES], ["activation_checkpointing.mlp_tiles=1"]),
+    ("mlp-tiles-parallel", [*PARTS, TILES], ["~parallel.tensor", "parallel.sequence=3"]),
+    ("mlp-tiles-zero3", [*ZERO3, TILES], ["strategy.name=fsdp"]),
+    ("mlp-tiles-zero3", [*ZERO3, TILES], ["activation_checkpointing.mlp_tiles=1"]),
+    ("mlp-tiles-compile", [TILES, "compile=layers"], ["compile=auto"]),
+    ("mlp-tiles-compile", [TILES, "compile=layers"], ["activation_checkpointing.mlp_tiles=1"]),
     ("tensor-compile", [*PARTS, "compile=layers"], ["compile=auto"]),
     ("tensor-compile", [*PARTS, "compile=layers"], ["~parallel.tensor"]),
     ("expert-dense", [*DDP, "parallel.expert=2"], ["~parallel.expert"]),

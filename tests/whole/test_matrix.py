@@ -199,7 +199,9 @@ COMPILED = [
     ("full", "zero2", ["model.path=blenderbot", *SEQ2SEQ]),
 ]
 EVERY_SECOND = ["activation_checkpointing=full", "activation_checkpointing.every_n_layers=2"]
+TILES = ["activation_checkpointing=full", "activation_checkpointing.mlp_tiles=3"]
 CHANGED = [
+    ("full", "fsdp", [], TILES),
     *((*each, ["compile=layers"]) for each in COMPILED),
     *((method, engine, [], []) for method in ("qlora", "fp8", "int4") for engine in ("ddp", "zero2", "zero3", "fsdp")),
     *(("fp8", engine, [], []) for engine in ("zero3_offload", "fsdp_offload")),
@@ -209,12 +211,18 @@ CHANGED = [
     *(("full", engine, [], ["activation_checkpointing=full"]) for engine in ("ddp", "zero2", "zero3", "fsdp")),
     *(("full", engine, [], ["activation_checkpointing=selective"]) for engine in ("ddp", "fsdp")),
     *(("full", engine, [], EVERY_SECOND) for engine in ("zero3", "fsdp")),
+    *((method, engine, [], TILES) for method in ("full", "lora") for engine in ("single", "ddp", "zero2")),
+    ("lora", "fsdp", [], TILES),
+    *(("full", engine, ["data.packing=true"], ["parallel.sequence=2", *TILES]) for engine in ("ddp", "fsdp")),
+    ("qlora", "single", [], TILES[1:]),
     *(("full", engine, [], ["activation_checkpointing=offload"]) for engine in ("ddp", "zero3", "fsdp")),
 ]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("method", "engine", "common", "changed"), CHANGED)
+@pytest.mark.parametrize(
+    ("method", "engine", "common", "changed"),
+    [CHANGED[0], *(pytest.param(*each, marks=pytest.mark.matrix) for each in CHANGED[1:])],
+)
 def test_compiled_recomputed_and_quantized_layers_train_alike_on_every_engine(
     method: str, engine: str, common: list[str], changed: list[str], launcher: Launcher
 ) -> None:

@@ -33,6 +33,7 @@ class EngineState(Partial):
     output_head: Literal["fused", "own"] | None = None
     """Whether TRL's fused head scores labels, or the model's own forward; encoder-decoders have their own."""
     activation_checkpointing: str | None = None
+    mlp_tiles: int | None = None
     """Who recomputes: the `model`, the `engine`, `engine+model` or `none`."""
     parameters: Spread | None = None
     trained_parameters: int | None = None
@@ -123,6 +124,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
         "optimizer": optimizer,
         "attention": attention,
         "activation_checkpointing": "none" if recipe.activation_checkpointing.mode == "none" else "model",
+        "mlp_tiles": recipe.activation_checkpointing.mlp_tiles,
         "parameters": spread(3),
         "gradients": spread(2),
         "optimizer_state": spread(1),

@@ -19,6 +19,7 @@ from toolkit.planner.search import (
     EVERY,
     MODE,
     TIE,
+    TILES,
     Candidate,
     Changes,
     Estimate,
@@ -286,6 +287,8 @@ def _notes(changes: Changes) -> Iterator[str]:
     for way, text in _WAYS.items():
         if f"parallel.{way}" in changes:
             yield text
+    if TILES in changes:
+        yield "MLPs are computed once more, a tile of a row at a time"
     every = changes.get(EVERY, 1)
     for (path, value), text in _NOTES.items():
         if changes.get(path) == value:

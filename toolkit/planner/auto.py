@@ -21,6 +21,7 @@ from toolkit.planner.search import (
     EVERY,
     MODE,
     TIE,
+    TILES,
     Candidate,
     Changes,
     Estimate,
@@ -135,7 +136,8 @@ def _part(each: Candidate, section: str) -> Changes:
 def _in_words(part: Changes) -> str:
     """`zero2 with offload_optimizer=cpu`, `recomputing every second layer`."""
     if mode := part.get(MODE):
-        return _RECOMPUTED[mode].format(layers_recomputed(part.get(EVERY, 1)))
+        recomputed = _RECOMPUTED[mode].format(layers_recomputed(part.get(EVERY, 1)))
+        return f"{recomputed}, MLPs in {part[TILES]} tiles" if TILES in part else recomputed
     if not part:
         return "dividing nothing"
     # An engine's name before its settings.

@@ -35,6 +35,10 @@ _RECOMPUTING = 0.2
 """The share of the time that it computes by which recomputing all layers lengthens a step, at least: a third in full
 fine-tuning, half where the base is frozen, less the output head and the optimizer."""
 MODE, EVERY = "activation_checkpointing.mode", "activation_checkpointing.every_n_layers"
+TILES = "activation_checkpointing.mlp_tiles"
+_LONG_ROW, _TILES = 32_768, 8
+"""Tokens of a row from which on computing MLPs in tiles is tried too, and in how many. With eight, an eighth of inner
+activations is left, which is less than what enters and leaves an MLP."""
 _SHARDED = ("zero1", "zero2", "fsdp", "zero3")
 _PLAIN: Changes = {
     "strategy.sync_each_batch": False,
@@ -200,7 +204,12 @@ def _recomputations(recipe: Recipe, hardware: Hardware) -> list[Changes]:
         some = [("full", number) for number in sorted({4, 2, every} - {1}, reverse=True)]
         pairs = [("none", 1), *some, ("selective", 1), ("full", 1)]
     pairs += [("offload", every)] if hardware.device.kind != "cpu" else []
-    return [{MODE: mode, EVERY: number} for mode, number in pairs]
+    changes: list[Changes] = [{MODE: mode, EVERY: number} for mode, number in pairs]
+    if recipe.batch.seq_len >= _LONG_ROW and recipe.activation_checkpointing.mlp_tiles == 1:
+        changes += [
+            {**each, TILES: _TILES} for each in changes if each[MODE] in ("full", "offload") and each[EVERY] == 1
+        ]
+    return changes
 
 
 def _micro_batches(recipe: Recipe, devices: int, row_tokens: float | None = None) -> list[Changes]:
@@ -240,16 +249,17 @@ def _search(
     world = World(0, 0, hardware.devices, hardware.devices_per_node)
     candidates: list[Candidate] = []
     refused: list[UserError] = []
-    quickest: dict[tuple[int, Any, Any], Work] = {}
+    quickest: dict[tuple[int, Any, Any, Any], Work] = {}
     # All strategies without recomputing come first.
     combinations = itertools.product(range(len(strategies)), range(len(modes)))
     for place, level in sorted(combinations, key=lambda pair: pair[1] > 0):
         changes = {**strategies[place], **modes[level]}
-        mode, every = changes.get(MODE), changes.get(EVERY, 1)
+        mode, every, tiles = changes.get(MODE), changes.get(EVERY, 1), changes.get(TILES, 1)
         least_seconds = 0.0
-        if mode == "offload" and (on_device := quickest.get((place, "full", every))):
-            least_seconds = on_device.step_seconds.value * (1 + TIE)
-        elif known := quickest.get((place, "none", 1)):
+        less = mode if tiles > 1 else "full"
+        if (mode == "offload" or tiles > 1) and (known := quickest.get((place, less, every, 1))):
+            least_seconds = known.step_seconds.value * (1 + TIE)
+        elif known := quickest.get((place, "none", 1, 1)):
             least_seconds = known.step_seconds.value + _RECOMPUTING * known.compute_seconds.value / every
         best = fastest(candidates)
         if best and best.fits == "yes" and best.seconds < least_seconds:
@@ -266,7 +276,7 @@ def _search(
         candidates += [dataclasses.replace(each, rank=(place, level)) for each in tried]
         # The largest is tried first; its plan may not be known.
         if tried and tried[0].recipe == recipe.with_values({**changes, **sizes[-1]}):
-            quickest[place, mode, every] = min(tried, key=attrgetter("seconds")).plan.work
+            quickest[place, mode, every, tiles] = min(tried, key=attrgetter("seconds")).plan.work
     if refused and not candidates:
         raise refused[0]
     return candidates

@@ -86,6 +86,8 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return "layers that are spread over processes have not been compiled"
     if recipe.activation_checkpointing.mode == "selective":
         return "selective checkpointing picks single operations, which compiled layers no longer have"
+    if recipe.activation_checkpointing.mlp_tiles > 1:
+        return "layers with MLPs in tiles have not been compiled"
     if recipe.method.quantization != "none":
         return "quantized layers have not been measured"
     return ""

@@ -91,6 +91,7 @@ SAME = {
     "output.name": ("run_name", "wandb_name", "experiment_name"),
     "seed": ("data_seed", "random_seed"),
     "activation_checkpointing.mode": ("gradient_checkpointing_mode",),
+    "activation_checkpointing.mlp_tiles": ("tiled_mlp_num_shards",),
 }
 """A key of ours to those that mean the same and take the same value."""
 
@@ -185,6 +186,7 @@ BY_VALUE: dict[str, dict[str, str]] = {
     **dict.fromkeys(("finetuning_type", "use_peft", "peft"), _LORA),
     "stage": _OBJECTIVES,
     "gradient_checkpointing": _CHECKPOINTING,
+    "tiled_mlp": {"true": "activation_checkpointing: {mlp_tiles: 8}", "false": "remove it: 1 tile is the default"},
     "bf16": {
         **{"true": "precision: bf16", "auto": "precision: auto", "full": "precision: pure_bf16"},
         "false": "remove it, or write precision: fp32 if fp16 is false too",

@@ -280,6 +280,10 @@ class ActivationCheckpointing(Section):
     `auto`: the mode, and the `every_n_layers` unless one is set, that fit and are fastest by the plan."""
     every_n_layers: PositiveInt = 1
     """With `mode: full` and `mode: offload`, checkpoint only every n-th layer: faster, for more memory."""
+    mlp_tiles: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Compute the MLP of each layer in so many tiles of a row's tokens, one after the other, and again in the backward
+    pass, so that its inner activations exist for one tile at a time (tiled MLP, Bekman et al. 2025, arXiv:2506.13996).
+    For long rows, beside any `mode`; MLPs are computed once more than without."""
 
     @property
     def of_all_layers(self) -> bool:

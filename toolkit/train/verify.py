@@ -32,6 +32,7 @@ from toolkit.models import attention, attention_kernels, compiled_layers, covera
 from toolkit.models.parts import sizes as parts
 from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
+from toolkit.models.tiled_mlp import tiles_of
 from toolkit.train.evaluate import evaluating
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.session import Session
@@ -225,6 +226,7 @@ def read(trainer: Any) -> EngineState:
         "optimizer": type(optimizer).__name__,
         "attention": str(model.config._attn_implementation),
         "activation_checkpointing": _checkpointing(model),
+        "mlp_tiles": tiles_of(model),
         "parameters": _spread(trained + frozen),
         "trained_parameters": sum(_numel(parameter) for parameter in trained),
         "frozen_parameters": sum(_numel(parameter) for parameter in frozen),

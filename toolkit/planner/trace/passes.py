@@ -19,6 +19,7 @@ from toolkit.models.attention_kernels import keep_attention
 from toolkit.models.head_choice import asks_routers
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.models.pair_head import PairHead
+from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
 from toolkit.planner.trace.tracker import Timeline, Tracker
@@ -113,6 +114,7 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:
         offload = kwargs.pop("offload", False)
         kwargs.pop("selective", None)
         base.activation_checkpointing_enable(kwargs, every_n_layers=every, offload=offload)
+    tile_mlps(base, setting.mlp_tiles)
     if setting.objective == "seq2seq":
         PairHead(base, choice)
     else:

@@ -53,6 +53,7 @@ class Setting:
         masked: Whether rows of different lengths are padded, so that attention reads a mask.
         checkpointing: Mode of activation checkpointing.
         every_n_layers: Of activation checkpointing.
+        mlp_tiles: Of activation checkpointing.
         long: Whether a micro-batch has more than `CHUNK` tokens, from where on the loss works in chunks of so many.
         trust_remote_code: Whether the model's own code may run.
         path: `model.path`, where its code comes with the weights.
@@ -73,6 +74,7 @@ class Setting:
     masked: bool = False
     checkpointing: str = "none"
     every_n_layers: int = 1
+    mlp_tiles: int = 1
     long: bool = True
     trust_remote_code: bool = False
     path: str | None = None
@@ -106,7 +108,7 @@ class Setting:
             content["encoder"] = "recomputed"  # Its layers, too; before, they counted as useful work.
         if self.method.get("quantization") == "nf4" and model_configs.fused_experts(self.config):
             content["experts"] = "nf4"  # In 16 bits they would make another trace.
-        for dimension in ("tensor", "context", "expert"):
+        for dimension in ("tensor", "context", "expert", "mlp_tiles"):
             if content[dimension] == 1:
                 del content[dimension]  # Traces are older than it.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
@@ -150,6 +152,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
         masked=rows in ("padded", "seq2seq") and layout.micro_batch_size > 1,
         checkpointing=checkpointing.mode,
         every_n_layers=checkpointing.every_n_layers if checkpointing.mode in ("full", "offload") else 1,
+        mlp_tiles=checkpointing.mlp_tiles,
         # Loops over chunks look different from one chunk; on a GPU, where they work in place, one trace serves both.
         long=not on_cpu or layout.micro_batch_size * layout.seq_len > CHUNK * layout.sharing,
         trust_remote_code=recipe.model.trust_remote_code,

@@ -12,6 +12,10 @@ from toolkit.recipe.schema import Recipe
 from toolkit.recipe.sections import FP8_SCALING, SCHEDULES
 
 
+def _tiled(recipe: Recipe) -> bool:
+    return recipe.activation_checkpointing.mlp_tiles > 1
+
+
 def evaluation_keys(recipe: Recipe) -> list[str]:
     """Keys that ask for an evaluation."""
     keys = ("every_steps", "batch_size", "generation_metrics")
@@ -180,6 +184,42 @@ TRAINING_RULES = {
         ),
         "only modes full and offload can leave layers out",
         "set activation_checkpointing.mode=full, or remove every_n_layers",
+    ),
+    "mlp-tiles-experts": Rule(
+        "activation_checkpointing.mlp_tiles",
+        lambda r, c: _tiled(r) and model_configs.experts(c)[0] > 1,
+        "the MLPs of this model are mixtures of experts, whose routers look at all tokens of a micro-batch",
+        "remove activation_checkpointing.mlp_tiles",
+    ),
+    "mlp-tiles-seq2seq": Rule(
+        "activation_checkpointing.mlp_tiles",
+        lambda r, _: _tiled(r) and r.objective == "seq2seq",
+        "MLPs of encoder-decoders have not been computed in tiles",
+        "remove activation_checkpointing.mlp_tiles",
+    ),
+    "mlp-tiles-selective": Rule(
+        "activation_checkpointing.mode",
+        lambda r, _: _tiled(r) and r.activation_checkpointing.mode == "selective",
+        "what selective checkpointing keeps of a layer has not been tried with MLPs in tiles",
+        "set activation_checkpointing.mode=full, or remove activation_checkpointing.mlp_tiles",
+    ),
+    "mlp-tiles-parallel": Rule(
+        "activation_checkpointing.mlp_tiles",
+        lambda r, _: _tiled(r) and (r.parallel.tensor > 1 or r.parallel.pipeline > 1),
+        "MLPs that processes divide, or of layers that follow each other on several, have not been computed in tiles",
+        "remove activation_checkpointing.mlp_tiles; parallel.sequence and parallel.context go with it",
+    ),
+    "mlp-tiles-zero3": Rule(
+        "activation_checkpointing.mlp_tiles",
+        lambda r, _: _tiled(r) and r.strategy.zero_stage == 3,
+        "zero3 would gather the weights of an MLP once for each tile",
+        "set strategy.name=fsdp, or remove activation_checkpointing.mlp_tiles",
+    ),
+    "mlp-tiles-compile": Rule(
+        "compile",
+        lambda r, _: _tiled(r) and r.compile == "layers",
+        "layers with MLPs in tiles have not been compiled",
+        "set compile=auto, or remove activation_checkpointing.mlp_tiles",
     ),
     "schedule-both-lengths": Rule(
         "schedule.max_steps",
