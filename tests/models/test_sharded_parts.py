@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,10 +49,13 @@ def compare(rank: int, store: str) -> None:
         model = model_of(kind, adapters)
         tensor_parallel.divide_layers(model, 2, rank % 2)
         mesh = sharded_parts.mesh_of_parts(torch.device("cpu"))
-        sharded_parts.as_parts_of_mesh(model, mesh)
         base = model.get_base_model() if adapters else model
-        for unit in (*base.model.layers, model):
-            fully_shard(unit, mesh=mesh[("replicas",)])
+        with sharded_parts.sharding_parts(mesh):
+            for number, unit in enumerate((*base.model.layers, model)):
+                # What has not come to be sharded is as it was read: on a GPU, still in the host's memory.
+                plain = sum(not isinstance(each, DTensor) for each in base.model.layers.parameters())
+                assert plain * len(base.model.layers) == len([*base.model.layers.parameters()]) * max(0, 2 - number)
+                torch.distributed.fsdp.fully_shard(unit, mesh=mesh[("replicas",)])
         sharded_parts.hand_out_parts(model)
         logits, shards = step(model)
         torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)

@@ -8,10 +8,13 @@ hands out its own part of what FSDP2 has gathered.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -30,26 +33,48 @@ def mesh_of_parts(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=(REPLICAS, LAYERS))
 
 
-def as_parts_of_mesh(model: Any, mesh: DeviceMesh) -> None:
-    """Makes the parameters of a model, whose layers have been divided, DTensors over the processes that divide them.
+@contextmanager
+def sharding_parts(mesh: DeviceMesh) -> Iterator[None]:
+    """Has FSDP2 find DTensors over the processes that divide layers in each unit that it is about to shard.
 
-    Before an optimizer is made for them; `hand_out_parts` must follow before the model computes.
+    A DTensor lies on the mesh's device. Made for a unit at a time, no more than that is there whole.
     """
+    shard = torch.distributed.fsdp.fully_shard
     made: dict[int, torch.nn.Parameter] = {}
+
+    def shard_parts(unit: Any, **settings: Any) -> Any:
+        for module in unit if isinstance(unit, list) else [unit]:
+            as_parts_of_mesh(module, mesh, made)
+        return shard(unit, **settings)
+
+    torch.distributed.fsdp.fully_shard = shard_parts  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.distributed.fsdp.fully_shard = shard
+
+
+def as_parts_of_mesh(model: Any, mesh: DeviceMesh, made: dict[int, torch.nn.Parameter]) -> None:
+    """Makes the parameters of a module, whose layers have been divided, DTensors over the processes that divide them.
+
+    `hand_out_parts` must follow before the model computes.
+
+    Args:
+        made: What has become of other parameters, by `id`; that of tied ones is the same.
+    """
     for module in list(model.modules()):
         partial = set()
         for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+            if parameter is None or isinstance(parameter, DTensor):
+                continue  # It is one already, or is sharded.
             if id(parameter) not in made:
                 placement = _placement(parameter)
                 whole = DTensor.from_local(parameter.data, mesh[LAYERS], [placement], run_check=False)
                 made[id(parameter)] = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                made[id(made[id(parameter)])] = made[id(parameter)]
             if is_partial(parameter):
                 partial.add(name)
             module._parameters[name] = made[id(parameter)]
-        module.__dict__["_partial_gradients"] = frozenset(partial)
+        module.__dict__.setdefault("_partial_gradients", frozenset(partial))
 
 
 def _placement(parameter: Any) -> Shard | Replicate:

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from toolkit.models.layer_sums import dividing, replicas
 from toolkit.models.parts import holds_parts, whole_of, whole_state
-from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts
+from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts, sharding_parts
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -79,7 +79,8 @@ def _over_replicas(accelerator: Any) -> Callable[..., Any]:
         before = state.parallelism_config, state.device_mesh
         state.parallelism_config, state.device_mesh = ShardsReplicas(), mesh_of_parts(accelerator.device)
         try:
-            prepared = prepare(*args)
+            with sharding_parts(mesh_of_parts(accelerator.device)):
+                prepared = prepare(*args)
             for each in prepared:
                 if isinstance(each, torch.nn.Module):
                     hand_out_parts(each)

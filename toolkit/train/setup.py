@@ -34,7 +34,6 @@ from toolkit.models.load import ModelSource, auto_class
 from toolkit.models.output_head import HeadChoice
 from toolkit.models.parts import divide_model, require_plans
 from toolkit.models.pipeline import elsewhere, split_layers
-from toolkit.models.sharded_parts import as_parts_of_mesh, mesh_of_parts
 from toolkit.models.step_casts import StepCasts, keeps_casts
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.build import run_folder_bytes
@@ -162,8 +161,6 @@ def set_up(
     divide_model(model, layout.tensor, layout.expert, world.rank)
     if layout.tensor > 1 and types.load == "float32":
         cast_parameters(model.parameters(), types.load)  # They may have been read as they lie in their files.
-    if layout.tensor > 1 and recipe.strategy.name == "fsdp":
-        as_parts_of_mesh(model, mesh_of_parts(arguments.device))
     tile_mlps(model, recipe.activation_checkpointing.mlp_tiles)
     counts = Parameters(**parameter_counts(model))
     if split:

@@ -241,9 +241,9 @@ class _RankMemory:
             # Whole ones, of which parts are then kept.
             whole = weights(self.workload, self.trace.whole().tensors, WIDTH[self.types.load])
             extra += whole - weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
-        if self.layout.tensor > 1 and self.recipe.strategy.name == "fsdp":
-            # Parts are on the device before they are sharded.
-            return {"engine": extra + weights(self.workload, self.trace.tensors, WIDTH[self.types.load])}
+        if self.layout.tensor > 1 and self.recipe.strategy.name == "fsdp" and not self.on_cpu:
+            # A unit's parts are on the device before they are sharded.
+            return {"engine": extra + self._largest_unit()}
         if self.on_cpu and self.recipe.strategy.shards_parameters and self.over.parameters > 1:
             whole = weights(self.workload, self.trace.tensors, WIDTH[self.types.load])
             standing = self.engine.standing()
@@ -252,6 +252,15 @@ class _RankMemory:
             elif first:
                 extra = max(extra, whole - self.states.masters - standing.gradients - standing.engine)
         return {"engine": extra}
+
+    def _largest_unit(self) -> float:
+        """Bytes of a layer, the embeddings or the head, whichever has the most."""
+        width, units = WIDTH[self.types.load], {"layer": max(1, self.trace.layers)}
+        return max(
+            weights(self.workload, (each for each in self.trace.tensors if each.place == place), width)
+            / units.get(place, 1)
+            for place in {each.place for each in self.trace.tensors}
+        )
 
     def _saving(self, first: bool) -> float:
         """Copies of weights that are made to publish them (`train.save`)."""
