@@ -22,6 +22,7 @@ from ranks import Ranks
 from toolkit.seal import read_seal
 
 ENGINES = ("single", "ddp", "zero2", "zero3", "fsdp")
+DIVISIONS = tuple(faults.DIVISIONS)
 SAVE_STEPS = 2
 
 
@@ -64,7 +65,7 @@ class Fault:
         settings: Of the recipe, in both starts.
         then: Done to the run folder before it is started again.
         others: Whether that has another number of processes.
-        engines: Those on which it can happen.
+        several: Whether it takes more than one process.
     """
 
     happens: str
@@ -74,7 +75,7 @@ class Fault:
     settings: tuple[str, ...] = ()
     then: Callable[[Path], object] = lambda run: None
     others: bool = False
-    engines: tuple[str, ...] = ENGINES
+    several: bool = False
 
 
 SPIKES = ("faults.on_spike=stop", "faults.spike_window=2", "faults.spike_sigmas=20")
@@ -107,11 +108,16 @@ FAULTS = {
     "out of memory": Fault("4 all limit_memory"),
     "limit of a control group": Fault("4 all limit_group"),
     "hangs": Fault("4 last hang", settings=HANGS),
-    "SIGSTOP to one": Fault("4 last signal SIGSTOP", settings=HANGS, engines=ENGINES[1:]),
+    "SIGSTOP to one": Fault("4 last signal SIGSTOP", settings=HANGS, several=True),
     "clock set back": Fault("5 0 age\n6 all kill"),
     "other processes": Fault("4 all kill", others=True),
 }
-FAST = [("one process dies", ("zero2",)), ("bit flipped", ("fsdp",))]
+FAST = [
+    ("one process dies", ("zero2",)),
+    ("bit flipped", ("fsdp",)),
+    ("killed in a save", ("pipeline",)),
+    ("one process dies", ("tensor",)),
+]
 """Faults and engines that `make test` tries; the marked test tries all."""
 
 
@@ -140,12 +146,22 @@ def of_other_processes(engine: str) -> tuple[str, int]:
     return {"single": ("ddp", 2), "ddp": ("single", 1)}.get(engine, (engine, 1))
 
 
-TABLE = "steps lost, and difference of the final weights, by fault"
+TABLES = {
+    ENGINES: "steps lost, and difference of the final weights, by fault",
+    DIVISIONS: "the same, where processes divide more than rows",
+}
 
 
 @pytest.mark.parametrize(
     ("name", "engines"),
-    [*FAST, *(pytest.param(name, fault.engines, marks=pytest.mark.matrix, id=name) for name, fault in FAULTS.items())],
+    [
+        *FAST,
+        *(
+            pytest.param(name, columns, marks=pytest.mark.matrix, id=f"{name}{' divided' * (columns is DIVISIONS)}")
+            for columns in TABLES
+            for name in FAULTS
+        ),
+    ],
 )
 def test_nothing_is_lost(
     ranks: Ranks,
@@ -154,12 +170,16 @@ def test_nothing_is_lost(
     engines: tuple[str, ...],
     record_property: Callable[[str, object], None],
 ) -> None:
-    fault, cells = FAULTS[name], dict.fromkeys(ENGINES, "")
+    fault = FAULTS[name]
+    columns = ENGINES if engines[0] in ENGINES else DIVISIONS
+    cells = dict.fromkeys(columns, "")
     if "limit_group" in fault.happens:
         if not (group := faults.make_group("toolkit_fault_trial")):
             pytest.skip("needs the right to make control groups")
         group.rmdir()
     for engine in engines:
+        if engine == "single" and fault.several:
+            continue
         named = f"{engine} of {len(engines)} {name}".replace(" ", "-")
         run, code, said = faults.run(ranks, home, engine, named, fault.happens, *fault.settings)
         faults.remove_groups()
@@ -178,4 +198,4 @@ def test_nothing_is_lost(
         difference = Difference.between(Result.read(run), Result.read(unharmed))
         assert max(vars(difference).values()) <= 1e-6, f"{engine}: {difference}"
         cells[engine] = f"{lost}, {difference.weights:.0e}"
-    record(record_property, TABLE, fault=name, **cells)
+    record(record_property, TABLES[columns], fault=name, **cells)
