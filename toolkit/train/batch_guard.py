@@ -181,8 +181,10 @@ class BatchGuard(TrainerCallback):
         else:
             self._skipped.append(step)
         means = gather_object([torch.stack(self._means).tolist()])
-        tokens = None if session.trainer.batches else gather_object(
-            [[each.tolist() for each in self._tokens if each is not None]]
+        tokens = (
+            None
+            if session.trainer.batches
+            else gather_object([[each.tolist() for each in self._tokens if each is not None]])
         )
         if session.leads:
             save_batches(session, [step], wrong, "ended the run" if self._ends else "skipped", means, tokens)
