@@ -209,7 +209,7 @@ def test_what_was_packed_to_fill_a_memory_is_not_unpacked(
     assert path.stat().st_size * 100 < 2**26
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match="has more than 1,048,576 bytes|unpacks to more than 100 times its size"):
+        with pytest.raises(UserError, match=r"has more than 1,048,576 bytes|unpacks to more than 100 times its size"):
             list(read(path))
         assert tracemalloc.get_traced_memory()[1] < 2**26
     finally:
