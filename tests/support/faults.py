@@ -68,8 +68,9 @@ def home(folder: Path) -> Path:
 
 
 def engines() -> list[object]:
-    """All engines, as a test's parameters."""
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES]
+    """All engines and divisions, as a test's parameters."""
+    every = (*ENGINES, *DIVISIONS)
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in every]
 
 
 def run(

@@ -65,6 +65,7 @@ class Fault:
         settings: Of the recipe, in both starts.
         then: Done to the run folder before it is started again.
         others: Whether that has another number of processes.
+        says: What is said of it, as a pattern.
         several: Whether it takes more than one process.
     """
 
@@ -75,12 +76,14 @@ class Fault:
     settings: tuple[str, ...] = ()
     then: Callable[[Path], object] = lambda run: None
     others: bool = False
+    says: str = ""
     several: bool = False
 
 
 SPIKES = ("faults.on_spike=stop", "faults.spike_window=2", "faults.spike_sigmas=20")
 EVALUATES = ("evaluation.every_steps=2",)
 HANGS = ("faults.hang_minutes=0.1",)
+ENDED, STUCK, SILENT = r"rank {last} \(pid \d+\) ended without a word", "rank {last} is ", "rank {last} does not answer"
 FAULTS = {
     "killed in a step": Fault("4 all kill"),
     "killed in a save": Fault("4 all kill_in_save", lost=SAVE_STEPS),
@@ -95,7 +98,7 @@ FAULTS = {
         "4 all signal_in_evaluation SIGTERM", ends_well=True, lost=0, taken=5, settings=EVALUATES
     ),
     "SIGINT to all": Fault("4 all signal SIGINT", ends_well=True, lost=0),
-    "one process dies": Fault("4 last kill"),
+    "one process dies": Fault("4 last kill", says=ENDED),
     "no room for saves": Fault("4 all limit 20000", lost=2 * SAVE_STEPS),
     "read-only": Fault("3 all lock_out", lost=2 * SAVE_STEPS, then=unlock),
     "folder deleted": Fault("4 0 delete", lost=6),
@@ -107,8 +110,8 @@ FAULTS = {
     "spike": Fault("5 all scale 100", settings=SPIKES),
     "out of memory": Fault("4 all limit_memory"),
     "limit of a control group": Fault("4 all limit_group"),
-    "hangs": Fault("4 last hang", settings=HANGS),
-    "SIGSTOP to one": Fault("4 last signal SIGSTOP", settings=HANGS, several=True),
+    "hangs": Fault("4 last hang", settings=HANGS, says=STUCK),
+    "SIGSTOP to one": Fault("4 last signal SIGSTOP", settings=HANGS, says=SILENT, several=True),
     "clock set back": Fault("5 0 age\n6 all kill"),
     "other processes": Fault("4 all kill", others=True),
 }
@@ -185,6 +188,10 @@ def test_nothing_is_lost(
         faults.remove_groups()
         assert (code == 0) == fault.ends_well, f"{engine}: {said[-3000:]}"
         assert not (run / "final").exists(), engine
+        assert "Traceback" not in said, f"{engine}: {said[-3000:]}"
+        processes = {**faults.ENGINES, **faults.DIVISIONS}[engine][0]
+        if processes > 1:
+            assert re.search(fault.says.format(last=processes - 1), said), f"{engine}: {said[-3000:]}"
         taken = steps_taken(run, said)
         assert fault.taken in (None, taken), f"{engine} came to step {taken}"
         fault.then(run)
