@@ -174,6 +174,9 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     if folders is not None and not _inside(file, folders):
         problem(f"leads outside the recipe folders, to {file.resolve()}", hint="copy the file instead of linking it")
         return result
+    if file.exists() and not file.is_file():
+        problem("is no file, but a folder, a pipe or a device", hint="write the recipe into a file")
+        return result
     with file.open("rb") as opened:
         content = opened.read(_LARGEST + 1)
     if len(content) > _LARGEST:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from toolkit.common import PAGED, UserError, brief, in_a_line, on_screen, printable
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
+from toolkit.files import read_file
 from toolkit.models import attention
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
@@ -57,7 +58,7 @@ def chat(
         model = model.cuda()
     stops = source.stop_tokens(tokenizer)
     try:
-        audit = Audit.model_validate_json((run / "audit.json").read_bytes())
+        audit = Audit.model_validate_json(read_file(run / "audit.json"))
     except (OSError, ValidationError) as error:
         what = f"{run / 'audit.json'}, which says how prompts are written, cannot be read: {in_a_line(error)}"
         raise UserError(what, "restore the file, or run the recipe again with another output.name") from None
