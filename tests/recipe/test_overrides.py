@@ -244,3 +244,13 @@ def test_the_recipe_is_named_once() -> None:
             split_arguments(arguments)
         (problem,) = refused.value.problems
         assert problem.path == "recipe" and hint in problem.hint and problem.given == " ".join(arguments)
+
+
+@pytest.mark.parametrize("number", [31, 200, 3_000, 60_000])
+@pytest.mark.parametrize(
+    "form", ["a{}=1", "~a{}", "extra.training_arguments{}=1", "extra.lora{}={{a: 1}}", "++seed{}=1"]
+)
+def test_a_key_of_endless_parts_is_one_short_error(form: str, number: int) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [form.format(".b" * number)])
+    assert len(str(caught.value)) < 3000 and "parts" in str(caught.value)

@@ -36,6 +36,8 @@ _EITHER = (
 _HELD_OUT = 0.05
 """Fraction of rows that takes the place of a split's name; what all messages give as an example."""
 
+_DEEPEST = 30
+"""Parts of a dotted key; those of the schema have up to three, and libraries' nest a few more."""
 _ALL_KEYS = "`toolkit show --help` lists all keys"
 
 _FORM = re.compile(r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w.]*)(?P<equals>=?)(?P<text>.*)", re.DOTALL)
@@ -85,6 +87,10 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
             form = "key=value, or ~key"
             hint = hydra_habits.hint(argument) or _repaired(argument)
             result.problems.append(Problem(argument, "is not an override", COMMAND_LINE, allowed=form, hint=hint))
+            continue
+        if (parts := match["key"].count(".") + 1) > _DEEPEST:
+            what = f"has {parts:,} parts"
+            result.problems.append(Problem(match["key"], what, COMMAND_LINE, allowed=f"at most {_DEEPEST}"))
             continue
         try:
             key = _full_key(match["key"])
