@@ -254,3 +254,13 @@ def test_a_key_of_endless_parts_is_one_short_error(form: str, number: int) -> No
     with pytest.raises(RecipeError) as caught:
         load("smollm2_135m_lora_demo", [form.format(".b" * number)])
     assert len(str(caught.value)) < 3000 and "parts" in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [31, 100, 200, 400, 900, 3_000])
+@pytest.mark.parametrize("pair", ["[]", "{}"])
+@pytest.mark.parametrize("key", ["x", "model", "data.sources", "data.columns", "extra.lora", "description"])
+def test_a_value_in_endless_brackets_is_one_short_error(key: str, pair: str, number: int) -> None:
+    opening = "[" if pair == "[]" else "{a: "
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [f"{key}={opening * number}1{pair[1] * number}"])
+    assert len(str(caught.value)) < 4000 and caught.value.problems

@@ -290,7 +290,7 @@ def first_lines(error: Exception) -> str:
 INTERPOLATION = (
     "write ${section.key} for another value, ${oc.env:NAME} for an environment variable, \\${ for the characters"
 )
-_DEEPEST = 20
+DEEPEST = 20
 """Levels of nesting; no key of a recipe or of a library needs a quarter of them."""
 
 
@@ -314,8 +314,8 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
     if node in around:
         yield around[-1], path, "an alias leads to a part around it", "write the values out"
         return
-    if len(around) == _DEEPEST:
-        yield node, path.partition(".")[0], f"is nested more than {_DEEPEST} levels deep", "close brackets sooner"
+    if len(around) == DEEPEST:
+        yield node, path.partition(".")[0], f"is nested more than {DEEPEST} levels deep", "close brackets sooner"
         return
     if isinstance(node, yaml.ScalarNode) and "${" in node.value:
         try:
