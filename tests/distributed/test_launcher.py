@@ -488,6 +488,41 @@ def test_committed_configs_under_a_real_launcher(config: str, tmp_path: Path, ra
         assert f"{name} on 2" in line
 
 
+DIVIDED = """
+import os
+from toolkit.common import UserError
+from toolkit.distributed.launcher import check_launch
+from toolkit.distributed.layout import World
+from toolkit.recipe import load
+world = World.from_environment()
+for size in (2, 1):
+    try:
+        check_launch(load("mine", [f"parallel.tensor={size}", "micro_batch_size=1"]).recipe, world, os.environ)
+        said = "agrees"
+    except UserError as error:
+        said = error.what
+    if world.rank == 0:
+        print("VERDICT", size, said)
+"""
+
+
+def test_the_config_of_a_recipe_that_divides_layers_under_a_real_launcher(tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "recipes").mkdir()
+    divided = RECIPE + "strategy: fsdp\nparallel: {tensor: 2}\n"
+    (tmp_path / "recipes" / "mine.yaml").write_text(divided)
+    (tmp_path / "recipes" / "broken.yaml").write_text("model: [")
+    subprocess.run([sys.executable, "-m", "toolkit", "render"], cwd=tmp_path, capture_output=True, check=True)
+    script = tmp_path / "verdict.py"
+    script.write_text(DIVIDED)
+    said = ["--config_file", "accelerate_configs/mine.yaml", "--num_processes", "4", "--main_process_port", "0"]
+    done = ranks.run(tmp_path, *said, str(script), entry="accelerate_launch")
+    verdicts = [line for line in done.stdout.splitlines() if line.startswith("VERDICT")]
+    assert len(verdicts) == 2, done.stderr[-2000:]
+    agrees, refused = verdicts
+    assert agrees == "VERDICT 2 agrees"
+    assert "parallel.tensor=1, the launcher says --parallelism_config_tp_size 2" in refused
+
+
 def test_default_config_that_says_something_else_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "home" / "accelerate" / "default_config.yaml"
     config.parent.mkdir(parents=True)

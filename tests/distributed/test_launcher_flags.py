@@ -184,6 +184,7 @@ def test_sizes_of_a_parallelism_config(strategy: str, world: World, sizes: dict[
         own = {"TP": "parallel.tensor", "CP": "parallel.context", "SP": "parallel.sequence"}
         assert difference.recipe == f"{own.get(key, f'{key.lower()}_size')}={size}"
         assert differences(made, {name: "16"}, world) == [], "not used"
+        assert differences(made, {**used, name: "1"}, world) == [], "accelerate's default"
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,17 @@ def _common_rows(recipe: Recipe, layout: BatchLayout) -> dict[str, Row]:
     }
 
 
+MESH = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+"""What accelerate's `ParallelismConfig` calls a way to divide, to the recipe's key in `parallel`."""
+
+
 def _mesh_rows(recipe: Recipe, world: World) -> dict[str, Row]:
     parallel = recipe.parallel
     groups = world.world_size // parallel.together
     mesh = fsdp_mesh(recipe, world) or {"dp_replicate_size": 1, "dp_shard_size": groups}
-    rows = {size: Row((number,), f"{size}={number}") for size, number in mesh.items()}
-    divided = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
-    rows |= {size: Row.of(f"parallel.{way}", getattr(parallel, way)) for size, way in divided.items()}
+    # Accelerate's default of 1 says nothing of how many processes there are.
+    rows = {size: Row((1, number), f"{size}={number}") for size, number in mesh.items()}
+    rows |= {size: Row.of(f"parallel.{way}", getattr(parallel, way)) for size, way in MESH.items()}
     return {f"PARALLELISM_CONFIG_{size.upper()}": row for size, row in rows.items()}
 
 
