@@ -177,7 +177,7 @@ embeddings and a norm (GPT-2) is refused.
 Losses stay those of one process; with dropout they are as good, with other masks. Final models and adapters are plain
 files, checkpoints are whole, and any number of processes and any strategy goes on from them. What has not been tried
 with it is refused: other strategies, `parallel.sequence`, `context`, `tensor` and `expert`, quantization, streams,
-compiled layers, `faults` that skip batches.
+and compiled layers.
 
 ## Experts that several devices divide
 

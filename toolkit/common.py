@@ -169,6 +169,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
+def panicked(error: BaseException) -> bool:
+    """Whether this is the error in which a library in Rust, such as tokenizers, has given up; it is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 def in_background(call: Callable[[], T]) -> Future[T]:
     """Calls a function in a thread that does not keep the process from ending."""
     future: Future[T] = Future()

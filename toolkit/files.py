@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -23,6 +24,17 @@ def write_atomically(file: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def read_file(file: Path) -> bytes:
+    """What is in a file.
+
+    Raises:
+        OSError: Also of a pipe or a device in its place, for which one would wait, or read, for ever.
+    """
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "is no file, but a folder, a pipe or a device", str(file))
+    return file.read_bytes()
 
 
 def set_aside(file: Path) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cache import build_once, share
-from toolkit.files import write_json
+from toolkit.files import read_file, write_json
 
 _RECORD, _FORMER = "seal.json", "checkpoint.json"
 """The name of the record; what it was called before, in checkpoints that are still read."""
@@ -49,7 +49,7 @@ def seal(checkpoint: Path, values: Mapping[str, Any]) -> None:
 def read_seal(checkpoint: Path) -> dict[str, Any]:
     """What `seal` recorded; empty if there is no record, or it is not as it was written."""
     try:
-        record = json.loads(_record(checkpoint).read_text(encoding="utf-8"))
+        record = json.loads(read_file(_record(checkpoint)))
         digest = record.pop("sha256")
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -565,3 +568,29 @@ def test_segments_have_nothing_but_a_text_and_a_label() -> None:
     row = {"segments": [{"text": "a", "label": True}, {"text": "b", "label": True, "weight": 0.5}]}
     assert "d.jsonl:1: `segments[1]` has `weight`" in refused(row) and "data.ignore=[weight]" in refused(row)
     assert convert(row, ignore=["weight"]) == Segments([("a", True), ("b", True)])
+
+
+LONG = 200_000
+"""Characters of a text of one repeated: what tries each beginning of it anew takes a minute, all else milliseconds."""
+HOLDING: dict[str, Callable[[str], dict[str, Any]]] = {
+    "text": lambda text: {"text": text},
+    "chat": lambda text: {"messages": [user(text), assistant(text)]},
+    "written": lambda text: {"messages": text},
+    "completion": lambda text: {"prompt": text, "completion": text},
+    "alpaca": lambda text: {"instruction": text, "input": text, "output": text},
+    "parts": lambda text: {"messages": [user("x"), {"role": "assistant", "content": [{"type": "text", "text": text}]}]},
+    "calls": lambda text: {"messages": [user("x"), assistant("", tool_calls=text, weight=text)], "tools": text},
+    "roles": lambda text: {"messages": [{"role": text, "content": text}]},
+    "names": lambda text: {text: text, "text": "x"},
+    "unmapped": lambda text: {"chosen": text, "rejected": text, "history": text, "score": text},
+}
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+@pytest.mark.parametrize("repeated", [" ", "\n", "a", "[", "{", "{'", "<", "'", '"', "\\", "1", "a ", "[{'role': "])
+def test_long_texts_are_read_in_time(repeated: str, holding: str) -> None:
+    text = (repeated * LONG)[:LONG]
+    started = time.process_time()
+    with suppress(UserError):
+        convert(HOLDING[holding](text))
+    assert time.process_time() - started < 5

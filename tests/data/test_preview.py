@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from toolkit.common import printable
 from toolkit.data.audit import Problem
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render, show
+from toolkit.data.rows import IGNORE
 
 
 def prepared(place: Path, rows: list[Any], name: str = "rows.jsonl", **settings: Any) -> Prepared:
@@ -50,6 +53,24 @@ def test_rows_show_what_is_trained(tmp_path: Path) -> None:
     assert show(rows, chatml_tokenizer(), 1, color=False).rstrip() == first.rstrip()
     colored = show(rows, chatml_tokenizer(), 1, color=True)
     assert "\x1b[32myo<|im_end|>\x1b[0m" in colored and "«" not in colored
+
+
+@pytest.mark.parametrize("text", ["aé漢🙂 b\n", "two words", "🙂", "  "])
+def test_parts_of_a_row_are_decoded_once_and_together_make_the_row(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, draw = chatml_tokenizer(), random.Random(0)
+    ids = tokenizer(text * 500)["input_ids"]
+    labels = [draw.choice([number, IGNORE]) for number in ids]
+    decode, decoded = tokenizer.decode, list[int]()
+
+    def counted(part: list[int], **settings: Any) -> str:
+        decoded.append(len(part))
+        return decode(part, **settings)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    row: Any = SimpleNamespace(train=[{"input_ids": ids, "labels": labels}], audit=SimpleNamespace(objective="sft"))
+    _, _, shown = show(row, tokenizer, 1, color=False).partition("\n")
+    assert shown.translate({ord("«"): "", ord("»"): ""}) == text * 500
+    assert sum(decoded) <= 8 * len(ids)
 
 
 def test_packed_documents_are_parted(tmp_path: Path) -> None:

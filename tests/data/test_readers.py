@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolkit.common import UserError
+from toolkit.data import readers
 from toolkit.data.readers import ACCEPTED, kind, read
 
 ROWS = [{"text": "a", "n": "1"}, {"text": "b\u2028c", "n": "2"}]
@@ -193,3 +195,43 @@ def test_other_encodings_are_named(mark: str, encoding: str, tmp_path: Path) -> 
         if encoding == "LATIN1":
             at = data.index(b"\xe9")
             assert f"is not UTF-8: line 2, byte {at} is 0xe9" in message
+
+
+@pytest.mark.parametrize("behind", [".gz", ".zst", ".bz2"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".md"])
+def test_what_was_packed_to_fill_a_memory_is_not_unpacked(
+    suffix: str, behind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_LONGEST", 2**20)
+    path = tmp_path / f"a{suffix}{behind}"
+    # The row itself is one that can be read.
+    path.write_bytes(compressed(b'{"text": "' + b" " * 2**26 + b'"}\n', behind))
+    assert path.stat().st_size * 100 < 2**26
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"has more than 1,048,576 bytes|unpacks to more than 100 times its size"):
+            list(read(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
+def test_files_that_unpack_to_much_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_LONGEST", 2**12)
+    text = "".join(f"{number:x}" for number in range(20_000))
+    for suffix in (".txt", ".txt.gz"):
+        path = tmp_path / f"long{suffix}"
+        path.write_bytes(compressed(text.encode(), path.suffix if path.suffix != ".txt" else ""))
+        assert [row for _, row in read(path)] == [{"text": text}]
+
+
+def test_a_file_for_which_memory_lacks_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*arguments: Any, **named: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(readers, "_decode", lacks)
+    for suffix in (".jsonl", ".json", ".csv", ".txt"):
+        path = tmp_path / f"a{suffix}"
+        path.write_text(CONTENT.get(suffix, "One"), encoding="utf-8")
+        with pytest.raises(UserError, match="takes more memory than there is"):
+            list(read(path))

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from small import populate
+from tiny import tiny_tokenizer
 
+from toolkit.cli.main import main as command
 from toolkit.common import UserError
 from toolkit.models.load import ModelSource
 from toolkit.recipe.rules import load_checked
@@ -44,6 +46,14 @@ ROUND = {
 }
 
 
+AGAIN = ROUND | {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 100_000}
+BPE = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]
+PIECES = {
+    "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**6,
+    "vocab": {"a": 0, "##a": 1},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -56,6 +66,9 @@ ROUND = {
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, "puts 1,000,000 characters before a text"),
         ({"decoder": replace("b" * 10**6, String="a")}, "its decoder makes texts 1,000,000 times as long"),
         ({"post_processor": ROUND}, "puts 5,000 tokens around a text"),
+        ({"post_processor": AGAIN}, "makes 100,000 tokens of a letter"),
+        ({"model": BPE | {"vocab": BPE["vocab"] | {"x" * 10**6: 600}}}, "a token has 1,000,000 characters"),
+        ({"model": PIECES, "decoder": None, "added_tokens": []}, "max_input_chars_per_word is 1,000,000"),
     ],
 )
 def test_a_tokenizer_that_multiplies_texts_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -69,6 +82,25 @@ def test_too_many_added_tokens_are_refused_before_they_are_read() -> None:
     tokens = [{"id": 600 + number, "content": f"<{number}>", "special": True} for number in range(2**17 + 1)]
     with pytest.raises(UserError, match="adds 131,073 tokens to its vocabulary"):
         opened(added_tokens=tokens)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_a_text_at_which_the_library_gives_up_is_one_error_that_names_the_row(
+    part: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = {"Regex": "(e|ee|[^ ])+$"}
+    split = {"type": "Split", "pattern": search, "behavior": "Isolated", "invert": False}
+    opened(**{part: split if part == "pre_tokenizer" else replace("x", **search)})
+    says = f"{'e' * 80} y"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": says}]
+    row = {"text": says} if kind == "text" else {"messages": messages}
+    Path("hard.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    objective = ["objective=language_modelling"] * (kind == "text")
+    capsys.readouterr()
+    assert command(["data", "recipe=small", "data.sources=[hard.jsonl]", *objective]) == 1
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert error.startswith("error: hard.jsonl:1: The tokenizer gives up at this text: ") and "retry-limit" in error
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from recipes import BASE, values, write
+from toolkit.common import UserError, in_background
 from toolkit.recipe import RecipeError, list_recipes, load, recipe_folders, shipped_recipes
 from toolkit.recipe.files import locate, options, read, search_order, short
 from toolkit.recipe.rules import load_checked
@@ -100,6 +102,15 @@ def test_a_file_is_named_as_one_would_type_it(mine: Path) -> None:
     assert short(mine / "recipes" / "mine.yaml") == "recipes/mine.yaml"
     assert short(shipped / "model" / "gpt2.yaml") == "shipped:model/gpt2.yaml"
     assert short(shipped) == str(shipped) and short(Path("/elsewhere/a.yaml")) == "/elsewhere/a.yaml"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_not_waited_for(kind: str) -> None:
+    write("mine", BASE)
+    place = Path("recipes/endless.yaml")
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"is no file, but a folder, a pipe or a device|leads outside the recipe"):
+        in_background(lambda: load_checked("endless")).result(timeout=30)
 
 
 def test_parts_and_options_are_no_recipes() -> None:

@@ -244,3 +244,23 @@ def test_the_recipe_is_named_once() -> None:
             split_arguments(arguments)
         (problem,) = refused.value.problems
         assert problem.path == "recipe" and hint in problem.hint and problem.given == " ".join(arguments)
+
+
+@pytest.mark.parametrize("number", [31, 200, 3_000, 60_000])
+@pytest.mark.parametrize(
+    "form", ["a{}=1", "~a{}", "extra.training_arguments{}=1", "extra.lora{}={{a: 1}}", "++seed{}=1"]
+)
+def test_a_key_of_endless_parts_is_one_short_error(form: str, number: int) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [form.format(".b" * number)])
+    assert len(str(caught.value)) < 3000 and "parts" in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [31, 100, 200, 400, 900, 3_000])
+@pytest.mark.parametrize("pair", ["[]", "{}"])
+@pytest.mark.parametrize("key", ["x", "model", "data.sources", "data.columns", "extra.lora", "description"])
+def test_a_value_in_endless_brackets_is_one_short_error(key: str, pair: str, number: int) -> None:
+    opening = "[" if pair == "[]" else "{a: "
+    with pytest.raises(RecipeError) as caught:
+        load("smollm2_135m_lora_demo", [f"{key}={opening * number}1{pair[1] * number}"])
+    assert len(str(caught.value)) < 4000 and caught.value.problems

@@ -380,8 +380,6 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
         ["activation_checkpointing.mode=offload"],
         each("activation_checkpointing.mode", "none full selective"),
     ),
-    ("pipeline-on_nan", DDP + PIPED, ["faults.on_nan=skip"], ["faults.on_nan=stop"]),
-    ("pipeline-on_spike", DDP + PIPED, each("faults.on_spike", "skip stop"), ["faults.on_spike=ignore"]),
     ("pipeline-neftune", NOISE + DDP, [PIPED], ["", "parallel.pipeline=1"]),
     ("parallel-schedule", "parallel.schedule=gpipe ", [""], [PIPED]),
     ("zero3-selective", "activation_checkpointing.mode=selective ", [ZERO3], [*WHOLE, FSDP]),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import pytest
 from example_run import AUDIT, MANIFEST, SAMPLES, example_run
 from pages import eval_line, step_line, write_metrics
 
+from toolkit.common import in_background
 from toolkit.report.load import read_manifest, read_metrics, read_run
 
 
@@ -73,3 +76,17 @@ def test_a_manifest_with_a_key_of_half_a_character_is_left_out(tmp_path: Path) -
     (tmp_path / "manifest.json").write_text('{"name": "x", "\\ud800": 1}', encoding="ascii")
     manifest, problems = read_manifest(tmp_path)
     assert not manifest.name and "cannot read" in problems[0]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "audit.json", "samples.json", "recipe.yaml"])
+def test_what_is_no_file_is_not_waited_for(name: str, kind: str, tmp_path: Path) -> None:
+    run = example_run(tmp_path / "demo")
+    (run / name).unlink(missing_ok=True)
+    {
+        "pipe": os.mkfifo,
+        "device": lambda place: place.symlink_to("/dev/zero"),
+        "folder": Path.mkdir,
+    }[kind](run / name)
+    record = in_background(lambda: read_run(run)).result(timeout=30)
+    assert not record.problems or name in " ".join(record.problems)

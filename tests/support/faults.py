@@ -43,28 +43,43 @@ ENGINES = {
     "fsdp": (2, ["strategy.name=fsdp"]),
     "fsdp_full": (2, ["strategy.name=fsdp", "strategy.state_dict_type=full"]),
 }
+DIVISIONS = {
+    "tensor": (2, ["model.path=deep", "parallel.tensor=2"]),
+    "tensor_fsdp": (4, ["model.path=deep", "parallel.tensor=2", "strategy.name=fsdp"]),
+    "sequence": (2, ["parallel.sequence=2"]),
+    "context": (2, ["parallel.context=2"]),
+    "pipeline": (2, ["model.path=deep", "parallel.pipeline=2"]),
+    "zero_bubble": (2, ["model.path=deep", "parallel.pipeline=2", "parallel.schedule=zero_bubble"]),
+    "expert": (2, ["model.path=mixture", "parallel.expert=2"]),
+}
+"""Trainings of which several processes divide more than rows."""
 FAST = ("single", "zero2")
 """Engines whose faults `make test` tries."""
 
 
 def home(folder: Path) -> Path:
-    """A user's folder with a tiny model, rows, and the recipe `small`."""
+    """A user's folder with tiny models, rows, and the recipe `small`."""
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
+    tiny_model("meta-llama/Llama-3.2-1B", folder / "deep", kv_heads=2, layers=4)
+    tiny_model("Qwen/Qwen3-30B-A3B", folder / "mixture")
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(40)), encoding="utf-8")
     write_recipe(folder, "small", RECIPE)
     return folder
 
 
 def engines() -> list[object]:
-    """All engines, as a test's parameters."""
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES]
+    """All engines and divisions, as a test's parameters."""
+    every = (*ENGINES, *DIVISIONS)
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.matrix) for name in every]
 
 
 def run(
     ranks: Ranks, home: Path, engine: str, name: str, faults: str = "", *own: str, processes: int = 0
 ) -> tuple[Path, int, str]:
     """A run to which `faults` happen: its folder, its exit code, and what it said."""
-    usual, settings = ENGINES[engine]
+    usual, settings = {**ENGINES, **DIVISIONS}[engine]
+    if processes == 1 < usual and engine in DIVISIONS:
+        settings = [each for each in settings if each.startswith("model.")]
     processes = processes or usual
     arguments = ["recipe=small", *settings, *own, f"output.name={name}"]
     done = ranks.run(home, *arguments, processes=processes, entry="faults", FAULTS=faults, timeout=60)
@@ -141,7 +156,7 @@ def _signal_in_evaluation(session: Any, name: str) -> None:
 
     model = session.module
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hook = base.model.norm.register_forward_pre_hook(signal_once)
+    hook = base.model.register_forward_pre_hook(signal_once)
 
 
 def _limit_files(session: Any, size: str) -> None:
@@ -244,29 +259,30 @@ def _age(session: Any) -> None:
 
 
 def _scale(session: Any, factor: str) -> None:
-    """The last hidden states of the next step are wrong by a factor."""
-    import torch
-
+    """What layers of this process hand on in the next step is wrong by a factor."""
     model = session.module
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def scaled(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def scaled(module: Any, args: Any, output: Any) -> Any:
         if session.trainer.state.global_step == step:
-            return output * float(factor)
-        hook.remove()
+            output.last_hidden_state = output.last_hidden_state * float(factor)
+        else:
+            hook.remove()
         return output
 
     step = session.trainer.state.global_step
-    hook = base.model.norm.register_forward_hook(scaled)
+    hook = base.model.register_forward_hook(scaled)
 
 
 def _limit_memory(session: Any) -> None:
-    """No process may take more than it has."""
+    """No process may take more than it has, and it takes more."""
     import psutil
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**20, hard))
-    session.kept = bytearray(2**24)
+    held = []
+    while True:  # What was freed before is taken first.
+        held.append(bytearray(2**24))
 
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -296,7 +312,8 @@ def _limit_group(session: Any) -> None:
     # What it holds already stays counted where it was.
     next(group / limit for limit in LIMITS if (group / limit).is_file()).write_text(str(2**24))
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    session.kept = b"x" * 2**27
+    held = b"x" * 2**27
+    raise AssertionError(f"{len(held)} bytes were taken of fewer")
 
 
 def remove_groups() -> None:

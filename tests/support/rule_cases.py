@@ -467,8 +467,6 @@ CASES = [
             ("pipeline-precision", ["precision=fp16"], "precision=bf16"),
             ("pipeline-compile", ["compile=layers"], "compile=auto"),
             ("pipeline-offload", ["activation_checkpointing.mode=offload"], "activation_checkpointing.mode=full"),
-            ("pipeline-on_nan", ["faults.on_nan=skip"], "faults.on_nan=stop"),
-            ("pipeline-on_spike", ["faults.on_spike=stop"], "faults.on_spike=ignore"),
             ("pipeline-neftune", [NOISE], "~extra.training_arguments.neftune_noise_alpha"),
         )
         for each in ((rule, [*PIPED, *breaks], [fix]), (rule, [*PIPED, *breaks], ["~parallel.pipeline"]))

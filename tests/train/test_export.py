@@ -116,6 +116,24 @@ def test_a_folder_whose_name_is_no_text_is_one_error(capsys: pytest.CaptureFixtu
     assert cli(["report", str(other)]) == 0
 
 
+def test_a_prompt_that_is_no_text_is_refused_and_asked_for_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("asked", *LORA)
+    asked = run.rename(run.with_name("as\x1bked"))
+    capsys.readouterr()
+    for prompt in ("a\udcff", "\ud800", "x" * 5000 + "\udcff"):
+        assert cli(["generate", str(asked), "--prompt", "Hello", "--prompt", prompt]) == 1
+        printed = capsys.readouterr()
+        assert not printed.out and len(printed.err) < 300
+        assert "holds bytes that are no UTF-8" in printed.err and "write it in UTF-8" in printed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcff\nHello\n"))
+    assert cli(["generate", str(asked), "--max-new-tokens", "4"]) == 0
+    printed = capsys.readouterr()
+    assert "the prompt `a\\udcff` holds bytes" in printed.out and printed.out.count("> ") == 3
+    assert "as\\x1bked: write a prompt" in printed.out and "\x1b" not in printed.out
+
+
 def test_unfinished_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     run = trained("unfinished", *LORA)
     audit = (run / "audit.json").read_bytes()

@@ -22,6 +22,7 @@ from ranks import Ranks
 from toolkit.seal import read_seal
 
 ENGINES = ("single", "ddp", "zero2", "zero3", "fsdp")
+DIVISIONS = tuple(faults.DIVISIONS)
 SAVE_STEPS = 2
 
 
@@ -64,7 +65,8 @@ class Fault:
         settings: Of the recipe, in both starts.
         then: Done to the run folder before it is started again.
         others: Whether that has another number of processes.
-        engines: Those on which it can happen.
+        says: What is said of it, as a pattern.
+        several: Whether it takes more than one process.
     """
 
     happens: str
@@ -74,12 +76,14 @@ class Fault:
     settings: tuple[str, ...] = ()
     then: Callable[[Path], object] = lambda run: None
     others: bool = False
-    engines: tuple[str, ...] = ENGINES
+    says: str = ""
+    several: bool = False
 
 
 SPIKES = ("faults.on_spike=stop", "faults.spike_window=2", "faults.spike_sigmas=20")
 EVALUATES = ("evaluation.every_steps=2",)
 HANGS = ("faults.hang_minutes=0.1",)
+ENDED, STUCK, SILENT = r"rank {last} \(pid \d+\) ended without a word", "rank {last} is ", "rank {last} does not answer"
 FAULTS = {
     "killed in a step": Fault("4 all kill"),
     "killed in a save": Fault("4 all kill_in_save", lost=SAVE_STEPS),
@@ -94,7 +98,7 @@ FAULTS = {
         "4 all signal_in_evaluation SIGTERM", ends_well=True, lost=0, taken=5, settings=EVALUATES
     ),
     "SIGINT to all": Fault("4 all signal SIGINT", ends_well=True, lost=0),
-    "one process dies": Fault("4 last kill"),
+    "one process dies": Fault("4 last kill", says=ENDED),
     "no room for saves": Fault("4 all limit 20000", lost=2 * SAVE_STEPS),
     "read-only": Fault("3 all lock_out", lost=2 * SAVE_STEPS, then=unlock),
     "folder deleted": Fault("4 0 delete", lost=6),
@@ -106,12 +110,17 @@ FAULTS = {
     "spike": Fault("5 all scale 100", settings=SPIKES),
     "out of memory": Fault("4 all limit_memory"),
     "limit of a control group": Fault("4 all limit_group"),
-    "hangs": Fault("4 last hang", settings=HANGS),
-    "SIGSTOP to one": Fault("4 last signal SIGSTOP", settings=HANGS, engines=ENGINES[1:]),
+    "hangs": Fault("4 last hang", settings=HANGS, says=STUCK),
+    "SIGSTOP to one": Fault("4 last signal SIGSTOP", settings=HANGS, says=SILENT, several=True),
     "clock set back": Fault("5 0 age\n6 all kill"),
     "other processes": Fault("4 all kill", others=True),
 }
-FAST = [("one process dies", ("zero2",)), ("bit flipped", ("fsdp",))]
+FAST = [
+    ("one process dies", ("zero2",)),
+    ("bit flipped", ("fsdp",)),
+    ("killed in a save", ("pipeline",)),
+    ("one process dies", ("tensor",)),
+]
 """Faults and engines that `make test` tries; the marked test tries all."""
 
 
@@ -140,12 +149,22 @@ def of_other_processes(engine: str) -> tuple[str, int]:
     return {"single": ("ddp", 2), "ddp": ("single", 1)}.get(engine, (engine, 1))
 
 
-TABLE = "steps lost, and difference of the final weights, by fault"
+TABLES = {
+    ENGINES: "steps lost, and difference of the final weights, by fault",
+    DIVISIONS: "the same, where processes divide more than rows",
+}
 
 
 @pytest.mark.parametrize(
     ("name", "engines"),
-    [*FAST, *(pytest.param(name, fault.engines, marks=pytest.mark.matrix, id=name) for name, fault in FAULTS.items())],
+    [
+        *FAST,
+        *(
+            pytest.param(name, columns, marks=pytest.mark.matrix, id=f"{name}{' divided' * (columns is DIVISIONS)}")
+            for columns in TABLES
+            for name in FAULTS
+        ),
+    ],
 )
 def test_nothing_is_lost(
     ranks: Ranks,
@@ -154,17 +173,25 @@ def test_nothing_is_lost(
     engines: tuple[str, ...],
     record_property: Callable[[str, object], None],
 ) -> None:
-    fault, cells = FAULTS[name], dict.fromkeys(ENGINES, "")
+    fault = FAULTS[name]
+    columns = ENGINES if engines[0] in ENGINES else DIVISIONS
+    cells = dict.fromkeys(columns, "")
     if "limit_group" in fault.happens:
         if not (group := faults.make_group("toolkit_fault_trial")):
             pytest.skip("needs the right to make control groups")
         group.rmdir()
     for engine in engines:
+        if engine == "single" and fault.several:
+            continue
         named = f"{engine} of {len(engines)} {name}".replace(" ", "-")
         run, code, said = faults.run(ranks, home, engine, named, fault.happens, *fault.settings)
         faults.remove_groups()
         assert (code == 0) == fault.ends_well, f"{engine}: {said[-3000:]}"
         assert not (run / "final").exists(), engine
+        assert "Traceback" not in said, f"{engine}: {said[-3000:]}"
+        processes = {**faults.ENGINES, **faults.DIVISIONS}[engine][0]
+        if processes > 1:
+            assert re.search(fault.says.format(last=processes - 1), said), f"{engine}: {said[-3000:]}"
         taken = steps_taken(run, said)
         assert fault.taken in (None, taken), f"{engine} came to step {taken}"
         fault.then(run)
@@ -178,4 +205,4 @@ def test_nothing_is_lost(
         difference = Difference.between(Result.read(run), Result.read(unharmed))
         assert max(vars(difference).values()) <= 1e-6, f"{engine}: {difference}"
         cells[engine] = f"{lost}, {difference.weights:.0e}"
-    record(record_property, TABLE, fault=name, **cells)
+    record(record_property, TABLES[columns], fault=name, **cells)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from harness import leave_unmeasured
 from ranks import ON_CPU, Ranks
-from small import populate
-from tiny import CHATML
+from small import MODELS, populate
+from tiny import CHATML, tiny_model
 
 from toolkit.cli.main import main as command
+from toolkit.recipe.parallel import Parallel
 from toolkit.train.main import main
 
 SECRET = "hunter2hunter2"
@@ -88,16 +89,25 @@ def test_a_value_of_the_environment_reaches_no_file_and_no_terminal(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "strategy=zero2",
+        "strategy=zero3",
+        "strategy=fsdp",
+        *(f"parallel.{way}=2" for way in Parallel.model_fields if way != "schedule"),
+    ],
+)
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_nor_do_checkpoints_of_engines_hold_it(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
+    engine: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
 ) -> None:
     monkeypatch.setenv("MY_VARIABLE", SECRET)
-    populate(tmp_path, "llama")
-    (tmp_path / "llama").rename(tmp_path / SECRET)
+    populate(tmp_path)
+    tiny_model(MODELS["moe" if "expert" in engine else "llama"], tmp_path / SECRET, kv_heads=2)
     profile = f"extra.deepspeed={{flops_profiler: {{enabled: false, output_file: '{VARIABLE}'}}}}"
-    own = [f"model.path='{VARIABLE}'", f"output.dir='runs/{VARIABLE}'", *[profile] * strategy.startswith("zero")]
-    arguments = [f"strategy={strategy}", "optimizer=sgd", "checkpoint.save_steps=1", "max_steps=2", *own]
+    own = [f"model.path='{VARIABLE}'", f"output.dir='runs/{VARIABLE}'", *[profile] * ("zero" in engine)]
+    arguments = [engine, f"method.name={method}", "optimizer=sgd", "checkpoint.save_steps=1", "max_steps=2", *own]
     done = ranks.run(tmp_path, "recipe=small", *arguments, processes=2, entry=ON_CPU)
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stdout + done.stderr

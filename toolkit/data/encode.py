@@ -27,7 +27,7 @@ from toolkit.data.chat_spans import (
     render_accepted,
 )
 from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
-from toolkit.data.labelling import Labeller, Span
+from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
 from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
 
@@ -120,6 +120,7 @@ class Encoder:
         added = (token.content for token in tokenizer.added_tokens_decoder.values())
         self._header_ends = re.compile(f"{_alternatives(added)}|\n")
 
+    @giving_up_named()
     def __call__(self, row: Row | Rendered) -> Encoded:
         """Tokens and labels of one row.
 
@@ -202,6 +203,7 @@ class Encoder:
                 except TEMPLATE_ERRORS as error:
                     raise _refused(error) from error
 
+    @giving_up_named()
     def prompt_ids(self, row: Row) -> list[int]:
         """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
         decoder-only rows without the one a text ends with."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 from unicodedata import is_normalized
 
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
+from toolkit.common import UserError, in_a_line, panicked
 from toolkit.data.rows import IGNORE
 
 Span = tuple[int, int]
@@ -22,6 +24,20 @@ Span = tuple[int, int]
 Labelled = tuple[list[int], list[int], bool]
 """Tokens; labels aligned with them, -100 where they are not trained and at 0, which nothing predicts; whether a token
 that is trained begins before its range."""
+
+
+@contextmanager
+def giving_up_named() -> Iterator[None]:
+    """Around what a tokenizer does with a text, at which its library may give up: a search that tries too much."""
+    try:
+        yield
+    except BaseException as error:
+        if not panicked(error):
+            raise
+        raise UserError(
+            f"The tokenizer gives up at this text: {in_a_line(error)}.",
+            "Correct the expressions in its tokenizer.json, set model.tokenizer to another, or take the row out.",
+        ) from None
 
 
 class Labeller:

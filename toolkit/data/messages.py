@@ -53,7 +53,7 @@ _SPOKEN = ("content", "value", "text", "refusal")
 _ABOUT = ("name", "id", "tool_call_id")
 """Fields that a message without a text may have."""
 _PRINTED = re.compile(
-    r"\s*(\[?\s*\{\s*'(role|from|content|value)'|\{[^{}\[\]]*'(messages|conversations)')\s*:\s*['\"\[{]"
+    r"\s*((\[\s*)?\{\s*'(role|from|content|value)'|\{[^{}\[\]]*'(messages|conversations)')\s*:\s*['\"\[{]"
 )
 """How Python prints a conversation, which is no JSON: so pandas writes lists into a CSV."""
 _AS_JSON = "write it as JSON (`json.dumps`), or save the table as JSONL or Parquet, which keep lists"

@@ -13,6 +13,8 @@ from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rows import IGNORE
 
+_OF_A_CHARACTER = 3
+"""Bytes of UTF-8 that are not yet one, each of which may be decoded as a mark of its own."""
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
@@ -43,19 +45,25 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
 def _delimited(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool], color: bool) -> str:
     delimiters = {True: (GREEN, RESET), False: (DIM, RESET)} if color else {True: ("«", "»"), False: ("", "")}
     result = []
-    position, before = 0, ""
+    start, position, before = 0, 0, ""
     for is_trained, run in itertools.groupby(trained):
-        position += len(list(run))
-        # A run decoded alone would lose a space at its start, and characters of several tokens.
-        so_far = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
-        if position < len(ids):
-            so_far = so_far.rstrip("\ufffd")  # the first bytes of a character that the next run completes
+        end = position + len(list(run))
+        # A run decoded alone would lose a space at its start, and characters of several tokens: the one before, and
+        # all that share a character with it, are decoded again.
+        so_far = str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))[len(before) :]
+        decoded = so_far.rstrip("\ufffd")
+        if end == len(ids) or len(so_far) - len(decoded) > _OF_A_CHARACTER:  # No beginning of one, but bytes of none.
+            decoded = so_far
         opening, closing = delimiters[is_trained]
-        shown = printable(so_far[len(before) :])
+        shown = printable(decoded)
         if color:  # Of each line, so that any of them may be left out.
             shown = shown.replace("\n", f"{closing}\n{opening}")
         result.append(f"{opening}{shown}{closing}")
-        before = so_far
+        if decoded != so_far:
+            before += decoded
+        else:
+            start, before = position, str(tokenizer.decode(ids[position:end], clean_up_tokenization_spaces=False))
+        position = end
     return "".join(result)
 
 

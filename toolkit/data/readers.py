@@ -9,6 +9,7 @@ file, the line and what to change. Only JSON arrays, CSV and text are read whole
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import json
@@ -45,6 +46,8 @@ _SIGNATURES = {
 }
 """First bytes of a file to the extension it must have, what it is, and what to do otherwise."""
 
+_LONGEST, _TIMES = 2**28, 100
+"""Bytes of a line, and how many times as large as it is a file may unpack to, if to more than those."""
 _NOT_SPACE = re.compile(r"\S")
 
 RawRow = tuple[str, dict[str, Any]]
@@ -73,6 +76,10 @@ def read(path: Path) -> Iterator[RawRow]:
             f"`{path}` cannot be read: {error}",
             "the file is damaged (download it again), not what its name says, or not readable for you",
         ) from error
+    except MemoryError:
+        raise UserError(
+            f"`{path}` takes more memory than there is", "write it as JSON lines or Parquet, which are read by rows"
+        ) from None
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +129,21 @@ def _decode(data: bytes, path: Path, line: int, offset: int) -> str:
 
 def _read_text(path: Path) -> str:
     with _open(path) as file:
-        return _decode(file.read(), path, line=1, offset=0)
+        return _decode(_unpacked(file, path), path, line=1, offset=0)
+
+
+def _unpacked(file: io.BufferedReader, path: Path) -> bytes:
+    """All that is in a file. Of one that was packed to fill a memory no more is read than that is seen."""
+    if path.suffix.lower() not in COMPRESSIONS:
+        return file.read()
+    whole, most = io.BytesIO(), max(_LONGEST, _TIMES * path.stat().st_size)
+    while whole.tell() <= most and (part := file.read(2**24)):
+        whole.write(part)
+    if whole.tell() > most:
+        raise UserError(
+            f"`{path}` unpacks to more than {_TIMES} times its size", "unpack it yourself, if it is meant to be so"
+        )
+    return whole.getvalue()
 
 
 def _jsonl(path: Path) -> Iterator[RawRow]:
@@ -135,7 +156,9 @@ def _jsonl(path: Path) -> Iterator[RawRow]:
 def _lines(path: Path) -> Iterator[RawRow]:
     offset = 0
     with _open(path) as file:
-        for number, data in enumerate(file, 1):
+        for number, data in enumerate(iter(functools.partial(file.readline, _LONGEST + 1), b""), 1):
+            if len(data) > _LONGEST:
+                raise UserError(f"{path}:{number} has more than {_LONGEST:,} bytes", "divide or remove this row")
             line = _decode(data, path, number, offset)
             offset += len(data)
             if line.strip():

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from toolkit.common import UserError, first_line, in_a_line
+from toolkit.common import UserError, first_line, in_a_line, panicked
 from toolkit.data import hub
 from toolkit.data.chat_template import load_chat_template
 from toolkit.data.encode import no_embedding
@@ -339,7 +339,7 @@ def _from_pretrained(kind: Any, recipe: Recipe, arguments: dict[str, Any]) -> An
     except (UserError, torch.OutOfMemoryError):
         raise
     except BaseException as error:  # Files of others may hold anything, and the libraries raise anything for it.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Of a library in Rust.
+        if not (isinstance(error, Exception) or panicked(error)):
             raise
         _log.debug("%s of %s", kind.__name__, path, exc_info=True)
         if marked := next(filter(has_mark, sorted(Path(path).glob("*.json"))), None):

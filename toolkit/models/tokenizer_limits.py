@@ -13,6 +13,10 @@ from toolkit.common import UserError
 
 _GROWTH = 64
 """Times as many characters. Released tokenizers write up to a dozen for one, such as `<|newline|>`."""
+_LONGEST = 10_000
+"""Characters of a token, which an answer may repeat."""
+_WORD = 1_000
+"""Characters of a word that WordPiece looks up, for 0.1 s of a processor; released tokenizers say 100."""
 _AROUND = 1_000
 """Characters or tokens that are put around a text, whatever its length."""
 
@@ -42,6 +46,13 @@ def check_growth(tokenizer: Any, name: str) -> None:
             raise UserError(f"{name}: {what}; at most {_AROUND:,} are taken", change)
     if (tokens := len(whole.encode("").ids)) > _AROUND:
         raise UserError(f"{name}: it puts {tokens:,} tokens around a text; at most {_AROUND:,} are taken", change)
+    if (times := len(whole.encode("a").ids) - tokens) > _GROWTH:
+        raise UserError(f"{name}: it makes {times:,} tokens of a letter; at most {_GROWTH} are taken", change)
+    if (longest := max(map(len, whole.get_vocab()), default=0)) > _LONGEST:
+        raise UserError(f"{name}: a token has {longest:,} characters; at most {_LONGEST:,} are taken", change)
+    if (word := getattr(whole.model, "max_input_chars_per_word", 0)) > _WORD:
+        what = f"its max_input_chars_per_word is {word:,}, and a word takes time by the cube of its length"
+        raise UserError(f"{name}: {what}; at most {_WORD:,} are taken", change)
 
 
 def _steps(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

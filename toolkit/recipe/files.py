@@ -174,6 +174,9 @@ def read(file: Path, folders: list[Path] | None = None) -> Read:
     if folders is not None and not _inside(file, folders):
         problem(f"leads outside the recipe folders, to {file.resolve()}", hint="copy the file instead of linking it")
         return result
+    if file.exists() and not file.is_file():
+        problem("is no file, but a folder, a pipe or a device", hint="write the recipe into a file")
+        return result
     with file.open("rb") as opened:
         content = opened.read(_LARGEST + 1)
     if len(content) > _LARGEST:
@@ -287,7 +290,7 @@ def first_lines(error: Exception) -> str:
 INTERPOLATION = (
     "write ${section.key} for another value, ${oc.env:NAME} for an environment variable, \\${ for the characters"
 )
-_DEEPEST = 20
+DEEPEST = 20
 """Levels of nesting; no key of a recipe or of a library needs a quarter of them."""
 
 
@@ -311,8 +314,8 @@ def _slips(node: yaml.Node, path: str, around: list[yaml.Node]) -> Iterator[tupl
     if node in around:
         yield around[-1], path, "an alias leads to a part around it", "write the values out"
         return
-    if len(around) == _DEEPEST:
-        yield node, path.partition(".")[0], f"is nested more than {_DEEPEST} levels deep", "close brackets sooner"
+    if len(around) == DEEPEST:
+        yield node, path.partition(".")[0], f"is nested more than {DEEPEST} levels deep", "close brackets sooner"
         return
     if isinstance(node, yaml.ScalarNode) and "${" in node.value:
         try:

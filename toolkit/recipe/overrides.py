@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from toolkit.recipe import hydra_habits
 from toolkit.recipe.dotted import typed
 from toolkit.recipe.errors import COMMAND_LINE, Problem, RecipeError, literals
-from toolkit.recipe.files import NAME, locate, options, texts_of
+from toolkit.recipe.files import DEEPEST, NAME, locate, options, texts_of
 from toolkit.recipe.other_tools import habit, is_accepted, translation
 from toolkit.recipe.schema import Recipe, leaf_paths, sections
 from toolkit.recipe.spelling import did_you_mean
@@ -85,6 +85,10 @@ def parse(arguments: Sequence[str], search: list[Path]) -> Overrides:
             form = "key=value, or ~key"
             hint = hydra_habits.hint(argument) or _repaired(argument)
             result.problems.append(Problem(argument, "is not an override", COMMAND_LINE, allowed=form, hint=hint))
+            continue
+        if (parts := match["key"].count(".") + 1) > DEEPEST:
+            what = f"has {parts:,} parts"
+            result.problems.append(Problem(match["key"], what, COMMAND_LINE, allowed=f"at most {DEEPEST}"))
             continue
         try:
             key = _full_key(match["key"])
@@ -225,7 +229,24 @@ def _value(key: str, text: str) -> Any:
     if parsed.is_sweep_override():
         hint = _one_value(key, text)
         raise RecipeError("", [Problem(key, "a recipe takes one value", COMMAND_LINE, text, hint=hint)])
-    return parsed.value()
+    if _is_deep(value := parsed.value()):
+        hint = "close brackets sooner"
+        raise RecipeError(
+            "", [Problem(key, f"is nested more than {DEEPEST} levels deep", COMMAND_LINE, text, hint=hint)]
+        )
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and mappings lie in each other more often than those of a file may."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for each in level if isinstance(each, list | dict) for inner in _entries(each)]
+    return bool(level)
+
+
+def _entries(content: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return content.values() if isinstance(content, dict) else content
 
 
 def _one_value(key: str, text: str) -> str:

@@ -20,6 +20,7 @@ from toolkit.data.audit import Audit
 from toolkit.data.rows import Sample
 from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import BatchLayout
+from toolkit.files import read_file
 from toolkit.planner.plan import Plan
 
 Read = TypeVar("Read", bound=BaseModel)
@@ -337,7 +338,7 @@ def _whole(digits: str) -> float:
 def _read_json(file: Path, problems: list[str]) -> Any:
     """Content of a JSON file; None where there is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8", errors="replace"), parse_int=_whole)
+        return json.loads(read_file(file).decode("utf-8", "replace"), parse_int=_whole)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -35,17 +36,24 @@ def save_batches(
     if not (batches or tokens):
         return
     lines, left = [], _MOST_ROWS
+    # Processes that get the same rows: the first of them stands for all, or the first whose part of them is broken.
+    first = {layout.replica(rank): rank for rank in reversed(range(layout.world_size))}
     for step in steps:
         rows = list(batches.between(step - 1, step)) if batches else []
         count = len(rows) // layout.data_parallel_size or len(tokens[0] if tokens else [])
-        every = [(turn, rank) for turn in range(count) for rank in range(layout.world_size)]
-        broken = [(turn, rank) for turn, rank in every if means and not math.isfinite(means[rank][turn])]
-        for turn, rank in broken or every:
+        every = [(turn, replica) for turn in range(count) for replica in range(layout.data_parallel_size)]
+        broken = {
+            (turn, layout.replica(rank)): rank
+            for turn, rank in itertools.product(range(count), reversed(range(layout.world_size)))
+            if means and not math.isfinite(means[rank][turn])
+        }
+        for turn, replica in sorted(broken) or every:
+            rank = broken.get((turn, replica), first[replica])
             line: dict[str, Any] = {"step": step, "what": what, "then": then, "rank": rank}
             if means:
                 line["loss"] = means[rank][turn]
             if rows:
-                line["rows"] = rows[turn * layout.data_parallel_size + layout.replica(rank)]
+                line["rows"] = rows[turn * layout.data_parallel_size + replica]
                 texts = [train[number]["input_ids"] for number in line["rows"][:left]]
             else:
                 texts = (tokens or [])[rank][turn][:left]

@@ -41,7 +41,7 @@ class BatchGuard(TrainerCallback):
         self._session, self._faults = session, session.recipe.faults
         self._losses: list[torch.Tensor] = []
         self._means: list[torch.Tensor] = []
-        self._tokens: list[torch.Tensor] = []
+        self._tokens: list[torch.Tensor | None] = []
         self._loss = 0.0
         # What is wrong with the batch of this step, what that leads to, and why it ends the run.
         self._wrong, self._leads_to, self._ends = "", "stop", ""
@@ -75,11 +75,20 @@ class BatchGuard(TrainerCallback):
             # What is not finite is not taken away by subtracting it.
             self._session.trainer._tr_loss.zero_()
 
-    def scored(self, loss: torch.Tensor, mean: torch.Tensor, input_ids: torch.Tensor) -> None:
-        """Notes a micro-batch: its share of the step's loss, its own mean loss per token, and its tokens."""
+    def scored(self, loss: torch.Tensor, mean: torch.Tensor, input_ids: torch.Tensor | None) -> None:
+        """Notes a micro-batch: its share of the step's loss, its own mean loss per token, and its tokens, which are
+        read of streams alone."""
         self._losses.append(loss)
         self._means.append(mean)
         self._tokens.append(input_ids)
+
+    def tell(self, micro_batches: int, group: Any) -> None:
+        """Has all processes of a pipeline know what the one with the last stage has scored of a step."""
+        figures = torch.zeros(2, micro_batches, device=self._session.trainer.args.device)
+        if self._losses:
+            figures = torch.stack([torch.stack(each).float() for each in (self._losses, self._means)])
+        torch.distributed.all_reduce(figures, group=group)
+        self._losses, self._means = (list(each.unbind()) for each in figures)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, step = self._session.trainer, state.global_step
@@ -172,7 +181,11 @@ class BatchGuard(TrainerCallback):
         else:
             self._skipped.append(step)
         means = gather_object([torch.stack(self._means).tolist()])
-        tokens = None if session.trainer.batches else gather_object([[each.tolist() for each in self._tokens]])
+        tokens = (
+            None
+            if session.trainer.batches
+            else gather_object([[each.tolist() for each in self._tokens if each is not None]])
+        )
         if session.leads:
             save_batches(session, [step], wrong, "ended the run" if self._ends else "skipped", means, tokens)
             session.folder.update_manifest(skipped_steps=self._skipped)

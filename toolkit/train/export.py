@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from toolkit.common import PAGED, UserError, in_a_line, on_screen, printable
+from toolkit.common import PAGED, UserError, brief, in_a_line, on_screen, printable
 from toolkit.data.audit import Audit
 from toolkit.distributed.engines import dtypes
+from toolkit.files import read_file
 from toolkit.models import attention
 from toolkit.models.load import ModelSource
 from toolkit.recipe.load import load_resolved
@@ -43,14 +44,21 @@ def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
 def chat(
     run: Path, prompts: Sequence[str] | None, max_new_tokens: int, sample: dict[str, Any] | None, seed: int
 ) -> None:
-    """Prints the model's answers to prompts; without prompts, asks for one after the other until end of input."""
+    """Prints the model's answers to prompts; without prompts, asks for one after the other until end of input.
+
+    Raises:
+        UserError: If the run has no final model, or a prompt is no text.
+    """
+    for prompt in prompts or ():
+        if said := _no_text(prompt):
+            raise UserError(said, "write it in UTF-8")
     source, model, tokenizer = load_trained(run)
     recipe = source.recipe
     if torch.cuda.is_available() and recipe.method.quantization == "none":
         model = model.cuda()
     stops = source.stop_tokens(tokenizer)
     try:
-        audit = Audit.model_validate_json((run / "audit.json").read_bytes())
+        audit = Audit.model_validate_json(read_file(run / "audit.json"))
     except (OSError, ValidationError) as error:
         what = f"{run / 'audit.json'}, which says how prompts are written, cannot be read: {in_a_line(error)}"
         raise UserError(what, "restore the file, or run the recipe again with another output.name") from None
@@ -64,15 +72,24 @@ def chat(
 
 def _typed(name: str) -> Iterator[str]:
     """What the user types, line by line, until end of input."""
-    print(f"{name}: write a prompt and press Enter; Ctrl-D ends")
+    print(f"{printable(name)}: write a prompt and press Enter; Ctrl-D ends")
     while True:
         try:
             prompt = input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if prompt.strip():
+        if said := _no_text(prompt):
+            print(said)
+        elif prompt.strip():
             yield prompt
+
+
+def _no_text(prompt: str) -> str:
+    """What is said of bytes that are no characters, which no tokenizer takes; empty for a text."""
+    if prompt.isascii() or prompt == prompt.encode(errors="replace").decode():
+        return ""
+    return f"the prompt `{brief(printable(prompt), 1, 80)}` holds bytes that are no UTF-8, or half a character"
 
 
 def final_model(run: Path) -> Path:

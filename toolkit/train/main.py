@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.common import UserError, bytes_text
+from toolkit.common import UserError, bytes_text, in_a_line, panicked
 from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
@@ -102,6 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped at once; the same command goes on from the newest checkpoint, if one was saved", file=sys.stderr)
         return 130
+    except MemoryError as error:  # Also of what would have been said of one.
+        change = "raise the limit on it, start fewer processes, or set batch.micro_batch_size=1"
+        tell(UserError(f"the host's memory is used up: {in_a_line(error)}", change), world)
+        return 1
+    except BaseException as error:
+        if not panicked(error):
+            raise
+        tell(UserError(f"a library has given up: {in_a_line(error)}"), world)
+        return 1
     finally:
         leave_process_group()
     return 0

@@ -107,6 +107,8 @@ class Pipeline:
             stage.batches = []
         loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
         dist.all_reduce(loss, group=pipeline_group())
+        if self._trainer.guard:
+            self._trainer.guard.tell(len(batches), pipeline_group())
         add_tied(self._trainer.model, self._chain)
         average(self._trainer.model)
         return loss

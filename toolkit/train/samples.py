@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from toolkit.data.rows import Sample
-from toolkit.files import set_aside, write_json
+from toolkit.files import read_file, set_aside, write_json
 from toolkit.train.evaluate import as_prompt, before_training, session_answers
 from toolkit.train.session import Session
 from toolkit.train.watchdog import beat
@@ -50,8 +50,8 @@ class Samples(TrainerCallback):
 
     def _read_back(self) -> list[Sample]:
         try:
-            return [Sample(**row) for row in json.loads(self._file.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError):
+            return [Sample(**row) for row in json.loads(read_file(self._file))]
+        except (OSError, ValueError, TypeError):
             # The model as it was before training, whose answers these were, is gone.
             _log.warning(
                 "%s cannot be read and is kept as %s; no prompts are answered", self._file, set_aside(self._file).name

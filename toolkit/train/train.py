@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def _train(
         if world.rank == 0:
             _failed(folder, error)
         if source and ran_out(error):
+            # What the calls that ended held is not needed any more, and planning takes memory too.
+            traceback.clear_frames(error.__traceback__)
             ran, statistics = (session.loaded, session.prepared.statistics) if session else (loaded, None)
             with contextlib.suppress(UnknownSize):
                 raise plan_run(ran, world, source, statistics).out_of_memory(error) from error

@@ -140,7 +140,7 @@ class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
         if self.casts and loss.requires_grad:
             self.casts.keep_in_backward(loss)
         if self.guard:
-            self.guard.scored(loss.detach(), (total / count.clamp(min=1)).detach(), inputs["input_ids"])
+            self.guard.scored(loss.detach(), (total / count.clamp(min=1)).detach(), inputs.get("input_ids"))
         return loss
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -136,18 +136,6 @@ PIPELINE_RULES = {
         "what is offloaded is fetched in the order of one micro-batch, and in a pipeline several are on their way",
         "set activation_checkpointing.mode=full",
     ),
-    **{
-        f"pipeline-{key}": _rule(
-            f"faults.{key}",
-            broken,
-            "steps are judged by the loss of each batch, which only the process with the last stage knows in time",
-            f"set faults.{key}={usual}",
-        )
-        for key, broken, usual in (
-            ("on_nan", lambda r: r.faults.on_nan == "skip", "stop"),
-            ("on_spike", lambda r: r.faults.on_spike != "ignore", "ignore"),
-        )
-    },
     "pipeline-neftune": _rule(
         "extra.training_arguments",
         lambda r: r.extra.training_arguments.get("neftune_noise_alpha"),
