@@ -166,12 +166,15 @@ class Peers:
 
         Raises:
             DistError: If it has gone.
-            TimeoutError: If it does not answer, or has not answered the last question yet.
+            TimeoutError: If it does not answer, has not answered the last question yet, or no memory is left to ask.
         """
         with self._asking:
             if self._asked and not self._asked.done():
                 raise TimeoutError
-            self._asked = in_background(lambda: call(self._store))
+            try:
+                self._asked = in_background(lambda: call(self._store))
+            except RuntimeError:  # No thread can be started.
+                raise TimeoutError from None
             return self._asked.result(_ANSWER_SECONDS)
 
     def _dead(self) -> list[int]:
