@@ -166,7 +166,8 @@ def _limit_files(session: Any, size: str) -> None:
 
 
 def _delete(session: Any) -> None:
-    shutil.rmtree(session.folder.path)
+    while session.folder.path.exists():  # A checkpoint may be on its way, or be going.
+        shutil.rmtree(session.folder.path, ignore_errors=True)
 
 
 def _hang(session: Any) -> None:
