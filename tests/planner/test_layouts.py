@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from toolkit.cli.main import main as toolkit
@@ -85,20 +87,22 @@ def test_the_command_compares_them(only_known_traces: None, capsys: pytest.Captu
 
 
 def test_auto_divides_rows_where_nothing_fits_otherwise(only_known_traces: None) -> None:
-    words = [*AUTO, "batch.seq_len=131072", "batch.global_batch_size=24"]
-    loaded = load("llama_3_1_8b_lora", words)
-    plan = estimate(loaded.recipe, loaded.name, find("rtx4080x4x2"), advice=False)
-    # As few as fit with the traces that are known: fewer with MLPs in tiles than without.
-    assert plan.fit.answer != "no" and plan.sequence in (2, 4)
-    assert plan.chosen["parallel.sequence"].startswith(f"{plan.sequence}: ")
-    assert "would not fit" in plan.chosen["parallel.sequence"]
+    words = [*AUTO, "batch.seq_len=16384", "batch.global_batch_size=24"]
+    loaded, on = load("llama_3_1_8b_lora", words), find("l40sx8")
+    on = dataclasses.replace(on, device=on.device.model_copy(update={"memory": 8 * 2**30}))
+    plan = estimate(loaded.recipe, loaded.name, on, advice=False)
+    assert (plan.fit.answer, plan.sequence) == ("yes", 2)
+    assert plan.chosen["parallel.sequence"].startswith("2: ")
+    assert "dividing nothing, which would not fit" in plan.chosen["parallel.sequence"]
+    # What is recomputed is compared among settings that are divided so.
+    assert "which would not fit" in plan.chosen["activation_checkpointing.mode"]
     # Where a setting fits without it, nothing is divided, and what the recipe states stands.
     for further in (["batch.seq_len=4096"], ["parallel.sequence=4"]):
         other = load("llama_3_1_8b_lora", [*words, *further])
-        taken = estimate(other.recipe, other.name, find("rtx4080x4x2"), advice=False)
+        taken = estimate(other.recipe, other.name, on, advice=False)
         assert taken.sequence == other.recipe.parallel.sequence
         assert "parallel.sequence" not in taken.chosen
     # What may be what does not fit is the user's to change.
     stated = load("llama_3_1_8b_lora", [*words, "micro_batch_size=1"])
-    with pytest.raises(UserError, match=r"parallel\.sequence=[24]"):
-        estimate(stated.recipe, stated.name, find("rtx4080x4x2"), advice=False)
+    with pytest.raises(UserError, match=r"parallel\.sequence=2"):
+        estimate(stated.recipe, stated.name, on, advice=False)

@@ -140,6 +140,8 @@ def _in_words(part: Changes) -> str:
         return f"{recomputed}, MLPs in {part[TILES]} tiles" if TILES in part else recomputed
     if not part:
         return "dividing nothing"
+    if all(path.startswith("parallel.") for path in part):
+        return as_arguments(part).replace("parallel.", "")
     # An engine's name before its settings.
     first, *others = sorted(part.items(), key=lambda item: item[0] != "strategy.name")
     return " with ".join([as_text(first[1]), *(f"{path.partition('.')[2]}={as_text(value)}" for path, value in others)])

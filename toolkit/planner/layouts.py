@@ -61,8 +61,8 @@ def layouts(recipe: Recipe, hardware: Hardware, estimate: Estimate) -> list[Cand
 
 
 def fewest(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collection[str]) -> list[Candidate]:
-    """The settings that fit where as few processes as possible divide something; none of a recipe that says itself
-    what is divided. Keys and values are gathered only where so many processes cannot exchange heads.
+    """The settings where as few processes as possible divide something, of which at least one fits; none of a recipe
+    that says itself what is divided. Keys and values are gathered only where so many processes cannot exchange heads.
 
     Args:
         free: See `search.explore`.
@@ -73,9 +73,9 @@ def fewest(recipe: Recipe, hardware: Hardware, estimate: Estimate, free: Collect
     for _, same in (each for each in ways if each[0] > 1):
         allowed = list(same)
         plain = [each for each in allowed if _exchanging(each) not in allowed]
-        explored = (_divided(recipe, hardware, estimate, division, free) for division in plain)
-        if there := fitting(itertools.chain.from_iterable(explored)):
-            return there
+        explored = [each for division in plain for each in _divided(recipe, hardware, estimate, division, free)]
+        if fitting(explored):
+            return explored
     return []
 
 
