@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import metrics
+from harness import metrics, write_recipe
 from ranks import ON_CPU, Ranks
-from tiny import chat_rows, tiny_model, write_splits
+from tiny import chat_rows, text_rows, tiny_model, write_splits
 
 from toolkit.recipe import load
 from toolkit.recipe.rules import load_checked
@@ -55,3 +55,30 @@ def test_a_recipe_trains_on_four_processes(name: str, tmp_path: Path, ranks: Ran
     ways = {"sequence": "share them", "tensor": "divide the layers", "pipeline": "follow each other"}
     assert all(f"processes that {ways[key]}" in report for key in asked)
     assert ("its bubble is" in report) == (parallel.pipeline > 1)
+
+
+@pytest.mark.matrix
+def test_a_division_that_auto_chose_is_trained(tmp_path: Path, ranks: Ranks) -> None:
+    """Two processes whose host has no room for two rows, by a limit as Slurm's, share each."""
+    llama = {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 65536,
+    }  # fmt: skip
+    model = tiny_model(llama, tmp_path / "model", kv_heads=2, layers=4)
+    rows = "".join(json.dumps(row) + "\n" for row in text_rows(2000))
+    (tmp_path / "text.jsonl").write_text(rows, encoding="utf-8")
+    write_recipe(
+        tmp_path,
+        "long",
+        f"model: {{path: {model}}}\nobjective: language_modelling\n"
+        "data: {sources: [text.jsonl], packing: true, over_long: split}\n"
+        "strategy: auto\nactivation_checkpointing: auto\nprecision: fp32\nschedule: {max_steps: 1}\n"
+        "batch: {seq_len: 65536, global_batch_size: 2}\n"
+        "evaluation: {num_prompts: 0}\ncheckpoint: {resume: never}\n",
+    )
+    limit = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "2700"}
+    done = ranks.run(tmp_path, "recipe=long", "output.name=run", processes=2, entry=ON_CPU, timeout=300, **limit)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    manifest = json.loads((tmp_path / "runs" / "run" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["effective"]["sequence"] == 2
+    assert "dividing nothing" in manifest["plan"]["chosen"]["parallel.sequence"]
