@@ -524,7 +524,12 @@ def test_checkpoint_that_does_not_fit_is_refused(place: Path, capsys: pytest.Cap
     ):
         if "optimizer" in word:
             # What was refused does not stand in the way of what fits.
-            assert main([*named, *overrides]) == 0 and not capsys.readouterr().err.count("error")
+            assert main([*named, *overrides]) == 0
+            said = capsys.readouterr()
+            assert "error" not in said.err
+            assert "is no checkpoint of this run, and is taken as checkpoint.resume says" in " ".join(
+                (said.out + said.err).split()
+            )
             shutil.rmtree(place / "runs" / "other")
             (checkpoint / "optimizer.pt").unlink()
         assert main([*named, *overrides]) == 1

@@ -127,6 +127,11 @@ def _train(
                 _log.warning("%s", warning)
             if folder.is_trained:
                 progress.message(f"{folder.final} is trained and saved; what follows is completed.")
+            if resume_from and resume_from.resolve().parent != folder.checkpoints.resolve():
+                progress.message(
+                    f"{resume_from} is no checkpoint of this run, and is taken as checkpoint.resume says: its weights, "
+                    "moments and random numbers are what training goes on from; code in it is not run."
+                )
             if resume_from and (said := conversion(resume_from, recipe, world.world_size)):
                 session.trainer.converts = True
                 progress.message(said)
