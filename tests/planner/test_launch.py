@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import yaml
 
@@ -27,9 +29,11 @@ def test_a_launch_divides_rows_that_no_device_holds_and_keeps_that(
 ) -> None:
     plan = build._Question.plan
     monkeypatch.setattr(build._Question, "plan", lambda *args, may_trace=False: plan(*args))  # Traces take seconds.
-    monkeypatch.setattr(launch, "launched_on", lambda world, folder: find("l40sx8"))
+    on = find("l40sx8")
+    on = dataclasses.replace(on, device=on.device.model_copy(update={"memory": 8 * 2**30}))
+    monkeypatch.setattr(launch, "launched_on", lambda world, folder: on)
     words = ["strategy=auto", "activation_checkpointing=auto", "micro_batch_size=auto"]
-    loaded = load_checked("llama_3_1_8b_lora", [*words, "batch.seq_len=131072", "batch.global_batch_size=24"])
+    loaded = load_checked("llama_3_1_8b_lora", [*words, "batch.seq_len=16384", "batch.global_batch_size=24"])
     decided = decide_for_launch(loaded, World(0, 0, 8, 8))
     assert decided.recipe.knows_engine and decided.recipe.parallel.sequence == 2
     assert yaml.safe_load(decided.to_yaml())["parallel"]["sequence"] == 2
