@@ -169,6 +169,12 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
+def given_up(error: BaseException) -> UserError:
+    """What is said of an error of which `panicked` is true, and nothing else is known."""
+    change = "check the files of the model and its tokenizer, and the data; --verbose shows where it was"
+    return UserError(f"a library has given up: {in_a_line(error)}", change)
+
+
 def panicked(error: BaseException) -> bool:
     """Whether this is the error in which a library in Rust, such as tokenizers, has given up; it is no `Exception`."""
     return type(error).__name__ == "PanicException"

@@ -99,3 +99,5 @@ def test_layers_without_an_mlp_of_their_own_are_refused(tmp_path: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bloom")
     with pytest.raises(UserError, match="layers of kind BloomBlock have no MLP that takes hidden states alone"):
         tile_mlps(model, 2)
+    with pytest.raises(UserError, match="this model's layers are not marked as such"):
+        tile_mlps(torch.nn.Linear(2, 2), 2)

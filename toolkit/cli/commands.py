@@ -288,7 +288,7 @@ def launch(options: argparse.Namespace) -> int | None:
 
 @_command(_FOLDER, _flag("--check", "write nothing; fail if a file is not as it would be"))
 def render(options: argparse.Namespace) -> None:
-    """Write accelerate_configs/ and deepspeed_configs/, one per strategy."""
+    """Write accelerate_configs/ and deepspeed_configs/ for strategies, and for recipes that accelerate can divide."""
     from toolkit.distributed.config_files import render, stale, write
     from toolkit.recipe import recipe_folders
 
@@ -297,9 +297,9 @@ def render(options: argparse.Namespace) -> None:
         write(files, Path())
     wrong = stale(files, Path())
     if wrong:
-        left = "remove those whose strategy is gone, and keep files of your own in other folders"
+        left = "remove those whose strategy or recipe is gone, and keep files of your own in other folders"
         left += "; `toolkit render` writes the others" * options.check
-        raise UserError(f"not as recipes/strategy/ says: {', '.join(wrong)}", left)
+        raise UserError(f"not as recipes/ says: {', '.join(wrong)}", left)
     print(f"{len(files)} files of {len(files)} are current" if options.check else "\n".join(files))
 
 

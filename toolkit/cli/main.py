@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from toolkit import __version__
 from toolkit.cli.commands import COMMANDS
-from toolkit.common import UserError, in_a_line, panicked
+from toolkit.common import UserError, given_up, panicked
 from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
 
 _EPILOG = """\
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not panicked(error):
             raise
-        print(f"error: {UserError(f'a library has given up: {in_a_line(error)}')}", file=sys.stderr)
+        print(f"error: {given_up(error)}", file=sys.stderr)
         return 1
 
 

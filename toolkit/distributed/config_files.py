@@ -57,7 +57,8 @@ def render(folders: Sequence[Path]) -> dict[str, str]:
             continue
         # Accelerate takes these sizes beside FSDP2 alone.
         if recipe.strategy.name == "fsdp" and _mesh(recipe):
-            files |= _files(name, recipe, name, f"recipe={name}")
+            # A strategy's file has its name, whatever a recipe is called.
+            files = _files(name, recipe, name, f"recipe={name}") | files
     return files
 
 

@@ -33,8 +33,9 @@ class EngineState(Partial):
     output_head: Literal["fused", "own"] | None = None
     """Whether TRL's fused head scores labels, or the model's own forward; encoder-decoders have their own."""
     activation_checkpointing: str | None = None
-    mlp_tiles: int | None = None
     """Who recomputes: the `model`, the `engine`, `engine+model` or `none`."""
+    mlp_tiles: int | None = None
+    """In how many tiles of a row's tokens the MLPs compute; 0 where layers differ."""
     parameters: Spread | None = None
     trained_parameters: int | None = None
     frozen_parameters: int | None = None

@@ -28,11 +28,16 @@ def tile_mlps(model: Any, tiles: int) -> None:
     After adapters and kernels have changed the MLPs, and before layers are compiled or sharded.
 
     Raises:
-        UserError: If a layer has no MLP that takes hidden states alone.
+        UserError: If no layers are found, or one has no MLP that takes hidden states alone.
     """
     if tiles == 1:
         return
-    for layer in _layers(model):
+    if not (layers := _layers(model)):
+        raise UserError(
+            "activation_checkpointing.mlp_tiles: this model's layers are not marked as such",
+            "remove activation_checkpointing.mlp_tiles",
+        )
+    for layer in layers:
         mlp = next((found for name in _NAMES if (found := getattr(layer, name, None)) is not None), None)
         if mlp is None or not _takes_hidden_states_alone(mlp):
             raise UserError(

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.common import UserError, bytes_text, in_a_line, panicked
+from toolkit.common import UserError, bytes_text, given_up, in_a_line, panicked
 from toolkit.data import hub
 from toolkit.distributed.environment import environment
 from toolkit.distributed.launcher import check_launch
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not panicked(error):
             raise
-        tell(UserError(f"a library has given up: {in_a_line(error)}"), world)
+        tell(given_up(error), world)
         return 1
     finally:
         leave_process_group()
