@@ -113,10 +113,11 @@ class _Layers:
         with threads(1):  # Nothing in it is worth sharing.
             launch = self._seconds(narrow) / few["launches"]
         layers, work = self._layers(_MODEL, _ROWS)
-        took, (products, attending) = self._seconds(layers), _shares(layers)
-        wide, wide_work = self._layers(_WIDE, _ROWS)
-        wide_products = self._seconds(wide, 0.0) * _shares(wide)[0]
-        half, matmul = _size(work["matmul"] / (products * took), wide_work["matmul"] / wide_products)
+        # The profiler takes time of its own beside them.
+        took, (_, products, attending) = self._seconds(layers), _profiled(layers)
+        wide, wide_work = self._layers(_WIDE, _ROWS, count=1)
+        wide_took, wide_products, _ = _profiled(wide)
+        half, matmul = _size(work["matmul"] / (products * took), wide_work["matmul"] / (wide_products * wide_took))
         attention = {name: {length: self._attention(name, length) for length in _LENGTHS} for name in _KERNELS}
         # What the layers take beside these. Nothing, or nearly all, is left of no model.
         left = (1 - products - attending) * took - work["launches"] * launch
@@ -131,10 +132,10 @@ class _Layers:
             },
         }
 
-    def _layers(self, shape: dict[str, int], rows: tuple[int, int]) -> tuple[Work, dict[str, float]]:
-        """Two layers forward and backward, and the work of that."""
+    def _layers(self, shape: dict[str, int], rows: tuple[int, int], count: int = 2) -> tuple[Work, dict[str, float]]:
+        """So many layers forward and backward, which ran once, and the work of that."""
         settings: dict[str, Any] = {**shape, "attn_implementation": "sdpa"}
-        config = LlamaConfig(**settings, num_hidden_layers=2, vocab_size=8)
+        config = LlamaConfig(**settings, num_hidden_layers=count, vocab_size=8)
         model: Any = LlamaModel(config)
         model = model.requires_grad_(False).to(self.kind)
         model = inject_adapter_in_model(LoraConfig(r=16, target_modules=list(_linear(shape))), model).train()
@@ -194,7 +195,7 @@ class _Layers:
         Their mean: what delays some of them, a training's steps meet as often.
         """
         seconds = self.seconds if seconds is None else seconds
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        clock = _clock()
         work()
         times: list[float] = []
         end = time.perf_counter() + seconds
@@ -205,16 +206,24 @@ class _Layers:
         return statistics.fmean(times)
 
 
-def _shares(layers: Work) -> tuple[float, float]:
-    """Which share of their time products and attention have, by a profile; of layers that have run before."""
+def _profiled(layers: Work) -> tuple[float, float, float]:
+    """Seconds of one of three runs, by `_clock`, and the shares of products and of attention in it; of layers that have
+    run before."""
+    runs, clock = 3, _clock()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        started = time.perf_counter()
-        for _ in range(3):
+        started, began = time.perf_counter(), clock()
+        for _ in range(runs):
             layers()
-        whole = time.perf_counter() - started
+        whole, took = time.perf_counter() - started, clock() - began
     own = {each.key: each.self_cpu_time_total / 1e6 for each in seen.key_averages()}
     products = own.get("aten::mm", 0.0) + own.get("aten::addmm", 0.0)
-    return products / whole, sum(took for name, took in own.items() if "scaled_dot_product" in name) / whole
+    attending = sum(seconds for name, seconds in own.items() if "scaled_dot_product" in name)
+    return took / runs, products / whole, attending / whole
+
+
+def _clock() -> Callable[[], float]:
+    """Of one thread its processor's: it may wait for other programs."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _linear(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
