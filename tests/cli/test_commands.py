@@ -20,8 +20,8 @@ from toolkit.recipe import RecipeError, list_recipes, shipped_recipes
 from toolkit.recipe.rules import load_checked
 from toolkit.recipe.show import json_schema
 
-COMMANDS = ["ls", "show", "validate", "schema", "init", "cp", "doctor", "data", "report", "generate", "merge"]
-COMMANDS += ["plan", "calibrate", "launch", "render"]
+COMMANDS = ["ls", "show", "validate", "schema", "init", "cp", "doctor", "data", "report"]
+COMMANDS += ["compare", "generate", "merge", "plan", "calibrate", "launch", "render"]
 FAST = ["ls", "show recipe=gpt2_xl_clm", "validate recipe=gpt2_xl_clm", "schema", "init", "cp recipe=gpt2_xl_clm mine"]
 SHIPPED = list(list_recipes([shipped_recipes()]))
 
@@ -169,6 +169,7 @@ def test_copy_of_a_copy_in_a_sub_folder() -> None:
         (["ls", "--recipes", "nowhere"], 2, "is not a folder"),
         (["report", "nowhere"], 1, "there is no folder"),
         (["generate", "nowhere"], 1, "there is no folder"),
+        (["compare", "nowhere", "there"], 1, "there is no folder nowhere"),
         (["merge", "nowhere"], 1, "there is no folder"),
         (["schema", "--output", "nowhere/schema.json"], 1, "nowhere/schema.json"),
     ],

@@ -10,6 +10,8 @@ ELSEWHERE = {
     "cli/local_data": "cli/test_commands",
     "cli/main": "cli/test_commands",
     "cli/option_types": "cli/test_commands",
+    "cli/registry": "cli/test_commands",
+    "cli/run_commands": "cli/test_commands",
     "run": "whole/test_packaging",
     "train/process": "train/test_main",
     "train/session": "train/test_main",

@@ -1,7 +1,4 @@
-"""The commands of the console script `toolkit`: of each its options, and what it calls and prints.
-
-A command's docstring is its help. What it needs is imported inside it, so that a cheap command answers at once.
-"""
+"""Commands of the console script `toolkit`, but those of runs: of each its options, and what it calls and prints."""
 
 from __future__ import annotations
 
@@ -10,53 +7,27 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, port, positive, price, share, sweep, temperature, weights
+from toolkit.cli.option_types import count, port, positive, price, sweep
+from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
 from toolkit.hub_cache import use_own
 
-Command = Callable[[argparse.Namespace], int | None]
-"""Returns an exit code; None is success."""
-Option = tuple[str, dict[str, Any]]
-"""A name and what argparse is told of it."""
-
-COMMANDS: dict[Command, tuple[Option, ...]] = {}
-"""Every command with its options, in the order of the help."""
-
-
-def _option(name: str, metavar: str, help: str | None, **settings: Any) -> Option:
-    return name, {"metavar": metavar, "help": help, **settings}
-
-
-def _flag(name: str, help: str) -> Option:
-    return name, {"help": help, "action": "store_true"}
-
-
-def _command(*options: Option) -> Callable[[Command], Command]:
-    def register(command: Command) -> Command:
-        COMMANDS[command] = options
-        return command
-
-    return register
-
-
-_RECIPE = _option("arguments", "recipe=NAME key=value", None, nargs="*")
-_FOLDER = _option("--recipes", "DIR", "the folder of your recipes (default: ./recipes)")
-_RUN = _option("run", "run", "the run folder")
+_RECIPE = option("arguments", "recipe=NAME key=value", None, nargs="*")
+_FOLDER = option("--recipes", "DIR", "the folder of your recipes (default: ./recipes)")
 # Options of `launch` that only a batch script has.
 _SLURM = (
-    _option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)"),
-    _option("--time", "TIME", "time limit, such as 4:00:00; the run is queued again until it is finished"),
-    _option("--partition", "PARTITION", "Slurm partition"),
-    _option("--account", "ACCOUNT", "Slurm account"),
-    _option("--cores", "N", "CPU cores of each machine (8 per process)", type=positive),
+    option("--output", "OUTPUT", "where it is written (RECIPE.sbatch)"),
+    option("--time", "TIME", "time limit, such as 4:00:00; the run is queued again until it is finished"),
+    option("--partition", "PARTITION", "Slurm partition"),
+    option("--account", "ACCOUNT", "Slurm account"),
+    option("--cores", "N", "CPU cores of each machine (8 per process)", type=positive),
 )
 
 
-@_command(_FOLDER)
+@command(_FOLDER)
 def ls(options: argparse.Namespace) -> None:
     """List recipes, yours first."""
     from toolkit.recipe import list_recipes, recipe_folders, shipped_recipes
@@ -79,7 +50,7 @@ def ls(options: argparse.Namespace) -> None:
     print("\n".join(ours))
 
 
-@_command(_RECIPE, _FOLDER)
+@command(_RECIPE, _FOLDER)
 def show(options: argparse.Namespace) -> None:
     """Print the resolved recipe with the origin of every value."""
     loaded = _load(options)
@@ -92,7 +63,7 @@ def show(options: argparse.Namespace) -> None:
         print(printable(with_origins(loaded)))
 
 
-@_command(_RECIPE, _FOLDER, _flag("--all", "validate all your recipes (without any: the shipped ones)"))
+@command(_RECIPE, _FOLDER, flag("--all", "validate all your recipes (without any: the shipped ones)"))
 def validate(options: argparse.Namespace) -> int:
     """Report every problem of a recipe."""
     from toolkit.cli.local_data import local_problems
@@ -123,7 +94,7 @@ def validate(options: argparse.Namespace) -> int:
     return max((error.exit_code for error in errors), default=0)
 
 
-@_command(_flag("--markdown", "print all keys as Markdown instead"), _option("--output", "FILE", "write it to a file"))
+@command(flag("--markdown", "print all keys as Markdown instead"), option("--output", "FILE", "write it to a file"))
 def schema(options: argparse.Namespace) -> None:
     """Print the JSON Schema of a recipe, for editors."""
     from toolkit.recipe.show import json_schema, markdown
@@ -135,7 +106,7 @@ def schema(options: argparse.Namespace) -> None:
         sys.stdout.write(text)
 
 
-@_command(_FOLDER)
+@command(_FOLDER)
 def init(options: argparse.Namespace) -> None:
     """Start a recipe folder in this repository."""
     from toolkit.recipe.show import json_schema
@@ -156,7 +127,7 @@ def init(options: argparse.Namespace) -> None:
     print(f"train it:  toolkit launch recipe=mine{named}")
 
 
-@_command(_RECIPE, _FOLDER)
+@command(_RECIPE, _FOLDER)
 def cp(options: argparse.Namespace) -> None:
     """Write a recipe of your own as a diff: toolkit cp recipe=PARENT NEW key=value."""
     from toolkit.recipe import split_arguments
@@ -172,7 +143,7 @@ def cp(options: argparse.Namespace) -> None:
     print(f"wrote {write_diff(parent, overrides, names[0].removesuffix('.yaml'), options.recipes)}")
 
 
-@_command()
+@command()
 def doctor(options: argparse.Namespace) -> None:
     """Versions, devices and kernels that really work, to paste into a bug report."""
     from toolkit.cli.doctor import collect, render
@@ -180,17 +151,17 @@ def doctor(options: argparse.Namespace) -> None:
     print(render(collect()))
 
 
-@_command(
+@command(
     _RECIPE,
     _FOLDER,
-    _flag("--json", "print all figures as JSON"),
-    _flag("--schema", "print the JSON Schema of --json"),
-    _option("--price", "P", "price of a GPU-hour", type=price),
-    _option("--serve", "TOKENS", "context length at which the trained model is to run (batch.seq_len)", type=positive),
-    _option("--html", "FILE", "write a page as well"),
-    _option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
-    _option("--sweep", "KEY=V1,V2", "a plan for each value; several sweeps are combined", type=sweep, action="append"),
-    _flag("--layouts", "a plan for each way to divide layers, rows and experts over the devices"),
+    flag("--json", "print all figures as JSON"),
+    flag("--schema", "print the JSON Schema of --json"),
+    option("--price", "P", "price of a GPU-hour", type=price),
+    option("--serve", "TOKENS", "context length at which the trained model is to run (batch.seq_len)", type=positive),
+    option("--html", "FILE", "write a page as well"),
+    option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
+    option("--sweep", "KEY=V1,V2", "a plan for each value; several sweeps are combined", type=sweep, action="append"),
+    flag("--layouts", "a plan for each way to divide layers, rows and experts over the devices"),
 )
 def plan(options: argparse.Namespace) -> None:
     """Memory, time and cost before anything is rented, and advice."""
@@ -229,7 +200,7 @@ def plan(options: argparse.Namespace) -> None:
         print(f"wrote {options.html}", file=sys.stderr)
 
 
-@_command(_option("--seconds", "N", "about how long (60)", type=positive, default=60))
+@command(option("--seconds", "N", "about how long (60)", type=positive, default=60))
 def calibrate(options: argparse.Namespace) -> None:
     """Measure this device, for better plans."""
     from toolkit.planner.hardware.calibrate import calibrate
@@ -238,18 +209,18 @@ def calibrate(options: argparse.Namespace) -> None:
     print(describe(calibrate(options.seconds)))
 
 
-@_command(
+@command(
     _RECIPE,
     _FOLDER,
-    _option("--gpus", "N", "GPUs of each machine, a process each (default: all)", type=count),
-    _option("--nodes", "N", "number of machines (1)", type=positive, default=1),
-    _option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
-    _option("--head", "HOST", "name or address of the head, the same on every machine"),
-    _option("--port", "P", "port at which the processes meet", type=port),
-    _option("--restarts", "N", "start a failed run again from its last checkpoint, so often at most (0)", type=count),
-    _flag("--print", "only print what would be started"),
-    _flag("--force", "also run what would not fit by the plan"),
-    _flag("--slurm", "write an sbatch file instead; the options below are its"),
+    option("--gpus", "N", "GPUs of each machine, a process each (default: all)", type=count),
+    option("--nodes", "N", "number of machines (1)", type=positive, default=1),
+    option("--rank", "R", "this machine's number; the one with 0 is the head", type=count),
+    option("--head", "HOST", "name or address of the head, the same on every machine"),
+    option("--port", "P", "port at which the processes meet", type=port),
+    option("--restarts", "N", "start a failed run again from its last checkpoint, so often at most (0)", type=count),
+    flag("--print", "only print what would be started"),
+    flag("--force", "also run what would not fit by the plan"),
+    flag("--slurm", "write an sbatch file instead; the options below are its"),
     *_SLURM,
 )
 def launch(options: argparse.Namespace) -> int | None:
@@ -286,7 +257,7 @@ def launch(options: argparse.Namespace) -> int | None:
     return None
 
 
-@_command(_FOLDER, _flag("--check", "write nothing; fail if a file is not as it would be"))
+@command(_FOLDER, flag("--check", "write nothing; fail if a file is not as it would be"))
 def render(options: argparse.Namespace) -> None:
     """Write accelerate_configs/ and deepspeed_configs/ for strategies, and for recipes that accelerate can divide."""
     from toolkit.distributed.config_files import render, stale, write
@@ -303,7 +274,7 @@ def render(options: argparse.Namespace) -> None:
     print(f"{len(files)} files of {len(files)} are current" if options.check else "\n".join(files))
 
 
-@_command(_RECIPE, _FOLDER, _option("--show", "N", "print N rows, trained tokens coloured", type=positive, default=0))
+@command(_RECIPE, _FOLDER, option("--show", "N", "print N rows, trained tokens coloured", type=positive, default=0))
 def data(options: argparse.Namespace) -> None:
     """Prepare and audit the data of a recipe."""
     loaded = _load(options)
@@ -327,51 +298,6 @@ def data(options: argparse.Namespace) -> None:
         print(f"\n{on_screen(rows, PAGED)}")
 
 
-@_command(_RUN)
-def report(options: argparse.Namespace) -> None:
-    """Write a run's report.html again."""
-    run = _run_folder(options.run)
-    from toolkit.report.run_page import write_report
-
-    print(printable(str(write_report(run))))
-
-
-@_command(
-    _RUN,
-    _option("--prompt", "TEXT", "a prompt; may be given several times", action="append"),
-    _option("--max-new-tokens", "N", "longest answer (256)", type=positive, default=256),
-    _option("--temperature", "T", "0 is greedy, the default", type=temperature, default=0.0),
-    _option("--top-p", "P", "with a temperature: nucleus sampling", type=share, default=1.0),
-    _option("--seed", "N", "seed of the sampling (42)", type=count, default=42),
-)
-def generate(options: argparse.Namespace) -> None:
-    """Sample from a run; interactive without --prompt."""
-    run = _run_folder(options.run)
-    if options.top_p != 1.0 and not options.temperature:
-        raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
-    _use_own_caches(run)
-    from toolkit.train.export import chat
-
-    sample = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
-    chat(run, options.prompt, options.max_new_tokens, sample, options.seed)
-
-
-@_command(
-    _option("runs", "run", "the run folder; of several, the adapters are added up", nargs="+"),
-    _option("--weights", "W1,W2,…", "how much of each adapter is added, such as 0.7,0.3", type=weights),
-    _option("--output", "DIR", "where the merged model goes (default: RUN/merged)"),
-)
-def merge(options: argparse.Namespace) -> None:
-    """Merge adapters of runs into their base and prove it equal."""
-    runs = [_run_folder(run) for run in options.runs]
-    if len(runs) > 1 and not options.output:
-        raise UserError("no folder is named for what several runs are merged into", "add --output DIR")
-    _use_own_caches(*runs)
-    from toolkit.train.merge import merge
-
-    print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
-
-
 def _load(options: argparse.Namespace, warns: bool = True) -> Any:
     from toolkit.recipe import split_arguments
     from toolkit.recipe.errors import warn
@@ -381,18 +307,3 @@ def _load(options: argparse.Namespace, warns: bool = True) -> Any:
     if warns:
         warn(loaded.warnings)
     return loaded
-
-
-def _use_own_caches(*runs: Path) -> None:
-    from toolkit.recipe.load import load_resolved
-
-    use_own(name for run in runs for name in load_resolved(run / "recipe.yaml").repositories)
-
-
-def _run_folder(text: str) -> Path:
-    run = Path(text)
-    if not run.is_dir():
-        raise UserError(f"there is no folder {text}", "name a run folder such as runs/NAME")
-    if not (run / "recipe.yaml").is_file():
-        raise UserError(f"{text} is not a run folder: it has no recipe.yaml", "name a folder such as runs/NAME")
-    return run

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from toolkit import __version__
-from toolkit.cli.commands import COMMANDS
+from toolkit.cli import commands, run_commands  # noqa: F401  They register what they hold.
+from toolkit.cli.registry import COMMANDS
 from toolkit.common import UserError, given_up, panicked
 from toolkit.output import add_help, add_verbosity, quiet_libraries, start_logging
 

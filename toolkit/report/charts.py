@@ -20,6 +20,8 @@ MAX_POINTS = 1000
 MAX_MARKS = 50
 FEW_POINTS = 16
 LOG_RATIO = 50.0
+COLOURS = 8
+"""Of lines of equal standing; the ninth looks like the first."""
 
 Style = Literal["line", "faint", "points"]
 """A line, raw values faintly behind a smoothed line, or a thin line with markers."""
@@ -27,12 +29,22 @@ Style = Literal["line", "faint", "points"]
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: a value at each of rising positions. Values that are not finite are marked, not drawn."""
+    """One line of a chart: a value at each of rising positions. Values that are not finite are marked, not drawn.
+
+    Args:
+        number: Which of several lines of equal standing it is, for a colour of its own; 0 where the style says all.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     style: Style = "line"
+    number: int = 0
+
+    @property
+    def look(self) -> str:
+        """Its classes in `style.css`."""
+        return f"{self.style} nth{(self.number - 1) % COLOURS + 1}" if self.number else self.style
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ def chart(
     x_axis = _step_axis(min(xs), max(xs))
     y_axis = _value_axis(sorted(value for line in series for value in line.y if _drawable(value)), from_zero, may_log)
     broken = {x for line in series for x, y in zip(line.x, line.y, strict=True) if not _drawable(y)}
-    legend: list[tuple[str, str]] = [(line.style, line.label) for line in series] if len(series) > 1 else []
+    legend: list[tuple[str, str]] = [(line.look, line.label) for line in series] if len(series) > 1 else []
     if broken:
         legend.append(("broken", f"{_steps_text(broken)} without a finite value"))
     if y_axis.log:
@@ -103,7 +115,7 @@ def _line(line: Series, x_axis: Axis, y_axis: Axis, height: int) -> dict[str, An
         for x, y in downsample(line.x, line.y)
     ]
     dots = points[:: max(len(points) // MAX_MARKS, 1)] if line.style == "points" or len(points) <= FEW_POINTS else []
-    return {"style": line.style, "path": _path(points), "dots": [point for point in dots if _drawable(point[1])]}
+    return {"style": line.look, "path": _path(points), "dots": [point for point in dots if _drawable(point[1])]}
 
 
 def downsample(x: Sequence[float], y: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[float, float]]:

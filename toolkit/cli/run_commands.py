@@ -1,0 +1,96 @@
+"""The commands of the console script `toolkit` that take runs: of each its options, and what it calls and prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from toolkit.cli.option_types import count, positive, share, temperature, weights
+from toolkit.cli.registry import command, option
+from toolkit.common import PAGED, UserError, printable
+from toolkit.files import write_atomically
+from toolkit.hub_cache import use_own
+
+_RUN = option("run", "run", "the run folder")
+
+
+@command(_RUN)
+def report(options: argparse.Namespace) -> None:
+    """Write a run's report.html again."""
+    run = _run_folder(options.run)
+    from toolkit.report.run_page import write_report
+
+    print(printable(str(write_report(run))))
+
+
+@command(
+    option("runs", "run", "run folders, at least two", nargs="+"),
+    option("--html", "FILE", "write a page as well"),
+)
+def compare(options: argparse.Namespace) -> None:
+    """Print what differs between runs, and what came out of them."""
+    runs = [_run_folder(run) for run in options.runs]
+    if len(runs) < 2:
+        raise UserError("one run is compared with nothing", "name two or more: toolkit compare RUN RUN")
+    from toolkit.report import terminal
+    from toolkit.report.comparison import compare, comparison_page, comparison_text
+    from toolkit.report.plan_text import width
+
+    compared = compare(runs)
+    text = comparison_text(compared, width())
+    terminal.write(text, terminal.console_of(sys.stdout), PAGED)
+    if options.html:
+        write_atomically(Path(options.html), comparison_page(compared))
+        print(f"wrote {options.html}", file=sys.stderr)
+
+
+@command(
+    _RUN,
+    option("--prompt", "TEXT", "a prompt; may be given several times", action="append"),
+    option("--max-new-tokens", "N", "longest answer (256)", type=positive, default=256),
+    option("--temperature", "T", "0 is greedy, the default", type=temperature, default=0.0),
+    option("--top-p", "P", "with a temperature: nucleus sampling", type=share, default=1.0),
+    option("--seed", "N", "seed of the sampling (42)", type=count, default=42),
+)
+def generate(options: argparse.Namespace) -> None:
+    """Sample from a run; interactive without --prompt."""
+    run = _run_folder(options.run)
+    if options.top_p != 1.0 and not options.temperature:
+        raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
+    _use_own_caches(run)
+    from toolkit.train.export import chat
+
+    sample = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
+    chat(run, options.prompt, options.max_new_tokens, sample, options.seed)
+
+
+@command(
+    option("runs", "run", "the run folder; of several, the adapters are added up", nargs="+"),
+    option("--weights", "W1,W2,…", "how much of each adapter is added, such as 0.7,0.3", type=weights),
+    option("--output", "DIR", "where the merged model goes (default: RUN/merged)"),
+)
+def merge(options: argparse.Namespace) -> None:
+    """Merge adapters of runs into their base and prove it equal."""
+    runs = [_run_folder(run) for run in options.runs]
+    if len(runs) > 1 and not options.output:
+        raise UserError("no folder is named for what several runs are merged into", "add --output DIR")
+    _use_own_caches(*runs)
+    from toolkit.train.merge import merge
+
+    print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
+
+
+def _use_own_caches(*runs: Path) -> None:
+    from toolkit.recipe.load import load_resolved
+
+    use_own(name for run in runs for name in load_resolved(run / "recipe.yaml").repositories)
+
+
+def _run_folder(text: str) -> Path:
+    run = Path(text)
+    if not run.is_dir():
+        raise UserError(f"there is no folder {text}", "name a run folder such as runs/NAME")
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"{text} is not a run folder: it has no recipe.yaml", "name a folder such as runs/NAME")
+    return run

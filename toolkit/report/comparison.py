@@ -1,0 +1,323 @@
+"""Several runs side by side: what was different about them, and what came out.
+
+What is the same in all of them is left out. Everything is read from the run folders, so that runs of other machines and
+runs that are still going on can be compared as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from toolkit.common import bytes_text, compact, duration, perplexity_of, perplexity_text, table
+from toolkit.recipe.dotted import inline, parts
+from toolkit.recipe.files import read
+from toolkit.report import page, plan_view
+from toolkit.report.charts import Series, chart, smooth
+from toolkit.report.load import Manifest, Record, finite, number, read_run
+
+MISSING = "\N{EN DASH}"
+_OF_THE_RUN = ("output.", "description")
+"""Keys of a recipe that change nothing of what is trained."""
+_ABREAST = 4
+"""Most runs that a terminal shows in columns; more are shown in rows, the best first."""
+_DIGITS = 12
+"""So much of a hash is shown."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing of all runs, as texts.
+
+    Args:
+        best: Which runs did best, where that can be said.
+    """
+
+    name: str
+    texts: tuple[str, ...]
+    best: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, in the order in which they were named.
+
+    Args:
+        records: Of each run.
+        names: Names of the runs, no two alike.
+        differences: What they were started with, by kind: only what is not the same in all.
+        results: What came out.
+        notices: What has to be known to compare them.
+    """
+
+    records: tuple[Record, ...]
+    names: tuple[str, ...]
+    differences: dict[str, list[Row]]
+    results: list[Row]
+    notices: list[str] = field(default_factory=list)
+
+
+def compare(runs: Sequence[Path]) -> Comparison:
+    """Reads run folders and finds what is different; never raises for what is in them."""
+    records = tuple(map(read_run, runs))
+    manifests = [record.manifest for record in records]
+    differences = {
+        "recipe": _different([_recipe_values(record) for record in records], inline),
+        "data and model": _different([_inputs(record) for record in records]),
+        "versions": _different([each.versions for each in manifests]),
+        "machine": _different([_machine(each) for each in manifests]),
+        "chosen by auto": _different([each.chosen for each in manifests]),
+    }
+    return Comparison(
+        records,
+        _names(runs, records),
+        {kind: rows for kind, rows in differences.items() if rows},
+        _results(records),
+        _notices(records),
+    )
+
+
+def comparison_text(compared: Comparison, columns: int = 80) -> Text:
+    """For a terminal of so many columns: few runs side by side, many in rows, the best first."""
+    names, blocks = compared.names, list[Text]()
+    few = len(names) <= _ABREAST
+    if (sum(map(len, names)) if few else max(map(len, names))) > columns // (2 if few else 3):
+        names = tuple(str(at) for at in range(1, len(names) + 1))
+        blocks.append(table(zip(names, compared.names, strict=True), columns=columns))
+    if not few:
+        blocks.append(_in_rows(compared, names, columns))
+    else:
+        titled = [*compared.differences.items(), ("results", compared.results)]
+        blocks += [_abreast(title, names, rows, columns) for title, rows in titled]
+    if not compared.differences:
+        blocks.insert(0, Text("Nothing of what they were started with is different."))
+    blocks += [table([(Text(text, "yellow"),)], "l", columns=columns) for text in compared.notices]
+    return Text("\n\n").join(blocks)
+
+
+def comparison_page(compared: Comparison) -> str:
+    """The same as a page of its own, with the curves of all runs over each other."""
+    records, names = compared.records, compared.names
+
+    def curves(key: str, evaluations: bool = False) -> list[Series]:
+        return [
+            Series(name, x, y if evaluations else smooth(y), "points" if evaluations else "line", index + 1)
+            for index, (name, record) in enumerate(zip(names, records, strict=True))
+            for x, y in [_points(record.evaluations if evaluations else record.training, key)]
+        ]
+
+    return page.render(
+        "comparison.html.j2",
+        title=" · ".join(names),
+        heading=f"{len(names)} runs compared",
+        compared=compared,
+        charts=[
+            chart("Held-out loss", curves("eval_loss", True), height=260, form=lambda value: f"{value:.4g}"),
+            chart("Training loss", curves("loss"), form=lambda value: f"{value:.4g}"),
+            chart("Tokens per second", curves("tokens_per_second"), from_zero=True, form=compact),
+        ],
+    )
+
+
+def _abreast(title: str, names: Sequence[str], rows: Sequence[Row], columns: int) -> Text:
+    """A column for each run; where they do not fit, a line for each run below each row's name."""
+    cells: list[list[str | Text]] = [["", *names]]
+    cells += [[row.name, *_marked(row)] for row in rows]
+    head, *lines = table(cells, "l" + "r" * len(names)).split("\n")
+    head.stylize("dim")
+    lines.insert(0, head)
+    if max(map(len, lines)) > columns:
+        lines = []
+        for row in rows:
+            pairs = zip(names, _marked(row), strict=True)
+            lines += [Text(row.name), *table(pairs, columns=columns, indent=2).split("\n")]
+    return Text("\n").join([Text(title[:1].upper() + title[1:], "bold"), *lines])
+
+
+def _marked(row: Row) -> list[str | Text]:
+    return [Text(text, "bold green") if at in row.best else text for at, text in enumerate(row.texts)]
+
+
+def _in_rows(compared: Comparison, names: Sequence[str], columns: int) -> Text:
+    """A row for each run: its result and as much of what is different in the recipes as fits."""
+    held_out = next((row for row in compared.results if row.name == "held-out loss"), None)
+    order = sorted(range(len(names)), key=lambda at: (_last_loss(compared.records[at]), at))
+    wanted = [row for row in compared.results if row.name in ("held-out loss", "training loss", "tokens/s", "status")]
+    own = compared.differences.get("recipe", [])
+    for count in range(len(own), -1, -1):
+        shown = [*own[:count], *wanted]
+        heads: list[str | Text] = ["", *(row.name.rpartition(".")[2] for row in shown)]
+        texts = [_marked(row) for row in shown]
+        cells = [heads, *([names[at], *(column[at] for column in texts)] for at in order)]
+        found = table(cells, "l" + "r" * len(shown))
+        if count == 0 or max(map(len, found.split("\n"))) <= columns:
+            break
+    lines = found.split("\n")
+    lines[0].stylize("bold")
+    others = sum(map(len, compared.differences.values())) - count
+    if others:
+        lines.append(Text(f"not shown: {others:,} of the differences (--html FILE has all)", "dim"))
+    if held_out is None:
+        lines.append(Text("None of them was evaluated on held-out rows.", "dim"))
+    return Text("\n").join(lines)
+
+
+def _different(values: Sequence[Mapping[str, Any]], form: Callable[[Any], str] = str) -> list[Row]:
+    """A row for each key whose values are not all the same."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(values))
+    rows = [Row(key, tuple(form(each[key]) if key in each else MISSING for each in values)) for key in keys]
+    return [row for row in rows if len(set(row.texts)) > 1]
+
+
+def _recipe_values(record: Record) -> dict[str, Any]:
+    """Values of the resolved recipe by dotted key, none of which has others within."""
+    content = read(record.folder / "recipe.yaml").values if record.recipe else {}
+    return {
+        key: value
+        for key, value in parts(content)
+        if not (isinstance(value, dict | list) and value) and not key.startswith(_OF_THE_RUN)
+    }
+
+
+def _inputs(record: Record) -> dict[str, str]:
+    hashes = {kind: record.manifest.hashes[kind][:_DIGITS] for kind in record.manifest.hashes if kind != "recipe"}
+    if record.audit:
+        hashes["rows trained on"] = f"{record.audit.train.rows:,}"
+        hashes["tokens trained on"] = f"{record.audit.train.tokens:,}"
+    return hashes
+
+
+def _machine(manifest: Manifest) -> dict[str, str]:
+    values = {}
+    if hardware := manifest.hardware:
+        values = {"device": hardware.device, "CPU": hardware.cpu}
+        if hardware.gpus:
+            values["GPUs"] = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
+    if manifest.batch:
+        values["processes"] = f"{manifest.batch.world_size:,}"
+    if manifest.git:
+        values["commit"] = manifest.git.commit[:_DIGITS] + ", changed since" * manifest.git.dirty
+    return values
+
+
+def _results(records: Sequence[Record]) -> list[Row]:
+    """What came out, as far as at least one run has it."""
+    losses = [_last_loss(record) for record in records]
+    lowest = min if len(_held_out_tokens(records)) < 2 else None
+    rows = [
+        Row("status", tuple(record.manifest.status or "unknown" for record in records)),
+        _figures("steps", [_newest(record, "step") for record in records], lambda value: f"{value:,.0f}"),
+        _figures("tokens", [_newest(record, "tokens") for record in records], compact),
+        _figures("held-out loss before", [_first_loss(record) for record in records], _loss),
+        _figures("held-out loss", losses, _loss, lowest),
+        _figures("perplexity", losses, lambda loss: perplexity_text(perplexity_of(loss)), lowest),
+        *(_figures(name, found, lambda value: f"{value:.4g}", max) for name, found in _scores(records)),
+        _figures("training loss", [_newest(record, "loss") for record in records], _loss),
+        _figures("tokens/s", [_or_nan(record.tokens_per_second) for record in records], compact, max),
+        _figures(
+            "time of a step",
+            [_or_nan(record.speed.median if record.speed else None) for record in records],
+            plan_view.seconds_text,
+        ),
+        _figures("time", [_or_nan(record.train_seconds) for record in records], duration),
+        _figures(
+            "peak memory",
+            [record.peak_memory[1] if record.peak_memory else math.nan for record in records],
+            bytes_text,
+            min,
+        ),
+        _figures("energy", [_energy(record) for record in records], plan_view.energy_text),
+    ]
+    return [row for row in rows if set(row.texts) != {MISSING}]
+
+
+def _figures(
+    name: str,
+    values: Sequence[float],
+    form: Callable[[float], str],
+    best: Callable[[Sequence[float]], float] | None = None,
+) -> Row:
+    """A row of figures, of which those that are not known, or no numbers, are left out."""
+    known = [value for value in values if math.isfinite(value)]
+    leading = best(known) if best and len(set(known)) > 1 else None
+    return Row(
+        name,
+        tuple(form(value) if math.isfinite(value) else MISSING for value in values),
+        tuple(at for at, value in enumerate(values) if value == leading),
+    )
+
+
+def _scores(records: Sequence[Record]) -> list[tuple[str, list[float]]]:
+    """What evaluations measured beside the loss, all of which is better the higher it is."""
+    names = {"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "exact match", "eval_accuracy": "accuracy"}
+    results = [record.result or {} for record in records]
+    return [(name, [_or_nan(number(each.get(key))) for each in results]) for key, name in names.items()]
+
+
+def _notices(records: Sequence[Record]) -> list[str]:
+    """Why losses may not be compared."""
+    notices = [f"{record.folder}: {problem}" for record in records for problem in record.problems]
+    tokens = _held_out_tokens(records)
+    if len(tokens) > 1:
+        counts = ", ".join(f"{count:,.0f}" for count in sorted(tokens))
+        notices.append(f"Held-out losses are not of the same tokens ({counts}): which is lower says little.")
+    objectives = {_recipe_values(record).get("objective") for record in records if record.recipe}
+    if len(objectives) > 1:
+        notices.append("The runs have different objectives, whose losses cannot be compared.")
+    return notices
+
+
+def _held_out_tokens(records: Sequence[Record]) -> set[float]:
+    """Of how many tokens the runs' losses are."""
+    return {count for record in records if record.result for count in finite([record.result], "eval_tokens")}
+
+
+def _names(runs: Sequence[Path], records: Sequence[Record]) -> tuple[str, ...]:
+    """The runs' names, and their paths where two have the same; numbered where one was named twice."""
+    names = [record.name for record in records]
+    if len(set(names)) < len(names):
+        names = [str(run) for run in runs]
+    return tuple(f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1))
+
+
+def _last_loss(record: Record) -> float:
+    value = number(record.result["eval_loss"]) if record.result else None
+    return math.inf if value is None or not math.isfinite(value) else value
+
+
+def _first_loss(record: Record) -> float:
+    """Before training; NaN for a run that was not evaluated then."""
+    row = next((row for row in record.evaluations if row["step"] == 0), {})
+    return _or_nan(number(row.get("eval_loss")))
+
+
+def _newest(record: Record, key: str) -> float:
+    """Of the last steps, where a loss is the mean of a twentieth of them: one batch says little."""
+    values = finite(record.training, key)
+    if key == "loss" and values:
+        return statistics.fmean(values[-max(1, len(values) // 20) :])
+    return values[-1] if values else math.nan
+
+
+def _energy(record: Record) -> float:
+    return _or_nan(record.manifest.measured.energy_kwh if record.manifest.measured else None)
+
+
+def _points(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    points = [(float(row["step"]), value) for row in rows if (value := number(row.get(key))) is not None]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}"
