@@ -212,7 +212,10 @@ def test_order_of_overrides(
         ("batch_size=8", ["several keys", "batch.global_batch_size, batch.micro_batch_size, evaluation.batch_size"]),
         ("sources.0.path=x", ["sources.0.path", "one entry of a list", "sources=[…]"]),
         ("optimizer.args.betas.1=3", ["one entry of a list", "write all of it: optimizer.args.betas=[…]"]),
-        ("seed=1,2", ["seed", "one value", "1,2", "for each: toolkit plan … --sweep seed=1,2"]),
+        (
+            "seed=1,2",
+            ["seed", "one value", "1,2", "for each: toolkit sweep … seed=1,2, or toolkit plan … --sweep seed=1,2"],
+        ),
         ("prompts=[a", ["evaluation.prompts", "cannot be read", "close every bracket"]),
         ("~sed", ["sed", "unknown key", "did you mean `~seed`?"]),
         ("~optimizer.learning_rat", ["unknown key", "did you mean `~optimizer.learning_rate`?"]),

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.option_types import count, port, positive, price, sweep
+from toolkit.cli.option_types import count, port, positive, price, values_of_key
 from toolkit.cli.registry import command, flag, option
 from toolkit.common import LINES, PAGED, UserError, brief, fitted, on_screen, printable, table
 from toolkit.hub_cache import use_own
@@ -160,7 +160,13 @@ def doctor(options: argparse.Namespace) -> None:
     option("--serve", "TOKENS", "context length at which the trained model is to run (batch.seq_len)", type=positive),
     option("--html", "FILE", "write a page as well"),
     option("--compare", "NAME", "further recipes, or 'NAME key=value' as one text", nargs="+", action="extend"),
-    option("--sweep", "KEY=V1,V2", "a plan for each value; several sweeps are combined", type=sweep, action="append"),
+    option(
+        "--sweep",
+        "KEY=V1,V2",
+        "a plan for each value; several sweeps are combined",
+        type=values_of_key,
+        action="append",
+    ),
     flag("--layouts", "a plan for each way to divide layers, rows and experts over the devices"),
 )
 def plan(options: argparse.Namespace) -> None:
@@ -255,6 +261,32 @@ def launch(options: argparse.Namespace) -> int | None:
     else:
         launch.run(cluster, options.rank, arguments)
     return None
+
+
+@command(
+    _RECIPE,
+    _FOLDER,
+    option("--gpus", "N", "GPUs of this machine, a process each (default: all)", type=count),
+    flag("--print", "only print what would be trained"),
+)
+def sweep(options: argparse.Namespace) -> int:
+    """Train every combination of values: toolkit sweep recipe=NAME key=1,2."""
+    from toolkit.cli import sweep
+    from toolkit.report import terminal
+    from toolkit.report.comparison import comparison_text
+    from toolkit.report.plan_text import width
+
+    found = sweep.trials(options.arguments, options.recipes)
+    if options.print:
+        print(printable("\n".join(sweep.shell_lines(found))))
+        return 0
+    status = sweep.run(found, options.gpus, sweep.told)
+    if compared := sweep.compare_all(found):
+        page = found[0].folder.parent / sweep.PAGE
+        print(f"\n{len(compared.names)} of {len(found)} runs, the best first" if len(found) > 4 else "")
+        terminal.write(comparison_text(compared, width()), terminal.console_of(sys.stdout), str(page))
+        print(printable(f"\npage: {page}"))
+    return status
 
 
 @command(_FOLDER, flag("--check", "write nothing; fail if a file is not as it would be"))

@@ -65,7 +65,7 @@ def _number(text: str, below: float, wrong: str) -> float:
     return number
 
 
-def sweep(text: str) -> tuple[str, list[str]]:
+def values_of_key(text: str) -> tuple[str, list[str]]:
     """`KEY=V1,V2,…`: a key and its values. Commas inside brackets and quotes belong to a value."""
     key, equals, rest = (part.strip() for part in text.partition("="))
     values = list(dict.fromkeys(value.strip() for value in _split(rest)))

@@ -45,7 +45,7 @@ def run(
     """
     launch.check_resume(loaded.recipe, "a training that is restarted")
     folder, gpus = loaded.run_folder, launch.gpu_names()
-    group, before = _Group(), None
+    group, before = Group(), None
     for number in itertools.count(1):
         status = group.run(launch.line(cluster, rank, arguments), launch.variables(cluster), number - 1)
         if group.stopped or not _may_pass(status) or read_manifest(folder)[0].status == "finished":
@@ -70,7 +70,7 @@ class _GivenUp(UserError):
         self.exit_code = status
 
 
-class _Group:
+class Group:
     """The processes of one attempt after the other, and whether somebody has stopped them."""
 
     def __init__(self) -> None:

@@ -30,11 +30,11 @@ _FLAGS = {
 }
 _SETTINGS = {
     "run": "output.dir=DIR and output.name=NAME say where a run is written",
-    "sweep": "output.dir=DIR and output.name=NAME say where a run is written",
+    "sweep": "`toolkit sweep recipe=NAME KEY=V1,V2` trains with each value, in folders beside each other",
     "job": "output.name=NAME names a run; processes stay in the folder where they were started",
     "verbose": "write --verbose",
     "launcher": "`toolkit launch --slurm` writes a batch script",
-    "sweeper": "`toolkit plan … --sweep KEY=V1,V2` compares values before anything is trained",
+    "sweeper": "`toolkit plan … --sweep KEY=V1,V2` compares values before anything is trained, `toolkit sweep` after",
     "searchpath": "write --recipes DIR",
 }
 
@@ -61,28 +61,20 @@ def refuse_flags(arguments: Sequence[str]) -> None:
         if name in flags:
             what, change = flags[name]
             rest = [text for text in arguments if "=" in text and not text.startswith("-")] or ["recipe=NAME"]
-            raise Usage(f"{name}: {what}", change.format(rest=shlex.join(rest), sweep=_loop(rest)))
+            raise Usage(f"{name}: {what}", change.format(rest=shlex.join(rest), sweep=_sweep(rest)))
 
 
-def _loop(arguments: Sequence[str]) -> str:
-    """A line of shell that trains every combination of the values that are separated by commas."""
+def _sweep(arguments: Sequence[str]) -> str:
+    """The commands that plan and train every combination of the values that are separated by commas."""
     swept = [(argument.partition("=")[0], values) for argument in arguments if (values := swept_values(argument))]
     if endless := [argument for argument in arguments if swept_values(argument) is None]:
         return f"{' '.join(endless)}: write the values, as in seq_len=128,256; {UNSUPPORTED}"
     if not swept:
-        return "`toolkit plan recipe=NAME --sweep KEY=V1,V2` plans each value; a loop of the shell trains each"
-    variables = {key: re.sub(r"\W", "_", key) for key, _ in swept}
-    loops = [f"for {variables[key]} in {shlex.join(values)}; do" for key, values in swept]
-    kept = [shlex.quote(text) for text in arguments if text.partition("=")[0] not in variables]
-    changes = [
-        f"{key}=${variables[key]}" if _is_plain(values) else f'{key}="${variables[key]}"' for key, values in swept
-    ]
-    name = "-".join(_in_name(variables[key], values) for key, values in swept)
-    if len(swept) == 1:  # A number alone is no name.
-        name = f"{swept[0][0].rpartition('.')[2]}-{name}"
-    line = " ".join([*loops, "toolkit launch", *kept, *changes, f'output.name="{name}"' + "; done" * len(loops)])
+        return "`toolkit sweep recipe=NAME KEY=V1,V2` trains with each value"
+    keys = [key for key, _ in swept]
+    kept = [shlex.quote(text) for text in arguments if text.partition("=")[0] not in keys]
     sweeps = " ".join(f"--sweep {shlex.quote(key + '=' + ','.join(values))}" for key, values in swept)
-    return f"plan each: `toolkit plan {' '.join([*kept, sweeps])}`; train each: `{line}`"
+    return f"plan each: `toolkit plan {' '.join([*kept, sweeps])}`; train each: `toolkit sweep {shlex.join(arguments)}`"
 
 
 def swept_values(argument: str) -> list[str] | None:
@@ -100,15 +92,6 @@ def swept_values(argument: str) -> list[str] | None:
         return None
     # As they were typed: Hydra would make 0.001 of 1e-3.
     return [value.strip() for value in _VALUE.findall(re.sub(r"^choice\((.*)\)$", r"\1", text))]
-
-
-def _in_name(variable: str, values: Sequence[str]) -> str:
-    """A variable of the shell in the name of a run folder: what folders cannot be called becomes `_`."""
-    return f"${variable}" if _is_plain(values) else f"${{{variable}//[^A-Za-z0-9._-]/_}}"
-
-
-def _is_plain(values: Sequence[str]) -> bool:
-    return all(re.fullmatch(r"[\w.-]+", value) for value in values)
 
 
 def hint(argument: str) -> str:

@@ -255,10 +255,10 @@ def _one_value(key: str, text: str) -> str:
     if values is None:
         return f"write one value; {hydra_habits.UNSUPPORTED}"
     place = f"{key}.{sections()[key].main_key}" if key in sections() else key
-    each = "toolkit plan … --sweep " + shlex.quote(f"{key}={','.join(values)}")
+    asked = shlex.quote(f"{key}={','.join(values)}")
     ways = [f"for a list: {shlex.quote(f'{key}=[{text}]')}"] if is_accepted(place, values) else []
     ways += [f"for text: {key}='\"{text}\"'"] if is_accepted(place, text) or place == "data.sources" else []
-    return ", ".join([*ways, f"for each: {each}"])
+    return ", ".join([*ways, f"for each: toolkit sweep … {asked}, or toolkit plan … --sweep {asked}"])
 
 
 def _set(key: str, value: Any, result: Overrides) -> None:

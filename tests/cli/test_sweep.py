@@ -1,0 +1,124 @@
+"""`toolkit sweep`: which runs, in which folders; what goes on after a kill; what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import environment, losses
+from small import place_with
+
+from toolkit.cli.main import main
+from toolkit.cli.sweep import PAGE, trials
+from toolkit.common import UserError
+from toolkit.report.load import read_manifest
+
+place = place_with("llama")
+
+ASKED = ("recipe=small", "schedule.max_steps=1")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "toolkit", "sweep", *ASKED, *arguments]
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        (
+            ["learning_rate=1e-4,2e-4", "seed=range(1,3)"],
+            [f"learning_rate-{rate}_seed-{seed}" for rate in ("1e-4", "2e-4") for seed in (1, 2)],
+        ),
+        (["method=choice(lora,full)"], ["method-lora", "method-full"]),
+        (
+            ["method=lora", "method.target_modules=[q_proj],[k_proj,v_proj]"],
+            ["target_modules-q_proj", "target_modules-k_proj-v_proj"],
+        ),
+        (["seed=1,1,2"], ["seed-1", "seed-2"]),
+    ],
+)
+def test_every_combination_is_a_run_of_its_own(arguments: list[str], runs: list[str]) -> None:
+    found = trials([*ASKED, *arguments])
+    assert [each.folder for each in found] == [Path("runs/small-sweep") / name for name in runs]
+
+
+def test_values_reach_the_recipe() -> None:
+    found = trials([*ASKED, "optimizer.learning_rate=1e-4,2e-4", "output.name=mine", "output.dir=elsewhere/here"])
+    assert [each.loaded.recipe.optimizer.learning_rate for each in found] == [1e-4, 2e-4]
+    assert found[1].folder == Path("elsewhere/here/mine-sweep/learning_rate-2e-4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["seed=1"], ["no key has several values", "learning_rate=1e-4,2e-4"]),
+        (["learning_rate=interval(1e-5,1e-3)"], ["interval", "write the values"]),
+        (["seed=1,2", "seed=3,4"], ["seed is written twice"]),
+        (["learning_rate=1e-4,-1", "seed=1,2"], ["learning_rate=-1 seed=1", "learning_rate=-1 seed=2", "nothing was"]),
+        (["seed=1,2", "checkpoint.resume=never"], ["checkpoint.resume=auto"]),
+    ],
+)
+def test_what_cannot_be_swept_is_said_before_anything_starts(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        trials([*ASKED, *arguments])
+    for word in words:
+        assert word in str(caught.value), word
+    assert not Path("runs").exists()
+
+
+def test_what_is_printed_trains_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *ASKED, "seed=1,2", "--print"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        f"toolkit launch recipe=small schedule.max_steps=1 seed={seed} "
+        f"output.dir=runs/small-sweep output.name=seed-{seed}"
+        for seed in (1, 2)
+    ]
+
+
+@pytest.mark.slow
+def test_nine_runs_killed_half_way_go_on_where_they_were(place: Path) -> None:
+    asked = command("learning_rate=1e-3,2e-3,3e-3", "seed=1,2,3", "output.dir=nine")
+    folder = place / "nine" / "small-sweep"
+    first = subprocess.Popen(asked, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done: list[Path] = []
+    while len(done) < 4 and first.poll() is None:
+        time.sleep(0.2)
+        done = [each for each in folder.glob("*/") if read_manifest(each)[0].status == "finished"]
+    os.kill(first.pid, signal.SIGKILL)
+    assert len(done) == 4, first.communicate()[0].decode()
+    first.wait()
+    before = {each: (each / "final").stat().st_mtime_ns for each in done}
+
+    again = subprocess.run(asked, env=environment(), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    runs = sorted(folder.glob("*/"))
+    assert len(runs) == 9 and all(read_manifest(each)[0].status == "finished" for each in runs)
+    assert again.stderr.count("finished before") >= 4
+    assert {each: (each / "final").stat().st_mtime_ns for each in done} == before
+    assert len({tuple(losses(each)) for each in runs}) == 3, "the first step's loss depends on the seed alone"
+    assert "learning_rate" in again.stdout and (folder / PAGE).is_file()
+
+    changed = subprocess.run([*asked, "batch.seq_len=64"], env=environment(), capture_output=True, text=True)
+    assert changed.returncode != 0 and "holds another run" in changed.stderr and "seq_len" in changed.stderr
+
+
+def test_a_run_that_fails_does_not_stop_the_others(place: Path) -> None:
+    Path("broken.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    asked = command("data.sources=[broken.jsonl],[chat.jsonl]", "output.dir=failing")
+    done = subprocess.run(asked, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "1 of 2 runs failed" in done.stderr and "the same command tries them again" in done.stderr
+    statuses = {read_manifest(each)[0].status for each in (place / "failing" / "small-sweep").glob("*/")}
+    assert "finished" in statuses
