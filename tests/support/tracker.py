@@ -151,7 +151,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _of_others(whole: Any, group: Any) -> int:
-    """Bytes of whole tensors of numbers less the share of one process of a group. Norms and flags are no such tensors."""
+    """Bytes of whole tensors less the share of one process of a group. Norms and flags are no such tensors."""
     size = torch.distributed.ProcessGroup.unbox(group).size()
     numbers = (each for each in tree_leaves(whole) if each.is_floating_point() and each.numel() > 1)
     return sum(each.nbytes for each in numbers) * (size - 1) // size
@@ -245,8 +245,9 @@ def tracked(run: Callable[[], int], explain: bool = False, limit: float = math.i
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
-    `exchanged PHASE` to those that were sent to processes that share rows or divide layers (`gradients PHASE` and
-    `weights PHASE` by an engine that is written in Python), and `scored PHASE` to the tokens whose logits such processes have parts of."""
+    `exchanged PHASE` to those that were sent to processes that share rows or divide layers (`exchanged gradients PHASE`
+    and `exchanged weights PHASE`: by ZeRO), and `scored PHASE` to the tokens whose logits such processes have parts of.
+    """
     from cpu_engines import use_cpu_processes
 
     from toolkit.train import watchdog
