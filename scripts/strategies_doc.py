@@ -117,7 +117,8 @@ attention does not train.
 ## Layers that several devices divide
 
 Where the weights of a layer do not fit, or a step must not wait for gathering them, `parallel.tensor=N` has N devices
-divide each layer (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp` and `fsdp`:
+divide each layer (tensor parallelism, Shoeybi et al. 2019), under `strategy.name=ddp`, `zero1`, `zero2`
+and `fsdp`:
 
 ```sh
 toolkit plan recipe=llama_3_1_8b_lora hardware=h100x8 strategy.name=ddp parallel.tensor=4
@@ -128,12 +129,14 @@ optimizer state, and of embeddings and output head a part of the vocabulary, whe
 them; norms are whole on all. They read the same rows, and sum hidden states twice in each direction of a layer, which
 nothing hides: neighbouring ranks divide, so that with N up to the devices of a node the sums stay within it. Logits are
 not gathered for the loss: of each token the largest, the sum of exponentials and the label's are reduced. What is left
-of the devices is data-parallel, and `fsdp` shards each part over those that have the same one; with `parallel.sequence`
-or `parallel.context` groups of them share rows besides. Layers are divided as Transformers' own plan for the
-architecture says. N must divide the heads of keys and values, all heads and the inner width; architectures whose plan
-needs more than columns and rows (mixtures of experts) are refused, and so is what has not been tried with it: other
-strategies, offloading, quantization, streams, compiled layers, and under `fsdp` projections that are several in one
-(Phi-3, GLM), of which each process has a part of every one of the several. Losses stay those of one process. Final
+of the devices is data-parallel: `fsdp` shards each part over those that have the same one, ZeRO-1 and 2 divide its
+gradients and optimizer state over them; with `parallel.sequence` or `parallel.context` groups of them share rows
+besides. Layers are divided as Transformers' own plan for the architecture says, on every engine alike; DeepSpeed's own
+way (AutoTP), which knows no adapters of PEFT, is not used. N must divide the heads of keys and values, all heads and
+the inner width; architectures whose plan needs more than columns and rows (mixtures of experts) are refused, and so is
+what has not been tried with it: ZeRO-3, of which `fsdp` does the same, parameters that are offloaded, quantization,
+streams, compiled layers, and under `fsdp` projections that are several in one (Phi-3, GLM), of which each process has a
+part of every one of the several. Losses stay those of one process. Final
 models and adapters are plain files as ever, and any number of processes and any strategy goes on from a checkpoint.
 Every process reads the whole model into host memory before it keeps its part.
 

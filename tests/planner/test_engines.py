@@ -147,6 +147,8 @@ def test_peaks_fall_with_the_processes_that_share_a_row(way, method, folder, ran
                 ("lora", ["activation_checkpointing.mode=full"]),
                 ("full", ["parallel.sequence=2"]),
                 ("full", ["parallel.context=2"]),
+                ("full", ["strategy.name=zero2", *_ZERO]),
+                ("lora", ["strategy.name=zero1", "strategy.reduce_bucket_size=60000"]),
             )
         ),
     ],
@@ -170,6 +172,56 @@ def test_peaks_and_sums_of_processes_that_divide_layers_are_as_planned(method, f
         assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
     for phase in ("forward", "backward"):
         assert real[f"exchanged {phase}"] == sent[phase]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "method", "further"),
+    [
+        ("zero2", "full", _FP32),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in (
+                ("zero1", "full", _FP32),
+                ("zero2", "lora", _FP32),
+                ("zero1", "full", _BF16),
+                ("zero2", "full", _BF16),
+                ("zero2", "full", [*_FP32, "strategy.offload_optimizer=cpu", "strategy.pin_memory=false"]),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_what_zero_holds_and_sends_beside_divided_layers_is_planned(
+    engine, method, further, accumulation, folder, ranks, monkeypatch
+):
+    """Of four processes that divide layers by two: memory within 3%, gradients and weights to the byte."""
+    monkeypatch.chdir(folder)
+    # Again a bucket that holds about what a process trains of a layer.
+    bucket = {"full": 500_000, "lora": 60_000}[method]
+    arguments = ["recipe=wide", f"method.name={method}", f"strategy.name={engine}", *further, "parallel.tensor=2"]
+    arguments += [f"strategy.reduce_bucket_size={bucket}", f"batch.global_batch_size={2 * accumulation}"]
+    name = "-".join(["beside", engine, method, str(accumulation), *(each.rpartition("=")[2] for each in further)])
+    done = ranks.run(folder, *arguments, f"output.name={name}", processes=4, entry="tracker")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan, real = planned(*arguments, processes=4).phases, measured(Path(folder), 4)
+    for phase in ("forward", "backward", "step"):
+        assert sum(plan[phase].values()) == pytest.approx(real[phase], rel=0.03), phase
+    reduced, gathered = _by_zero(arguments, 4)
+    assert (real["exchanged gradients backward"], real["exchanged weights step"]) == (3 * reduced, 3 * gathered)
+
+
+def _by_zero(arguments, processes):
+    """Bytes that a process is planned to send of gradients and of weights in a step of ZeRO."""
+    from toolkit.planner.speed.communication import sums, transfers
+
+    workload = _workload(arguments, processes)
+    others = list(sums(workload, 0, 0))
+    sent = [each for each in transfers(workload, 0, 0, 0) if each not in others and not each.to_host]
+    return tuple(
+        sum(each.times * sum(each.sent.values()) for each in sent if each.during == during)
+        for during in ("backward", "step")
+    )
 
 
 @pytest.mark.slow
@@ -234,24 +286,12 @@ def _handed_on(arguments, plan, place, micro_batches):
     """Bytes that a process of a pipeline is planned to send for micro-batches of so many tokens."""
     import dataclasses
 
-    from toolkit.distributed.layout import batch_layout
-    from toolkit.planner.hardware import find
-    from toolkit.planner.kernels import backend
     from toolkit.planner.pipeline import hops, of_process, tied_bytes
-    from toolkit.planner.trace.setting import setting_of
-    from toolkit.planner.trace.store import obtain
-    from toolkit.planner.workload import Workload
-    from toolkit.recipe import model_configs, split_arguments
-    from toolkit.recipe.rules import load_checked
 
-    recipe = load_checked(*split_arguments(list(arguments))).recipe
-    config, hardware = model_configs.config_of(recipe.model), find("cpux2")
-    layout = batch_layout(recipe, 2)
-    setting = setting_of(recipe, config, "cpu", backend(recipe, hardware, config, None)[0], layout)
-    whole = Workload(recipe, layout, hardware, obtain(setting, "in_process"))
+    whole = _workload(arguments, 2)
     own = of_process(dataclasses.replace(whole, stages=tuple(plan.stages)), place)
     sent = [hops(own, own.trace.boundary.of(own.trace.layers, tokens, 0), tokens) for tokens in micro_batches]
-    steps = len(micro_batches) // layout.gradient_accumulation_steps
+    steps = len(micro_batches) // whole.layout.gradient_accumulation_steps
     return sum(map(sum, sent)) + steps * tied_bytes(own)
 
 
@@ -261,10 +301,21 @@ def _summed(arguments, processes, batches, share):
     Args:
         share: Of the tokens those that are scored.
     """
+    from toolkit.planner.speed.communication import exchanges, sums
+
+    workload = _workload(arguments, processes)
+    found = [
+        each for tokens in batches for each in (*sums(workload, tokens, share * tokens), *exchanges(workload, tokens))
+    ]
+    sent = [(each.during, next(iter(each.sent.values()))) for each in found]
+    return {phase: round(sum(size for during, size in sent if during == phase)) for phase in ("forward", "backward")}
+
+
+def _workload(arguments, processes):
+    """What figures of a plan are computed from, on processes on a CPU."""
     from toolkit.distributed.layout import batch_layout
     from toolkit.planner.hardware import find
     from toolkit.planner.kernels import backend
-    from toolkit.planner.speed.communication import exchanges, sums
     from toolkit.planner.trace.setting import setting_of
     from toolkit.planner.trace.store import obtain
     from toolkit.planner.workload import Workload
@@ -276,12 +327,7 @@ def _summed(arguments, processes, batches, share):
     layout = batch_layout(recipe, processes)
     setting = setting_of(recipe, config, "cpu", backend(recipe, hardware, config, None)[0], layout)
     heads = model_configs.attention_widths(config)
-    workload = Workload(recipe, layout, hardware, obtain(setting, "in_process"), heads=heads)
-    found = [
-        each for tokens in batches for each in (*sums(workload, tokens, share * tokens), *exchanges(workload, tokens))
-    ]
-    sent = [(each.during, next(iter(each.sent.values()))) for each in found]
-    return {phase: round(sum(size for during, size in sent if during == phase)) for phase in ("forward", "backward")}
+    return Workload(recipe, layout, hardware, obtain(setting, "in_process"), heads=heads)
 
 
 @pytest.mark.slow

@@ -308,7 +308,7 @@ EDGES: list[tuple[str, str, list[str], list[str]]] = [
     ("context-eva", LORA + "method.init_lora_weights=eva ", [GATHERED], ["", "parallel.context=1"]),
     ("context-neftune", NOISE, [GATHERED], ["", "parallel.context=1"]),
     ("tensor-widths", DDP, [], each("parallel.tensor", "1 2 5")),
-    ("tensor-strategy", PARTS, STAGES, [DDP, FSDP]),
+    ("tensor-strategy", PARTS, [ZERO3], [DDP, ZERO1, ZERO2, FSDP]),
     ("tensor-hybrid", FSDP + PARTS, ["strategy.sharding=hybrid_shard"], ["", "strategy.sharding=shard_grad_op"]),
     ("tensor-offload", FSDP + PARTS, ["strategy.offload_param=cpu"], [""]),
     ("tensor-seq2seq", SEQ2SEQ + DDP, [PARTS], ["", "parallel.tensor=1"]),

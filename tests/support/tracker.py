@@ -74,6 +74,10 @@ class Tracker(TorchDispatchMode):
         elif str(func) == "c10d.send.default" and self.phase == "pipeline":
             # Not the votes of the first step.
             self.exchanged[self.phase] += sum(each.nbytes for each in args[0] if each.is_floating_point())
+        elif str(func) == "c10d.allreduce_.default":
+            self.exchanged[f"gradients {self.phase}"] += 2 * _of_others(args[0], args[1])
+        elif str(func) in ("c10d.allgather_.default", "c10d._allgather_base_.default"):
+            self.exchanged[f"weights {self.phase}"] += _of_others(args[0], args[2])
         elif str(func) == "toolkit.send_rows.default":
             rows, sent, _ = args
             mine = sent[torch.distributed.get_rank() % len(sent)]
@@ -144,6 +148,13 @@ class Tracker(TorchDispatchMode):
                 places.append(f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back  # type: ignore[assignment]
         return f"{self.phase} {maker.removeprefix('aten.')} < " + " < ".join(places)
+
+
+def _of_others(whole: Any, group: Any) -> int:
+    """Bytes of whole tensors less the share of one process of a group. Norms and flags are no such tensors."""
+    size = torch.distributed.ProcessGroup.unbox(group).size()
+    numbers = (each for each in tree_leaves(whole) if each.is_floating_point() and each.numel() > 1)
+    return sum(each.nbytes for each in numbers) * (size - 1) // size
 
 
 @contextmanager
@@ -234,8 +245,9 @@ def tracked(run: Callable[[], int], explain: bool = False, limit: float = math.i
 
 def main(arguments: Sequence[str]) -> int:
     """What `toolkit/run.py` does, and beside it `peaks-RANK.json` in the current folder: phase to peak in bytes,
-    `exchanged PHASE` to those that were sent to processes that share rows or divide layers, and `scored PHASE` to the
-    tokens whose logits such processes have parts of."""
+    `exchanged PHASE` to those that were sent to processes that share rows or divide layers (`exchanged gradients PHASE`
+    and `exchanged weights PHASE`: by ZeRO), and `scored PHASE` to the tokens whose logits such processes have parts of.
+    """
     from cpu_engines import use_cpu_processes
 
     from toolkit.train import watchdog
@@ -247,7 +259,7 @@ def main(arguments: Sequence[str]) -> int:
     explain = bool(os.environ.get("TRACKER_EXPLAIN"))
     code, tracker = tracked(lambda: train(arguments), explain, float(os.environ.get("TRACKER_LIMIT", "inf")))
     rows: dict[str, Any] = {phase: peak.bytes for phase, peak in tracker.peaks.items()}
-    rows |= {f"exchanged {phase}": size for phase, size in tracker.exchanged.items()}
+    rows |= {f"exchanged {what}": size for what, size in tracker.exchanged.items()}
     rows |= {f"scored {phase}": count for phase, count in tracker.scored.items()}
     rank = os.environ.get("RANK", "0")
     Path(f"peaks-{rank}.json").write_text(json.dumps(rows))

@@ -109,6 +109,8 @@ DIVISIONS = {
     "pipeline": ["parallel.pipeline=2"],
     "zero_bubble": ["parallel.pipeline=2", "parallel.schedule=zero_bubble", "model.path=deep"],
     "tensor": ["parallel.tensor=2"],
+    "tensor_zero1": ["parallel.tensor=2", "strategy=zero1"],
+    "tensor_zero2": ["parallel.tensor=2", "strategy=zero2"],
     "sequence": ["parallel.sequence=2"],
     "context": ["parallel.context=2"],
     "expert": ["parallel.expert=2", "model.path=mixture"],

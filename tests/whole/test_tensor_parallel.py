@@ -33,14 +33,18 @@ CORE = [
     ("qwen3", "full", False, 4, 2, "ddp"),
     ("gemma3", "lora", True, 1, 4, "ddp"),
     ("gemma3", "full", True, 4, 4, "fsdp"),
+    ("qwen3", "full", False, 4, 4, "zero2"),
+    ("mistral", "lora", True, 1, 4, "zero1"),
     ("mistral", "lora", False, 4, 4, "ddp-sequence"),
 ]
 CELLS = [
     *CORE,
     *itertools.product(MODELS, ("full", "lora"), (False, True), (1, 4), (2, 4), ("ddp",)),
-    *itertools.product(MODELS, ("full", "lora"), (False, True), (1, 4), (4,), ("fsdp",)),
+    *itertools.product(MODELS, ("full", "lora"), (False, True), (1, 4), (4,), ("fsdp", "zero1", "zero2")),
+    *itertools.product(("llama",), ("full", "lora"), (False, True), (1, 4), (2,), ("zero1", "zero2")),
     *itertools.product(("llama", "qwen3"), ("full", "lora"), (False,), (1, 4), (4,), ("ddp-sequence", "ddp-context")),
     *itertools.product(("gemma3",), ("full", "lora"), (True,), (4,), (4,), ("fsdp-sequence", "fsdp-context")),
+    *itertools.product(("llama",), ("full", "lora"), (True,), (4,), (4,), ("zero2-sequence", "zero2_offload")),
 ]
 """Model, method, packing, micro-batches of a step, processes, of which two divide each layer, and engine, beside which
 two of those that have the same part may share rows."""
@@ -149,6 +153,8 @@ def test_one_process_that_sums_in_parts_is_one_that_does_not_but_for_rounding(
         ("full", "tensor", "tensor"),
         ("lora", "single", "tensor"),
         ("full", "sharded", "tensor"),
+        ("full", "tensor_zero2", "tensor"),
+        ("full", "tensor", "tensor_zero1"),
         pytest.param("full", "sharded", "sharded", marks=pytest.mark.matrix),
         pytest.param("lora", "sharded", "single", marks=pytest.mark.matrix),
         pytest.param("full", "single", "sharded", marks=pytest.mark.matrix),
@@ -157,21 +163,35 @@ def test_one_process_that_sums_in_parts_is_one_that_does_not_but_for_rounding(
         pytest.param("lora", "tensor", "single", marks=pytest.mark.matrix),
         pytest.param("full", "tensor", "zero3", marks=pytest.mark.matrix),
         pytest.param("full", "zero2", "tensor", marks=pytest.mark.matrix),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in (
+                ("full", "tensor_zero2", "tensor_zero2"),
+                ("lora", "tensor_zero2", "tensor_zero1"),
+                ("lora", "tensor_zero1", "single"),
+                ("full", "tensor_zero2", "zero2"),
+                ("full", "zero3", "tensor_zero2"),
+                ("full", "sharded", "tensor_zero2"),
+                ("lora", "tensor_zero2", "sharded"),
+            )
+        ),
     ],
 )
 def test_a_checkpoint_is_continued_by_other_divisions(
     method: str, saved: str, continued: str, launcher: Launcher
 ) -> None:
     """As one process would that was never stopped, with dropout of adapters, whose masks are those of one process where
-    all read the same rows. Of `sharded` four processes divide layers and shard their parts with FSDP."""
+    all read the same rows. Of `sharded` four processes divide layers and shard their parts with FSDP, of `tensor_zero2`
+    and `tensor_zero1` with ZeRO."""
     common = ["model.path=llama", *METHODS[method], "checkpoint.save_steps=5", "checkpoint.save_total_limit=2"]
-    drops = method == "lora" and "sharded" not in (saved, continued)
+    four = {"sharded": "fsdp", "tensor_zero1": "zero1", "tensor_zero2": "zero2"}
+    drops = method == "lora" and four.keys().isdisjoint((saved, continued))
     common += ["batch.micro_batch_size=2", *(["method.lora_dropout=0.1"] if drops else [])]
     alike = f"straight-{method}{'-drops' if drops else ''}"
 
     def run(name: str, engine: str, *further: str) -> Result:
-        if engine == "sharded":
-            return launcher.result(name, "fsdp", *common, "parallel.tensor=2", *further, processes=4)
+        if engine in four:
+            return launcher.result(name, four[engine], *common, "parallel.tensor=2", *further, processes=4)
         if engine != "tensor":
             return launcher.result(name, engine, *common, *further)
         return launcher.result(name, "ddp", *common, "parallel.tensor=2", *further, processes=2)
@@ -189,9 +209,9 @@ def test_a_checkpoint_is_continued_by_other_divisions(
 def test_divided_layers_in_bf16_are_those_of_one_process(method: str, launcher: Launcher) -> None:
     common = ["model.path=llama", *METHODS[method], "precision=bf16", "batch.micro_batch_size=4"]
     reference = launcher.result(f"bf16-{method}", "single", *common)
-    for engine, processes in (("ddp", 2), ("fsdp", 4)):
-        if engine == "fsdp":  # All is bf16 there: as FSDP by itself.
-            reference = launcher.result(f"bf16-{method}-fsdp", "fsdp", *common, "batch.micro_batch_size=2")
+    for engine, processes in (("ddp", 2), ("fsdp", 4), ("zero1", 4), ("zero2", 4)):
+        if engine != "ddp":  # All is bf16 there: as the engine by itself.
+            reference = launcher.result(f"bf16-{method}-{engine}", engine, *common, "batch.micro_batch_size=2")
         size = f"batch.micro_batch_size={8 // processes}"
         run = launcher.result(
             f"bf16-{method}-{engine}-parts", engine, *common, size, "parallel.tensor=2", processes=processes
@@ -208,6 +228,10 @@ def test_divided_layers_in_bf16_are_those_of_one_process(method: str, launcher: 
             pytest.param(*each, marks=pytest.mark.matrix)
             for each in (("average_last=2", "ddp"), ("keep_best=eval_loss", "fsdp"), ("average_last=2", "fsdp"))
         ),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in (("keep_best=eval_loss", "zero2"), ("average_last=2", "zero1"))
+        ),
     ],
 )
 def test_the_model_that_is_published_is_that_of_one_process(chosen: str, engine: str, launcher: Launcher) -> None:
@@ -221,7 +245,7 @@ def test_the_model_that_is_published_is_that_of_one_process(chosen: str, engine:
     common += ["optimizer.learning_rate=3e-2", f"checkpoint.{chosen}", "batch.micro_batch_size=2"]
     name = chosen.partition("=")[0]
     reference = launcher.result(name, "single", *common)
-    processes = 4 if engine == "fsdp" else 2
+    processes = 2 if engine == "ddp" else 4
     run = launcher.result(f"{name}-{engine}", engine, *common, "parallel.tensor=2", processes=processes)
     for key, weight in reference.weights.items():
         assert (run.weights[key] - weight).norm() <= 1e-5 * weight.norm(), key

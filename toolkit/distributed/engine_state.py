@@ -78,7 +78,7 @@ class EngineState(Partial):
     stages: dict[int, list[int]] | None = None
     """Of this process, first layer and the one after the last."""
     sharded_over: int | None = None
-    """Processes over which FSDP shards."""
+    """Processes over which FSDP shards, or ZeRO averages."""
     reshard_after_forward: bool | None = None
     sync_each_batch: bool | None = None
     """Whether FSDP reduces gradients after every micro-batch."""
@@ -105,10 +105,12 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     """
     strategy, types, parallel = recipe.strategy, dtypes(recipe), recipe.parallel
     several = layout.world_size > 1
+    # Over which ZeRO divides; FSDP's tensors know of parts of layers too.
+    replicas = layout.world_size // (layout.tensor if strategy.zero_stage else 1)
     stage = 3 if strategy.name == "fsdp" else strategy.zero_stage
 
     def spread(from_stage: int) -> Spread:
-        return "sharded" if several and stage >= from_stage else "whole"
+        return "sharded" if replicas > 1 and stage >= from_stage else "whole"
 
     state: dict[str, Any] = {
         "engine": "ddp" if several else "none",
@@ -138,6 +140,7 @@ def expected_state(recipe: Recipe, layout: BatchLayout, optimizer: str, attentio
     }
     if strategy.zero_stage:
         state |= {"engine": "deepspeed", "zero_stage": strategy.zero_stage, "reduce_dtype": types.reduce}
+        state["sharded_over"] = replicas
         state |= {key: getattr(strategy, key) for key in ("offload_optimizer", "offload_param")}
     elif strategy.name == "fsdp":
         state |= {"engine": "fsdp2", "reduce_dtype": types.reduce, "compute_dtype": types.compute}

@@ -67,11 +67,9 @@ class Workload:
     @functools.cached_property
     def over(self) -> Division:
         """What the recipe's strategy divides."""
-        strategy, ranks = self.strategy, self.layout.world_size
+        strategy, ranks = self.strategy, self.layout.world_size // self.layout.tensor
         if strategy.name == "fsdp":
-            ranks = (
-                self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks // self.layout.tensor
-            )
+            ranks = self.hardware.devices_per_node if strategy.sharding == "hybrid_shard" else ranks
             return Division(ranks, ranks, ranks)
         return Division(*(ranks if strategy.zero_stage >= least else 1 for least in (3, 2, 1)))
 

@@ -25,8 +25,8 @@ class Parallel(Section):
     tensor: PositiveInt = 1
     """How many processes divide each layer: every one has a part of the heads and of the inner width, with the weights,
     gradients and optimizer state of them (tensor parallelism, Shoeybi et al. 2019, arXiv:1909.08053). They read the
-    same rows. Divides the model's heads of keys and values and its inner width; under `ddp` and `fsdp`, and beside
-    `sequence` or `context`, whose processes then share the heads that are left."""
+    same rows. Divides the model's heads of keys and values and its inner width; under `ddp`, `zero1`, `zero2` and
+    `fsdp`, and beside `sequence` or `context`, whose processes then share the heads that are left."""
     expert: PositiveInt = 1
     """How many processes divide the experts of each layer of a mixture: every one has some of them, with their weights,
     gradients and optimizer state, and gets the tokens that meet them from the others (expert parallelism, Lepikhin et

@@ -182,8 +182,9 @@ def not_changed(checkpoint: Path, recipe: Recipe) -> list[str]:
 
 
 def _reads(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether an engine reads as it is what was saved; parts and stages are taken out of whole ones."""
-    return _form(saved) == _form(now) and now.keys().isdisjoint(("tensor", "expert", "pipeline"))
+    """Whether an engine reads as it is what was saved; parts and stages are taken out of whole ones, but for ZeRO's."""
+    of_whole = ("expert", "pipeline", *([] if now["strategy"].startswith("zero") else ["tensor"]))
+    return _form(saved) == _form(now) and now.keys().isdisjoint(of_whole)
 
 
 def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -193,7 +194,8 @@ def _form(writer: Mapping[str, Any]) -> tuple[Any, ...]:
         return strategy, writer["state_dict_type"]
     if strategy.startswith("zero"):
         # Every process reads back the part it wrote. Stages 1 and 2 divide the optimizer's state in the same way.
-        return strategy == "zero3", writer["offload_optimizer"] == "nvme", writer["world_size"]
+        parts = writer.get("tensor", 1)
+        return strategy == "zero3", writer["offload_optimizer"] == "nvme", parts, writer["world_size"]
     return ("whole",)
 
 

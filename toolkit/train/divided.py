@@ -10,14 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 
-from toolkit.models.layer_sums import dividing, replicas
-from toolkit.models.parts import holds_parts, whole_of, whole_state
+from toolkit.files import write_json
+from toolkit.models.layer_sums import dividing, layer_group, replicas
+from toolkit.models.parts import holds_parts, is_part, whole_of, whole_shape, whole_state
 from toolkit.models.sharded_parts import ShardsReplicas, hand_out_parts, mesh_of_parts, sharding_parts
+from toolkit.train.saved_state import PARTS
 
 
 class OverReplicas(DistributedDataParallelKwargs):
@@ -25,6 +29,29 @@ class OverReplicas(DistributedDataParallelKwargs):
 
     def to_kwargs(self) -> dict[str, Any]:
         return {**super().to_kwargs(), "process_group": replicas()}
+
+
+class ZeroGroups:
+    """The `mpu` of `deepspeed.initialize`: ZeRO divides and averages over the processes that have the same parts (its
+    data parallelism), and counts parts of all that divide layers, and what is whole once, in the norm of gradients."""
+
+    def get_data_parallel_group(self) -> Any:
+        return replicas()
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(replicas())
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(replicas())
+
+    def get_model_parallel_group(self) -> Any:
+        return layer_group()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dividing()
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(layer_group())
 
 
 class Divided:
@@ -37,13 +64,16 @@ class Divided:
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if self.is_fsdp_enabled:  # type: ignore[attr-defined]
             accelerator._prepare_fsdp2 = _over_replicas(accelerator)
+        elif self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+            accelerator._prepare_deepspeed = _with_groups(accelerator._prepare_deepspeed)
         else:
             accelerator.ddp_handler = OverReplicas(**accelerator.ddp_handler.to_dict())
 
     @property
     def _writes_whole(self) -> bool:
-        """Whether parts are put together before they are saved. What FSDP shards it saves in shards, or gathers."""
-        return holds_parts() and not self.is_fsdp_enabled  # type: ignore[attr-defined]
+        """Whether parts are put together before they are saved. What FSDP shards it saves in shards, or gathers; of
+        ZeRO every process saves what it has."""
+        return holds_parts() and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)  # type: ignore[attr-defined]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Theirs counts the trained tokens of all processes, also of those that read the same."""
@@ -63,6 +93,8 @@ class Divided:
         optimizer = self.optimizer  # type: ignore[attr-defined]
         if not self._writes_whole:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            if self.is_deepspeed_enabled and holds_parts() and self.args.should_save:  # type: ignore[attr-defined]
+                write_json(Path(output_dir) / PARTS, divisions(self.model))  # type: ignore[attr-defined]
             return
         with answering(optimizer, whole_optimizer(optimizer, self.args.should_save)):  # type: ignore[attr-defined]
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
@@ -89,6 +121,38 @@ def _over_replicas(accelerator: Any) -> Callable[..., Any]:
             state.parallelism_config, state.device_mesh = before
 
     return over_replicas
+
+
+def _with_groups(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Accelerate's preparing of DeepSpeed, which tells it of groups only where sequences are DeepSpeed's to divide."""
+    import deepspeed
+
+    initialize = deepspeed.initialize
+
+    def told(model: Any, config_params: dict[str, Any], **kwargs: Any) -> Any:
+        for each in model.parameters():
+            each.model_parallel = is_part(each)
+        config = {**config_params, "train_batch_size": config_params["train_batch_size"] // dividing()}
+        return initialize(model=model, config_params=config, mpu=ZeroGroups(), **kwargs)
+
+    def prepared(*args: Any) -> Any:
+        deepspeed.initialize = told
+        try:
+            return prepare(*args)
+        finally:
+            deepspeed.initialize = initialize
+
+    return prepared
+
+
+def divisions(model: Any) -> dict[str, dict[str, Any]]:
+    """How each trained parameter is divided of which processes have parts, for `saved_state` to find it whole again:
+    its whole shape, the dimension, and the widths of what lies side by side in it."""
+    return {
+        name: {"shape": [*whole_shape(each)], "dimension": each.divided.dimension, "blocks": [*each.divided.blocks]}
+        for name, each in model.named_parameters()
+        if each.requires_grad and is_part(each)
+    }
 
 
 def whole_parameters(model: Any, first: bool) -> dict[str, torch.Tensor]:

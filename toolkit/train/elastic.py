@@ -78,7 +78,7 @@ def restore(trainer: Any, checkpoint: Path) -> None:
     zero = trainer.model_wrapped.optimizer if trainer.is_deepspeed_enabled else None
     flats = list(_zero_flats(zero)) if zero else []
     if zero:
-        order = [[name for each in flats if each.group == number for name in each.names]
+        order = [[name for each in flats if each.group == number for name in each.held]
                  for number in range(len(zero.optimizer.param_groups))]  # fmt: skip
     else:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -196,18 +196,24 @@ class _Flat:
 
     Args:
         group: Of the optimizer.
-        names: Of its parameters, on all processes.
+        held: Its parameters by name, on all processes.
         parts: Of this process: a name, the first number that it has of that parameter, where that lies, and how many.
+            Of a parameter that processes divide with its layer they are numbers of the part that this one has.
     """
 
     master: torch.Tensor
     group: int
-    names: list[str]
+    held: dict[str, Any]
     parts: list[tuple[str, int, int, int]]
 
     def filled(self, into: torch.Tensor, kind: str, saved: SavedState) -> torch.Tensor:
         for name, start, at, count in self.parts:
-            saved.copy(name, kind, start, into[at : at + count])
+            if not is_part(parameter := self.held[name]):
+                saved.copy(name, kind, start, into[at : at + count])
+                continue
+            whole = torch.empty(whole_shape(parameter), dtype=into.dtype, device=into.device)
+            saved.copy(name, kind, 0, whole.view(-1))
+            into[at : at + count] = part_of(parameter, whole).reshape(-1)[start : start + count]
         return into
 
 
@@ -217,7 +223,7 @@ def _zero_flats(zero: Any) -> Iterator[_Flat]:
         for number, (master, group) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
             shapes = {named[each]: each.ds_shape for each in group}
             parts = equal_parts(shapes, torch.distributed.get_rank(), torch.distributed.get_world_size())
-            yield _Flat(master, zero.sub_group_to_group_id[number], list(shapes), list(parts))
+            yield _Flat(master, zero.sub_group_to_group_id[number], {named[each]: each for each in group}, list(parts))
         return
     # With bf16, stage 1 has an optimizer of its own.
     of_bf16 = hasattr(zero, "bf16_groups")
@@ -227,7 +233,7 @@ def _zero_flats(zero: Any) -> Iterator[_Flat]:
         fragments = [(named[each], each._hp_mapping) for each in group if each._hp_mapping]
         held = [(name, each.lp_fragment_address.start, each.hp_fragment_address.start, each.hp_fragment_address.numel)
                  for name, each in fragments]  # fmt: skip
-        yield _Flat(master, number, [named[each] for each in group], held)
+        yield _Flat(master, number, {named[each]: each for each in group}, held)
 
 
 def _into_zero(trainer: Any, zero: Any, flats: list[_Flat], saved: SavedState, chosen: list[int]) -> None:
@@ -238,17 +244,16 @@ def _into_zero(trainer: Any, zero: Any, flats: list[_Flat], saved: SavedState, c
     state: dict[int, dict[str, Any]] = {}
     for number, flat in enumerate(flats):
         flat.filled(flat.master.data, MASTER, saved)
-        kept = {
-            kind: flat.filled(torch.zeros_like(flat.master.data), kind, saved) for kind in saved.kinds(flat.names[0])
-        }
-        state[number] = saved.rest(flat.names[0]) | kept
+        first = next(iter(flat.held))
+        kept = {kind: flat.filled(torch.zeros_like(flat.master.data), kind, saved) for kind in saved.kinds(first)}
+        state[number] = saved.rest(first) | kept
     own = zero.state_dict()
     optimizer = own["optimizer_state_dict" if stage3 else "base_optimizer_state"]
     optimizer["state"] = state
     optimizer["param_groups"] = _with_settings(optimizer["param_groups"], saved, chosen)
     if saved.loss_scale and own.get("dynamic_loss_scale"):
         own["loss_scaler"].cur_scale = saved.loss_scale
-    rank = torch.distributed.get_rank()
+    rank = torch.distributed.get_rank(zero.dp_process_group)
     zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
     if stage3:
         zero.checkpoint_event_epilogue()

@@ -19,7 +19,7 @@ from toolkit.cache import share
 from toolkit.common import UserError, brief, first_line
 from toolkit.distributed.engines import Dtypes
 from toolkit.models.adapters import cast_parameters, kept_in_fp32, on_whole_base
-from toolkit.models.parts import holds_parts
+from toolkit.models.parts import holds_parts, whole_of
 from toolkit.models.pipeline import chain
 from toolkit.train import stage_files
 from toolkit.train.divided import whole_parameters
@@ -131,12 +131,12 @@ def gathered(trainer: Any, model: torch.nn.Module, adapter: bool) -> dict[str, t
         return state
     if own := chain():
         return stage_files.whole_parameters(model, own)
+    if trainer.is_deepspeed_enabled and adapter:
+        return _masters(model)
     if holds_parts():
         return whole_parameters(model, trainer.accelerator.is_main_process)
     if not trainer.is_deepspeed_enabled:
         return None
-    if adapter:
-        return _masters(model)
     engine = trainer.model_wrapped
     return engine._zero3_consolidated_16bit_state_dict() if engine.zero_optimization_stage() == 3 else None
 
@@ -146,7 +146,7 @@ def _masters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     return {
-        name: safe_get_full_fp32_param(parameter).detach().cpu()
+        name: whole_of(parameter, safe_get_full_fp32_param(parameter).detach()).cpu()
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }

@@ -3,7 +3,8 @@
 However an engine divides a parameter, each process holds ranges of its numbers in row-major order: ZeRO-1 and 2 divide
 all parameters laid end to end, ZeRO-3 each by itself, FSDP by rows. So a parameter's master, and each tensor of its
 optimizer state, is a list of ranges. They are mapped from the files or read when they are copied, one at a time: no
-file is written again, and no process holds more than what it keeps and the range that it copies.
+file is written again, and no process holds more than what it keeps and the range that it copies. Of layers that
+processes divide beside ZeRO such ranges are of a part, and the parts are put together when they are copied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import math
 import pickle
 from collections import defaultdict
@@ -23,10 +25,14 @@ import torch
 from safetensors import safe_open
 
 from toolkit.common import UserError, first_line
+from toolkit.models.tensor_parallel import Share
 
+PARTS = "parts.json"
+"""File of a checkpoint of ZeRO's that says how layers were divided, see `divided.divisions`."""
 MASTER = "master"
 """The kind of state that is the parameter itself, in the precision in which it is updated."""
 _Range = tuple[int, int, Callable[[], Any]]
+_Ranges = dict[str, dict[str, list[_Range]]]
 
 
 class SavedState:
@@ -44,12 +50,12 @@ class SavedState:
 
     def __init__(self, checkpoint: Path, sizes: Mapping[str, int], aliases: Mapping[str, str]) -> None:
         self._checkpoint, self._aliases = checkpoint, aliases
-        self._ranges: dict[str, dict[str, list[_Range]]] = defaultdict(lambda: defaultdict(list))
+        self._ranges = _no_ranges()
         self._rest: dict[str, dict[str, Any]] = defaultdict(dict)
         self._groups: list[tuple[set[str], dict[str, Any]]] = []
         self.loss_scale: float | None = None
         """Of fp16; None in other precisions."""
-        files = sorted(checkpoint.glob("*/*_optim_states.pt"), key=_rank)
+        files = sorted(checkpoint.glob("*/*_optim_states.pt"), key=_ranks)
         if files:
             self._add_zero(files)
         elif (checkpoint / "optimizer_0").is_dir():
@@ -106,22 +112,36 @@ class SavedState:
         """Groups of the optimizer."""
         return len(self._groups)
 
-    def _add(self, name: str, kind: str, value: Any, start: int = 0, at: int = 0, count: int | None = None) -> None:
+    def _add(
+        self, into: _Ranges, name: str, kind: str, value: Any, start: int = 0, at: int = 0, count: int | None = None
+    ) -> None:
         """Adds `count` numbers (all, if None) of a tensor from position `at` on, which are a parameter's from `start`
         on; or what is no tensor of numbers."""
         if isinstance(value, dict):
             # So bitsandbytes saves its tensors.
             for inner, each in value.items():
-                self._add(name, inner, each, start, at, count)
+                self._add(into, name, inner, each, start, at, count)
             return
         if not torch.is_tensor(value) or value.ndim == 0:
             self._rest[name][kind] = value
             return
         flat = value.reshape(-1)
         part = flat if count is None else flat[at : at + count]
-        self._ranges[name][kind].append((start, part.numel(), lambda: part))
+        into[name][kind].append((start, part.numel(), lambda: part))
 
     def _add_zero(self, files: Sequence[Path]) -> None:
+        parts = [self._of_part(list(own)) for _, own in itertools.groupby(files, lambda file: _ranks(file)[0])]
+        self._ranges |= parts[0]
+        if len(parts) > 1:
+            for name, how in json.loads((self._checkpoint / PARTS).read_text(encoding="utf-8")).items():
+                share = Share(how["dimension"], len(parts), 0, tuple(how["blocks"]))
+                shape = torch.Size(how["shape"])
+                for kind in list(parts[0][name]):
+                    self._ranges[name][kind] = [_joined(share, shape, [part[name][kind] for part in parts])]
+
+    def _of_part(self, files: Sequence[Path]) -> _Ranges:
+        """What the processes wrote that have the same part of divided layers."""
+        ranges = _no_ranges()
         shapes: list[dict[str, torch.Size]] = []
         seen: dict[str, int] = defaultdict(int)
         numbered: dict[int, set[str]] = defaultdict(set)
@@ -142,12 +162,13 @@ class SavedState:
                     seen[name] += count
                     numbered[number].add(name)
                     for kind, value in held.items():
-                        self._add(name, kind, value, start, at, count)
+                        self._add(ranges, name, kind, value, start, at, count)
             if rank == 0:
                 settings = optimizer["param_groups"]
                 if saved.get("dynamic_loss_scale"):
                     self.loss_scale = float(saved["loss_scaler"].cur_scale)
         self._groups = [(set().union(*(numbered[number] for number in each["params"])), each) for each in settings]
+        return ranges
 
     def _add_sharded(self, model: Path, optimizer: Path) -> None:
         named = {self._aliases.get(name, name): name for name in self._aliases}
@@ -183,8 +204,22 @@ class SavedState:
             self._ranges[name][MASTER] += [weights[saved]] if saved in weights else []
         for number, held in optimizer["state"].items():
             for kind, value in held.items():
-                self._add(named[number], kind, value)
+                self._add(self._ranges, named[number], kind, value)
         self._groups = [({named[number] for number in each["params"]}, each) for each in optimizer["param_groups"]]
+
+
+def _no_ranges() -> _Ranges:
+    return defaultdict(lambda: defaultdict(list))
+
+
+def _joined(share: Share, shape: torch.Size, parts: Sequence[list[_Range]]) -> _Range:
+    """All numbers of a parameter of this shape that processes divide, of the ranges of each part, in order."""
+    own = torch.Size(width // share.size if each == share.dimension else width for each, width in enumerate(shape))
+
+    def whole() -> torch.Tensor:
+        return share.join([torch.cat([read() for _, _, read in part]).view(own) for part in parts]).reshape(-1)
+
+    return 0, shape.numel(), whole
 
 
 def _whole(tensor: torch.Tensor) -> _Range:
@@ -265,5 +300,9 @@ def _load(file: Path) -> Any:
         ) from error
 
 
-def _rank(file: Path) -> int:
-    return int(file.name.partition("zero_pp_rank_")[2].partition("_")[0])
+def _ranks(file: Path) -> tuple[int, int]:
+    """Of the process that wrote a file of ZeRO's: which part of divided layers it has, and which place among those that
+    have the same."""
+    _, _, numbers = file.name.partition("zero_pp_rank_")
+    place, _, part = numbers.removesuffix("_optim_states.pt").partition("_mp_rank_")
+    return int(part), int(place)

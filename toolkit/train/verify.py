@@ -298,6 +298,7 @@ def _deepspeed(engine: Any, optimizer: Any, trained: list[Any]) -> dict[str, Any
     return {
         "not_updated": not_updated(trained, [parameter for group in groups for parameter in group]),
         "zero_stage": stage,
+        "sharded_over": torch.distributed.get_world_size(zero.dp_process_group),
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "max_grad_norm": float(engine.gradient_clipping()),

@@ -88,12 +88,14 @@ def disk(workload: Workload) -> Disk:
     shards = strategy.zero_stage or (strategy.name == "fsdp" and strategy.state_dict_type == "sharded")
     # What every process has whole, or gets gathered, the first one writes.
     first = checkpoint if not shards else written if strategy.zero_stage in (1, 2) else 0.0
+    # Under ZeRO every process that divides layers writes its own.
+    writers = workload.layout.tensor if strategy.zero_stage else 1
     nodes, processes = workload.hardware.nodes, workload.layout.world_size
     model = trace.elements(trained=trained_only or None) * WIDTH[types.master if trained_only else types.export]
     return Disk(
         checkpoint=int(checkpoint),
         part=int(first + (checkpoint - first) / nodes),
-        writer=int(first + (checkpoint - first) / processes),
+        writer=int(first / writers + (checkpoint - first) / processes),
         kept=int(checkpoint * _checkpoints(recipe)),
         model=model,
         nvme=int(_nvme(workload)),

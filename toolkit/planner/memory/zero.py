@@ -95,8 +95,10 @@ class Zero2(_Zero):
         # Before the first reduction there is nothing to keep.
         yield moment, Held(earlier + (now if moment.place != "last_layer" else 0), buckets)
         # In the middle of a reduction (`allreduce_bucket`): flattened, and once more in the dtype of the reduction.
+        # What goes to one partition is one slice already, unless each gradient goes into that vector by itself.
         left, elements, _ = self.reduced_at(moment)
-        flat = elements * (self.local + (self.reduce if self.reduce != self.local else 0))
+        flattened = self.local if self.compact or self.over.optimizer > 1 else 0
+        flat = elements * (flattened + (self.reduce if self.reduce != self.local else 0))
         yield left, Held(earlier + now + self._oversized(), buckets + flat)
 
     def stepping(self) -> Held:

@@ -109,9 +109,9 @@ PARALLEL_RULES = {
     ),
     "tensor-strategy": Rule(
         "strategy.name",
-        lambda r, _: _parts(r) and r.strategy.name not in ("ddp", "fsdp"),
+        lambda r, _: _parts(r) and r.strategy.name not in ("ddp", "zero1", "zero2", "fsdp"),
         "{r.strategy.name} has not been tried with layers that processes divide",
-        "set strategy.name=ddp or fsdp, or remove parallel.tensor",
+        "set strategy.name=ddp, zero1, zero2 or fsdp, or remove parallel.tensor",
     ),
     "tensor-hybrid": Rule(
         "strategy.sharding",
