@@ -27,6 +27,7 @@ MANIFEST: dict[str, Any] = {
         "tensor": 1,
         "expert": 1,
         "pipeline": 1,
+        "answers": 1,
         "seq_len": 512,
         "tokens_per_step": 4096,
     },

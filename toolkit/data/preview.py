@@ -33,10 +33,14 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             lines += [_delimited(tokenizer, labels, trained, color)]
         else:
             lengths = row.get("seq_lengths") or [len(ids)]
-            documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
+            pair = prepared.audit.train.pairs is not None
+            parts = (
+                ("the chosen answer", "the rejected answer") if pair else map("document {}".format, itertools.count(1))
+            )
+            documents = f" in {len(lengths)} {'answers' if pair else 'documents'}" if "seq_lengths" in row else ""
             lines = [f"── row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained"]
-            for index, (a, b) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0)), 1):
-                lines += [f"┄┄ document {index}: {b - a:,} tokens"] if index > 1 else []
+            for part, (a, b) in zip(parts, itertools.pairwise(itertools.accumulate(lengths, initial=0)), strict=False):
+                lines += [f"┄┄ {part}: {b - a:,} tokens"] if a or pair else []
                 lines += [_delimited(tokenizer, ids[a:b], trained[a:b], color)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
