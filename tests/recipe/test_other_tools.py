@@ -124,7 +124,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
     *(("finetuning_type", "lora", "write method.name: lora"), ("finetuning_type", "full", "write method.name: full")),
     *(("use_peft", True, "write method.name: lora"), ("peft", False, "write method.name: full")),
     *(("stage", "sft", "write objective: sft"), ("stage", "pt", "write objective: language_modelling")),
-    ("stage", "x", "write objective: sft or objective: language_modelling"),
+    ("stage", "x", "write objective: sft or objective: language_modelling or objective: dpo"),
     ("gradient_checkpointing", True, "write activation_checkpointing.mode: full"),
     ("gradient_checkpointing", False, "write activation_checkpointing.mode: none"),
     ("gradient_checkpointing", "offload", "write activation_checkpointing.mode: offload"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +80,7 @@ def trl_loss(name: str, beta: float, rows: list[dict[str, Any]], folder: Path) -
     smoothing = 0.1 if name in ("robust", "exo_pair") else 0.0
     arguments = DPOConfig(
         output_dir=str(folder), loss_type=[name], beta=beta, label_smoothing=smoothing, report_to=[], use_cpu=True,
-        bf16=False, per_device_train_batch_size=len(rows), gradient_checkpointing=False, remove_unused_columns=False,
+        bf16=False, per_device_train_batch_size=len(rows), activation_checkpointing=False, remove_unused_columns=False,
     )  # fmt: skip
     trainer = DPOTrainer(
         model, ref_model=reference, args=arguments, train_dataset=Dataset.from_list(rows),
@@ -103,7 +105,7 @@ def test_loss_and_gradients_are_trls(name: str, tmp_path: Path) -> None:
     assert count == 4
     (total / count).backward()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore")
         wanted, gradients = trl_loss(name, 0.3, ROWS[:4], tmp_path)
     assert (total / count).item() == pytest.approx(wanted, rel=2e-5)
     own = {each: parameter.grad for each, parameter in trainer.model.named_parameters() if parameter.grad is not None}
@@ -187,8 +189,6 @@ def test_a_run_that_goes_on_compares_with_what_it_began_with() -> None:
         json.dumps(json.loads((straight / "manifest.json").read_text()) | {"status": "interrupted", "final": None})
     )
     wanted, kept = losses(straight), (straight / FILE).read_bytes()
-    import shutil
-
     shutil.rmtree(straight / "final")
     shutil.rmtree(straight / "checkpoints" / "checkpoint-4")
     assert main(["recipe=small", "output.name=straight", *saving]) == 0
@@ -201,8 +201,6 @@ def test_a_run_whose_reference_is_gone_does_not_go_on(capsys: pytest.CaptureFixt
     run = Path("runs/gone")
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted", "final": None}))
-    import shutil
-
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoints" / "checkpoint-4")
     (run / FILE).write_bytes(b"no numbers")
@@ -213,24 +211,17 @@ def test_a_run_whose_reference_is_gone_does_not_go_on(capsys: pytest.CaptureFixt
 def test_another_run_from_the_same_weights_takes_the_reference_from_the_cache(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    scoring = "Scoring 30 pairs once"
-    assert main(["recipe=small", "output.name=first", "data.max_samples=24", "data.eval_split=0.25"]) == 0
-    assert "Scoring 30 pairs" in (said := capsys.readouterr().out) or "Scoring" in said
-    assert (
-        main(
-            [
-                "recipe=small",
-                "output.name=second",
-                "optimizer.learning_rate=1e-4",
-                "data.max_samples=24",
-                "data.eval_split=0.25",
-            ]
-        )
-        == 0
-    )
-    assert scoring not in capsys.readouterr().out
-    one, other = ((Path("runs") / name / FILE).read_bytes() for name in ("first", "second"))
-    assert one == other
+    # Of rows that no earlier test session has had in its cache.
+    rows = [row | {"prompt": f"{row['prompt']} {secrets.token_hex(4)}"} for row in ROWS]
+    Path("fresh.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data, said = "data.sources=[fresh.jsonl]", []
+    for name, *overrides in (["first"], ["second", "optimizer.learning_rate=1e-4"], ["third", "precision=bf16"]):
+        assert main(["recipe=small", f"output.name={name}", data, *overrides]) == 0
+        said.append("Scoring 30 pairs once" in capsys.readouterr().out)
+    # What computes otherwise is another reference.
+    assert said == [True, False, True]
+    first, second, third = ((Path("runs") / name / FILE).read_bytes() for name in ("first", "second", "third"))
+    assert first == second != third
 
 
 def test_what_compares_differences_alone_is_normalised_by_length() -> None:

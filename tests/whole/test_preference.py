@@ -16,7 +16,7 @@ from ranks import Ranks
 from tiny import models_and_rows, pair_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = Difference(loss=1e-6, grad_norm=2e-6, held_out=1e-6, weights=1e-6)
+LIMITS = Difference(loss=1e-6, grad_norm=1e-6, held_out=1e-6, weights=2e-6)
 MODELS = {
     "llama": "meta-llama/Llama-3.2-1B",
     "qwen3": "Qwen/Qwen3-8B",

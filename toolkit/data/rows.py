@@ -76,7 +76,8 @@ class Preference:
     rejected: Chat | Completion
 
 
-Row = Text | Completion | Chat | Pair | Segments | Tokens | Preference
+Single = Text | Completion | Chat | Pair | Segments | Tokens
+Row = Single | Preference
 
 
 class Sample(Partial):
@@ -107,7 +108,7 @@ def from_json(text: str) -> Row:
     return _row(json.loads(text))
 
 
-def sides(row: Row) -> tuple[Row, ...]:
+def sides(row: Row) -> tuple[Single, ...]:
     """The rows that are encoded: both answers of a preference, any other row itself."""
     return (row.chosen, row.rejected) if isinstance(row, Preference) else (row,)
 
@@ -121,5 +122,5 @@ def _row(listed: list[Any]) -> Row:
     kind, *fields = listed
     if kind == Preference.__name__:
         return Preference(*map(_row, fields))  # type: ignore[arg-type]
-    kinds: dict[str, type[Row]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
+    kinds: dict[str, type[Single]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
     return kinds[kind](*fields)

@@ -23,6 +23,9 @@ OF_PAIRS = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "lo
 the chosen answer is higher, in what share of pairs it is (half of those where neither is), and log-probabilities of
 whole answers."""
 
+ROUNDING = 1e-6
+"""Of log-probabilities in fp32, relative to themselves."""
+
 
 class PreferenceTrainer(CausalTrainer):
     """A causal model that learns which answer of a pair is preferred. Set `objective` and `settings` once it is made.
@@ -91,8 +94,10 @@ class PreferenceTrainer(CausalTrainer):
         log_probs, tokens, balance = self.answers(model, inputs)
         known = None if self.reference is None else self.reference[inputs["pairs"]]
         losses, rewards = pair_losses(self.objective, self.settings, log_probs, tokens, known)
-        # Before the first step both have gained nothing, and neither is preferred.
-        won, total = (0.5 + 0.5 * (rewards[:, 0] - rewards[:, 1]).sign()).sum(), losses.sum()
+        margins, total = rewards[:, 0] - rewards[:, 1], losses.sum()
+        # What rounding explains is no preference: before the first step neither answer has gained anything.
+        noise = ROUNDING * self.settings.beta * log_probs.detach().abs().sum(1)
+        won = (0.5 + 0.5 * margins.where(margins.abs() > noise, 0).sign()).sum()
         number = torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)
         return total, torch.stack([total.detach(), number, *rewards.sum(0), won, *log_probs.detach().sum(0)]), balance
 

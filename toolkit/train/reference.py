@@ -16,8 +16,10 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import broadcast, broadcast_object_list
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save
 from transformers import TrainerCallback
@@ -31,7 +33,7 @@ from toolkit.train.evaluate import batches_of, before_training
 from toolkit.train.session import Session
 
 FILE = "reference.safetensors"
-"""In the run folder: `log_probs` (rows, 2), training rows before those held out."""
+"""In the run folder: `log_probs` (rows, 2), training rows before those held out; zero of rows that no step comes to."""
 
 
 class Reference(TrainerCallback):
@@ -89,6 +91,7 @@ def _key(session: Session) -> str:
         "others": [hashes.get("adapter"), hashes.get("data")],
         "model": recipe.model.model_dump(mode="json", exclude={"path", "adapter", "tokenizer", "chat_template"}),
         "dtypes": [session.dtypes.load, session.dtypes.compute, recipe.precision],
+        "drawn": hashlib.sha256(_drawn(session).tobytes()).hexdigest(),
         "attention": session.attention,
         "device": device.kind(),
         "quantization": [method.quantization, method.double_quantization],
@@ -96,6 +99,12 @@ def _key(session: Session) -> str:
         "begins": None if as_it_is and not recipe.model.new_tokens else [method.model_dump(mode="json"), recipe.seed],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _drawn(session: Session) -> NDArray[np.int64]:
+    """The training rows that the run comes to; a short one need not know of all."""
+    batches = session.trainer.batches
+    return np.unique(batches.order.between(0, session.length.total_steps * batches.global_batch_size))
 
 
 def _read(file: Path, known: dict[str, str]) -> torch.Tensor | None:
@@ -112,9 +121,10 @@ def _read(file: Path, known: dict[str, str]) -> torch.Tensor | None:
 def _computed(session: Session) -> torch.Tensor:
     """(rows, 2) log-probabilities of both answers of all pairs, on all processes."""
     trainer = session.trainer
-    datasets = [trainer.train_dataset, *([trainer.eval_dataset] if trainer.eval_dataset is not None else [])]
-    rows = sum(map(len, datasets))
-    session.progress.message(f"Scoring {rows:,} pairs once by the model as it is, which is the reference")
+    datasets = [trainer.train_dataset.select(_drawn(session))]
+    datasets += [trainer.eval_dataset] if trainer.eval_dataset is not None else []
+    rows, scored = len(trainer.train_dataset) + sum(map(len, datasets[1:])), sum(map(len, datasets))
+    session.progress.message(f"Scoring {scored:,} pairs once by the model as it is, which is the reference")
     table = torch.zeros(rows, 2, dtype=torch.float64, device=trainer.args.device)
     size = session.recipe.evaluation.batch_size or session.layout.micro_batch_size
     with before_training(session):

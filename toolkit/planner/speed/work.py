@@ -259,14 +259,16 @@ def _total(
     settings = recipe.evaluation
     seconds = {end: steps * step.seconds for end, step in ends.items()}
     # Passes over rows without a backward pass: how often, over how many, of how many tokens.
-    passes = []
+    passes: list[tuple[int, float, float]] = []
     if counted and counted.eval_rows:
         # Before the first step, every so many steps, and at the end.
         evaluations = settings.at_start + (math.ceil(steps / settings.every_steps) if settings.every_steps else 1)
         passes.append((evaluations, counted.eval_rows, counted.eval_tokens))
     if counted and recipe.objective == "dpo":
-        # The reference, once.
-        passes.append((1, counted.rows + counted.eval_rows, counted.tokens + counted.eval_tokens))
+        # The reference, once of each row that is drawn.
+        drawn = min(1.0, steps * layout.global_batch_size / counted.rows)
+        number, tokens = drawn * counted.rows + counted.eval_rows, drawn * counted.tokens + counted.eval_tokens
+        passes.append((1, number, tokens))
     for times, number, tokens in passes:
         assert counted is not None
         rows = settings.batch_size or layout.micro_batch_size
