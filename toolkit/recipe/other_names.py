@@ -175,7 +175,6 @@ _OBJECTIVES = {
     "sft": "objective: sft",
     **dict.fromkeys(("pt", "clm", "causal_lm", "pretrain"), "objective: language_modelling"),
     **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo")},
-    "ipo": "objective: dpo, preference: {loss: ipo}",
     **dict.fromkeys(("kto", "ppo", "rm", "grpo"), _NO_REWARDS),
 }
 _STAGES = {"0": "strategy.name: ddp", **{str(stage): f"strategy.name: zero{stage}" for stage in (1, 2, 3)}}
