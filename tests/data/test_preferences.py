@@ -3,14 +3,20 @@ they share is trained, or the row is refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from data_fixtures import chatml_tokenizer, plain_tokenizer
+from data_fixtures import chatml_tokenizer, plain_tokenizer, recipe, write_jsonl
 
 from toolkit.common import UserError
+from toolkit.data.audit import in_sentences
+from toolkit.data.collate import AnswerCollator, Collator
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task, is_empty, recognise
+from toolkit.data.prepare import answer_lengths, prepare
+from toolkit.data.preview import show
 from toolkit.data.rows import IGNORE, Preference, from_json, to_json
 from toolkit.recipe.schema import Source
 
@@ -229,3 +235,82 @@ def test_a_pair_that_lacks_an_answer_is_empty() -> None:
     assert not is_empty(pair({"prompt": "p", "chosen": "a", "rejected": "b"}), task)
     assert is_empty(pair({"prompt": "p", "chosen": "a", "rejected": " "}), task)
     assert is_empty(pair({"prompt": [ASK], "chosen": [], "rejected": [BAD]}), task)
+
+
+def prepared(tmp_path: Path, rows: list[dict[str, Any]], seq_len: int = 64, **data: Any) -> Any:
+    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    given = recipe(path, seq_len=seq_len, objective="dpo", shuffle=False, **data)
+    return prepare(given, chatml_tokenizer(), frozenset({2}), tmp_path / "cache")
+
+
+def answered(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    return {"instruction": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_a_pair_is_two_documents_of_one_row_and_counts_as_such(tmp_path: Path) -> None:
+    rows = [answered("Late?", "Not yet.", "Yes, it is very late."), answered("Early?", "No.", "Yes.")]
+    found = prepared(tmp_path, rows)
+    assert found.train.column_names == ["input_ids", "labels", "seq_lengths"]
+    tokenizer, lengths = chatml_tokenizer(), answer_lengths(found.train)
+    for row, pair_lengths in zip(found.train, lengths.tolist(), strict=True):
+        assert sum(pair_lengths) == len(row["input_ids"]) and row["labels"][pair_lengths[0]] == IGNORE
+    first = found.train[0]
+    chosen = tokenizer.decode(first["input_ids"][: lengths[0, 0]])
+    assert chosen.endswith("Not yet.<|im_end|>\n") and "Yes" not in chosen
+    counted = found.statistics
+    assert counted.rows == 2 and counted.documents == 4 and counted.tokens == lengths.sum()
+    # A batch is padded to the longer answer.
+    assert counted.quantiles[-1] == lengths.max() and counted.squared_tokens == (lengths**2).sum()
+    assert found.samples[0].prompt == "Late?" and found.samples[0].reference == "Not yet."
+    text = show(found, tokenizer, 1, color=False)
+    assert "the chosen answer" in text and "the rejected answer" in text and "«Not yet.<|im_end|>»" in text
+
+
+def test_the_audit_says_whether_pairs_can_teach_a_preference(tmp_path: Path) -> None:
+    rows = [
+        answered("One", "A long answer of many words, and more of them.", "Short."),
+        answered("Two", "Another long answer of very many words indeed.", "No."),
+        answered("Three", "The same.", "The same."),
+        {"chosen": [says("user", "Four"), GOOD], "rejected": [says("user", "Five"), BAD]},
+        answered("Six", "", "Nothing."),
+    ]
+    audit = prepared(tmp_path, rows).audit
+    pairs = audit.train.pairs
+    assert audit.train.rows == 3 and (pairs.equal, pairs.apart, pairs.longer_chosen) == (1, 1, 3)
+    assert audit.untrained_rows == 1  # Of which one side is empty.
+    said = " ".join(f"{problem.what} {problem.change}" for problem in audit.problems)
+    for part in ("1 pairs both answers are the same", "1 pairs the two answers follow different", "times as long"):
+        assert part in said
+    assert "the chosen one is longer in 100% of the pairs" in " ".join(in_sentences(audit))
+
+
+def test_answers_are_cut_by_themselves_and_a_pair_that_loses_one_is_left_out(tmp_path: Path) -> None:
+    long = "word " * 60
+    rows = [answered("a", "Not yet.", long), answered(long, "Not yet.", "Yes."), answered("b", "Not yet.", "Yes.")]
+    cut = prepared(tmp_path, rows, over_long="truncate")
+    # Of the second the prompt fills all; the first keeps the beginning of its rejected answer.
+    assert len(cut.train) == 2 and answer_lengths(cut.train).max() == 64
+    assert cut.audit.train.over_long.rows == 2
+    dropped = prepared(tmp_path, rows, over_long="drop")
+    assert len(dropped.train) == 1 and dropped.audit.train.untrained_rows == 0
+    with pytest.raises(UserError, match="longer than"):
+        prepared(tmp_path, rows)
+
+
+@pytest.mark.parametrize("layout", ["padded", "flat"])
+def test_a_batch_holds_both_answers_of_each_pair_in_order(layout: Any) -> None:
+    pairs = [
+        {"input_ids": [5, 6, 7, 5, 8], "labels": [IGNORE, 6, 7, IGNORE, 8], "seq_lengths": [3, 2], "row": 9},
+        {"input_ids": [1, 2, 3, 4], "labels": [IGNORE, 2, IGNORE, 4], "seq_lengths": [2, 2], "row": 4},
+    ]
+    collator = AnswerCollator(Collator(0, layout))
+    batch = collator(pairs)
+    assert batch["pairs"].tolist() == [9, 4] and batch["answer_tokens"] == [2, 1, 1, 1]
+    trained = batch["labels"].flatten().roll(-1)[batch["label_positions"]]
+    assert trained[: sum(batch["answer_tokens"])].tolist() == [6, 7, 8, 2, 4]
+    if layout == "padded":
+        assert batch["input_ids"].tolist() == [[5, 6, 7], [5, 8, 0], [1, 2, 0], [3, 4, 0]]
+        assert collator.width(np.array([[3, 2], [2, 2]])).tolist() == [[3, 3], [2, 2]]
+    else:
+        assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 7, 9]
+        assert collator.width(np.array([[3, 2], [2, 2]])).tolist() == [[5], [4]]

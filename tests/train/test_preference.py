@@ -17,6 +17,7 @@ from harness import losses, metrics, write_recipe
 from small import set_up
 from tiny import tiny_model
 
+from toolkit.cli.main import main as toolkit
 from toolkit.recipe.preference import OF_DIFFERENCES
 from toolkit.train.main import main
 from toolkit.train.reference import FILE
@@ -206,6 +207,16 @@ def test_a_run_whose_reference_is_gone_does_not_go_on(capsys: pytest.CaptureFixt
     (run / FILE).write_bytes(b"no numbers")
     assert main(["recipe=small", *saving]) != 0
     assert "reference.safetensors is gone or damaged" in capsys.readouterr().err
+
+
+def test_an_adapter_of_preferences_answers_and_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["method.name=lora", "optimizer.learning_rate=5e-3", "output.name=adapter"]
+    assert main(["recipe=small", *lora, "evaluation.num_prompts=1", "evaluation.max_new_tokens=4"]) == 0
+    assert toolkit(["generate", "runs/adapter", "--prompt", "3: two words"]) == 0
+    assert toolkit(["merge", "runs/adapter"]) == 0 and Path("runs/adapter/merged/model.safetensors").is_file()
+    assert toolkit(["report", "runs/adapter"]) == 0
+    samples = json.loads(Path("runs/adapter/samples.json").read_text(encoding="utf-8"))
+    assert samples[0]["reference"] and samples[0]["after"] is not None
 
 
 def test_another_run_from_the_same_weights_takes_the_reference_from_the_cache(

@@ -43,6 +43,7 @@ CORE = [
     ("llama", "dpo", "lora", "fsdp", 1),
     ("qwen3", "dpo", "full", "tensor", 2),
     ("qwen3", "dpo", "lora", "tensor", 2),
+    ("qwen3_moe", "dpo", "full", "expert", 2),
 ]
 FULL = [
     (model, objective, method, engine, size)
@@ -73,7 +74,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     ("model", "objective", "method", "engine", "size"),
     [
         pytest.param(*each, id="-".join(map(str, each)), marks=[] if each in CORE else [pytest.mark.matrix])
-        for each in dict.fromkeys([*CORE, *FULL, ("qwen3_moe", "dpo", "full", "expert", 2)])
+        for each in dict.fromkeys([*CORE, *FULL])
     ],
 )
 def test_an_engine_equals_one_process(
