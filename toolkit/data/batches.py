@@ -127,10 +127,9 @@ class MicroBatches:
     as much behind them.
 
     Args:
-        lengths: (rows, 1) tokens of each row, or (rows, 2) for pairs, whose source and target are padded apart, and for
-            two answers.
+        lengths: (rows, 1) tokens of each row, or (rows, 2) for pairs, whose source and target are padded apart.
         widths: The same, filled up as a row by itself would be. Pairs are sorted and cut by the longer of both, which
-            bounds either side; (rows, 1) for answers that lie end to end.
+            bounds either side.
         steps: Optimizer steps of the run.
         global_batch_size: Rows of a step.
         accumulation: Micro-batches of a step and process.

@@ -52,11 +52,10 @@ class OutputHead:
     Attributes:
         fused: Whether the fused head may score.
         selects: Whether the model's own forward may be given trained positions alone.
-        alike: Whether the loss is a sum over all labels, each of which counts as much as the others.
     """
 
     def __init__(self, model: Any, choice: HeadChoice) -> None:
-        self.fused, self.selects, self.alike = choice.fused, choice.selects, True
+        self.fused, self.selects = choice.fused, choice.selects
         forward = model.forward
         # TRL would pick positions by a mask on GPUs, and wait for their number; here they have been picked.
         trl_utils._use_triton = lambda device: False
@@ -81,7 +80,7 @@ class OutputHead:
         """Scores labels of a batch, of which `forward` has got all else."""
         if positions is None:
             assert self.fused, "the model's own forward scores the positions of a collator"
-            with _scoring(module, labels[:, 1:], self.alike):
+            with _scoring(module, labels[:, 1:]):
                 return forward(fused_lm_head=True, labels=labels)
         # The first token of a row is never trained, so the last one of the row before has no label.
         following = at(labels.roll(-1), positions)
@@ -91,7 +90,7 @@ class OutputHead:
             return from_logits(outputs, following)
         with _only(module.base_model, positions):
             if self.fused:
-                with _scoring(module, following, self.alike):
+                with _scoring(module, following):
                     return forward(fused_lm_head=True, shift_labels=following)
             return from_logits(forward(), following)
 
@@ -104,10 +103,10 @@ class OutputHead:
         return at(batch["labels"].roll(-1), batch["label_positions"])
 
 
-def _scoring(module: Any, labels: torch.Tensor, alike: bool) -> Any:
+def _scoring(module: Any, labels: torch.Tensor) -> Any:
     """The way in which the fused head scores these labels, while this context lasts."""
     part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
-    return scored_in_parts(labels, part, alike) if part else scored_on_cpu(labels, alike)
+    return scored_in_parts(labels, part) if part else scored_on_cpu(labels)
 
 
 def _only(backbone: Any, positions: torch.Tensor) -> Any:

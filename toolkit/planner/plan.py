@@ -282,13 +282,11 @@ class Plan(Figures):
     attention: str
     """Attention backend as it will run."""
     micro_batch_size: int
-    """Rows per device and pass."""
+    """Sequences per device and pass."""
     gradient_accumulation_steps: int
     """Micro-batches per optimizer step."""
     global_batch_size: int
-    """Rows per optimizer step: sequences, or pairs of answers."""
-    answers: int = 1
-    """Sequences of a row: 2 of a pair of answers."""
+    """Sequences per optimizer step."""
     seq_len: int
     """Tokens per sequence, at most."""
     sequence: int = 1
