@@ -472,8 +472,9 @@ PLAIN = {
 ON_TWO = {"world_size": 2, "gradient_accumulation_steps": 2}
 ZERO = {
     **{"engine": "deepspeed", "autocast": "none", "trained_dtype": "bfloat16", "reduce_dtype": "float32"},
-    **{"offload_optimizer": "none", "offload_param": "none"},
+    **{"offload_optimizer": "none", "offload_param": "none", "sharded_over": 1},
 }
+ZERO_ON_TWO = {**ZERO, **ON_TWO, "sharded_over": 2}
 SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "sharded"}
 
 
@@ -496,11 +497,11 @@ SHARDED = {"parameters": "sharded", "gradients": "sharded", "optimizer_state": "
         ),
         (2, {}, {"engine": "ddp", **ON_TWO}),
         (1, {"strategy": {"name": "zero3"}}, {**ZERO, "zero_stage": 3}),
-        (2, {"strategy": {"name": "zero1"}}, {**ZERO, **ON_TWO, "zero_stage": 1, "optimizer_state": "sharded"}),
+        (2, {"strategy": {"name": "zero1"}}, {**ZERO_ON_TWO, "zero_stage": 1, "optimizer_state": "sharded"}),
         (
             2,
             {"strategy": {"name": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}},
-            {**ZERO, **ON_TWO, **SHARDED, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+            {**ZERO_ON_TWO, **SHARDED, "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
         ),
         (
             2,
