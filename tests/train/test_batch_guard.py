@@ -135,7 +135,8 @@ def test_every_engine_leaves_the_batch_out(
         assert done.codes == [0, 0], done.stderr[-3000:]
     check_skipped(tmp_path / "bad", tmp_path / "good")
     if precision == "fp32" and engine not in DIVISIONS:  # Whose losses other tests compare, at smaller steps.
-        assert losses(tmp_path / "good") == pytest.approx(losses(reference["good"]), rel=1e-6)
+        # At steps of 1e-2 Adam makes 1.5e-6 of rounding, where processes have other numbers of threads.
+        assert losses(tmp_path / "good") == pytest.approx(losses(reference["good"]), rel=5e-6)
 
 
 @pytest.mark.parametrize("engine", ["single", *engines()])
