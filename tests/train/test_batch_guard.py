@@ -25,9 +25,11 @@ ROWS = [f"{row['text']} {row['text']}"[:60] for row in text_rows(16)]
 COMMON = [
     *("objective=language_modelling", "data.shuffle=false", "schedule.name=constant", "batch.global_batch_size=4"),
     *("batch.micro_batch_size=1", "model.path=qwen", "method.freeze=[model.embed_tokens.*]"),
+    # At steps of 1e-2 Adam makes 1.5e-6 of rounding that depends on the number of threads.
+    "optimizer.learning_rate=1e-3",
 ]
 SKIP = ["faults.on_nan=skip"]
-SPIKE = ["faults.on_spike=skip", "faults.spike_window=4", "faults.spike_sigmas=0.8", "optimizer.learning_rate=1e-3"]
+SPIKE = ["faults.on_spike=skip", "faults.spike_window=4", "faults.spike_sigmas=0.8"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,8 +77,8 @@ def bad_batches(run: Path) -> list[dict]:
 def reference(place: Path) -> dict[str, Path]:
     """Runs of one process on rows of which none is bad."""
     runs = {}
-    for name, steps, more in (("good", 3, []), ("alike", 6, ["optimizer.learning_rate=1e-3"])):
-        assert main(settings(name, steps, f"output.name={name}", *more)) == 0
+    for name, steps in (("good", 3), ("alike", 6)):
+        assert main(settings(name, steps, f"output.name={name}")) == 0
         runs[name] = Path("runs") / name
     return runs
 
@@ -135,8 +137,7 @@ def test_every_engine_leaves_the_batch_out(
         assert done.codes == [0, 0], done.stderr[-3000:]
     check_skipped(tmp_path / "bad", tmp_path / "good")
     if precision == "fp32" and engine not in DIVISIONS:  # Whose losses other tests compare, at smaller steps.
-        # At steps of 1e-2 Adam makes 1.5e-6 of rounding, where processes have other numbers of threads.
-        assert losses(tmp_path / "good") == pytest.approx(losses(reference["good"]), rel=5e-6)
+        assert losses(tmp_path / "good") == pytest.approx(losses(reference["good"]), rel=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["single", *engines()])
