@@ -68,7 +68,7 @@ class Job:
     objective: str = "language_modelling"
 
 
-FULL, FP8 = "activation_checkpointing=full", "method.quantization=fp8"
+FULL, FP8, EIGHT_BIT = "activation_checkpointing=full", "method.quantization=fp8", "optimizer=adamw_8bit"
 CUDA_JOBS = (
     Job("1.2B full, checkpointing", "llama_1b", "full", 4096, 4, 4, True, True, "pure_bf16", (FULL,)),
     Job("1.2B full", "llama_1b", "full", 4096, 4, 4, precision="pure_bf16"),
@@ -80,6 +80,8 @@ CUDA_JOBS = (
     Job("8B QLoRA", "llama_8b", "qlora", 4096, 2, 2),
     # The libraries alone keep the base in bf16.
     Job("8B LoRA, base in fp8", "llama_8b", "lora", 4096, 2, 2, settings=(FP8, "compile=layers")),
+    # The libraries alone keep AdamW's moments in bf16, four times as many bytes.
+    Job("8B full, 8-bit AdamW", "llama_8b", "full", 4096, 2, 2, precision="pure_bf16", settings=(EIGHT_BIT,)),
 )
 CPU_JOBS = (
     Job("chat LoRA, padded", "smollm2", "lora", 512, 8, 2, False, precision="auto", objective="sft"),
@@ -99,6 +101,7 @@ class Result:
         start_up: Seconds from the command to the end of the first step.
         planned: Tokens per second that the toolkit's plan expected.
         memory: Largest bytes on the device, or of the process on a CPU.
+        planned_memory: The same as the toolkit's plan expected it; 0 where there is none.
         error: Last words where it failed.
     """
 
@@ -106,16 +109,26 @@ class Result:
     start_up: list[float] = field(default_factory=list)
     planned: list[float] = field(default_factory=list)
     memory: int = 0
+    planned_memory: int = 0
     error: str = ""
 
 
 class Bench:
-    """Runs jobs in a folder of its own."""
+    """Runs jobs in a folder of its own.
+
+    Args:
+        folder: For models, rows and runs.
+        steps: Of each run.
+        of: Steps of the run that the toolkit is told of, and stopped in: what pays in a long run it decides by these.
+        jobs: All that will be run.
+        on_gpu: Whether the device is a GPU.
+        llamafactory: The Python that has it.
+    """
 
     def __init__(
-        self, folder: Path, steps: int, jobs: Sequence[Job], on_gpu: bool, llamafactory: str | None = None
+        self, folder: Path, steps: int, of: int, jobs: Sequence[Job], on_gpu: bool, llamafactory: str | None = None
     ) -> None:
-        self.folder, self.steps, self.on_gpu, self.llamafactory = folder, steps, on_gpu, llamafactory
+        self.folder, self.steps, self.of, self.on_gpu, self.llamafactory = folder, steps, of, on_gpu, llamafactory
         self._tokens = int(1.5 * steps * max(each.seq_len * each.rows for each in jobs))
         (folder / "recipes").mkdir(parents=True, exist_ok=True)
 
@@ -128,11 +141,14 @@ class Bench:
         make = self._peer if who.split("+")[0] in PEERS else self._recipe
         command = make(who, job, model, data, metrics)
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "TOKENIZERS_PARALLELISM": "true"}
-        begun, log = time.monotonic(), self.folder / "log.txt"
+        cut = make == self._recipe and self.of > self.steps
+        begun, log = time.monotonic(), self.folder / f"{job.name} {who}.log".replace("/", "-")
         with log.open("w") as stream:
             process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=stream, stderr=stream)
             first = None
             while process.poll() is None and time.monotonic() - begun < 60 * minutes:
+                if cut and len(self._steps(metrics)) >= self.steps:
+                    break
                 if first is None and self._steps(metrics):
                     first = time.monotonic() - begun
                 if not self.on_gpu:
@@ -141,7 +157,7 @@ class Bench:
             if process.poll() is None:
                 process.kill()
         rows = self._steps(metrics)
-        if process.wait() or len(rows) < self.steps:
+        if (process.wait() and not cut) or len(rows) < self.steps:
             lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
             result.error = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")[:200]
             return
@@ -154,7 +170,9 @@ class Bench:
         result.start_up.append(first or 0.0)
         manifest = metrics.with_name("manifest.json")
         if manifest.is_file():
-            result.planned.append(json.loads(manifest.read_text(encoding="utf-8"))["plan"]["work"]["tokens_per_second"])
+            plan = json.loads(manifest.read_text(encoding="utf-8"))["plan"]
+            result.planned.append(plan["work"]["tokens_per_second"])
+            result.planned_memory = plan["memory"][0]["allocated"] if self.on_gpu else 0
         result.memory = max(result.memory, *(row.get("device_memory_bytes", 0) for row in rows))
 
     def _steps(self, metrics: Path) -> list[dict[str, Any]]:
@@ -171,7 +189,7 @@ class Bench:
             "data": {"sources": [str(data)], "packing": job.packing},
             "method": job.method,
             "precision": job.precision,
-            "schedule": {"max_steps": self.steps},
+            "schedule": {"max_steps": self.of},
             "batch": {"seq_len": job.seq_len, "global_batch_size": job.rows},
             "evaluation": {"at_start": False, "num_prompts": 0},
             "output": {"dir": str(metrics.parent.parent), "name": metrics.parent.name},
@@ -222,13 +240,13 @@ def _resident(pid: int) -> int:
 
 def table(results: dict[str, dict[str, Result]]) -> str:
     """Markdown: a row per job and contestant; rates are medians with the range of the repetitions."""
-    lines = ["| job | who | tokens/s | range | planned | of the toolkit | start-up, s | memory, GiB |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    lines = ["| job | who | tokens/s | range | planned | of the toolkit | start-up, s | memory, GiB | planned |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for job, found in results.items():
         own = found.get("toolkit")
         for who, result in found.items():
             if not result.rates:
-                lines.append(f"| {job} | {who} | {result.error} | | | | | |")
+                lines.append(f"| {job} | {who} | {result.error} | | | | | | |")
                 continue
             rate = statistics.median(result.rates)
             share = f"{rate / statistics.median(own.rates):.2f}" if own and own.rates else ""
@@ -236,6 +254,7 @@ def table(results: dict[str, dict[str, Result]]) -> str:
             start = statistics.median(result.start_up)
             planned = f"{statistics.median(result.planned):,.0f}" if result.planned else ""
             cells = [job, who, f"{rate:,.0f}", spread, planned, share, f"{start:.1f}", f"{result.memory / GIB:.1f}"]
+            cells.append(f"{result.planned_memory / GIB:.1f}" if result.planned_memory else "")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -252,6 +271,10 @@ def main() -> int:
         help="contestants (all); `toolkit+KEY=VALUE` is the toolkit with another setting",
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help=f"of each run, {WARM_UP} not counted (20)")
+    parser.add_argument(
+        "--of", type=int, default=0, metavar="N", help="the toolkit is told of a run of N steps, and stopped in it"
+    )
+    parser.add_argument("--folder", metavar="DIR", help="for models, rows and logs (default: a temporary one)")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="repetitions (3)")
     parser.add_argument("--minutes", type=float, default=20, metavar="N", help="at most, for each run (20)")
     parser.add_argument("--llamafactory", metavar="PYTHON", help="of an environment that has LLaMA-Factory")
@@ -267,11 +290,13 @@ def main() -> int:
     jobs = [dataclasses.replace(job, precision=job.precision.replace("auto", fastest)) for job in jobs]
     about = {"device": device.title, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
     about |= {"transformers": transformers.__version__, "steps": options.steps}
+    about |= {"of a run of": options.of} if options.of else {}
     file = Path(options.results) / f"throughput-{about['date']}-{device.name}"
     file.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Result]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        bench = Bench(Path(temporary), options.steps, jobs, on_gpu, options.llamafactory)
+        folder, of = Path(options.folder or temporary).resolve(), max(options.of, options.steps)
+        bench = Bench(folder, options.steps, of, jobs, on_gpu, options.llamafactory)
         for job in jobs:
             results[job.name] = {who: Result() for who in options.who}
             for _ in range(options.repeat):

@@ -13,7 +13,6 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class CompiledLayers:
     """The layers of a model, compiled when they are first called.
 
     Args:
-        model: A Transformers or PEFT model, before engines wrap it; changed in place.
+        models: As `add` takes.
         backend: Of `torch.compile`.
 
     Attributes:
@@ -37,20 +36,29 @@ class CompiledLayers:
             graph, or where it depends on more than the sizes of a batch.
     """
 
-    def __init__(self, model: torch.nn.Module, backend: str = "inductor") -> None:
-        self.graphs = 0
+    def __init__(self, *models: torch.nn.Module, backend: str = "inductor") -> None:
+        self.graphs = self.layers = 0
         self._backend = backend
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        for model in models:
+            self.add(model)
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Has the layers of a Transformers or PEFT model compiled, before engines wrap it; it is changed in place.
+        Layers of another model that are alike share their graphs."""
         layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-        self.layers = len(layers)
+        self.layers += len(layers)
         for layer in layers:
             layer.forward = self._forward(layer)
 
     def _forward(self, layer: Any) -> Callable[..., Any]:
         whole = layer.forward
         # Transformers checkpoints within `forward`; what that recomputes is compiled, checkpointing itself is not.
-        own = types.MethodType(type(layer).forward.__wrapped__, layer)
-        # From the first graph on for any size: batches differ, packed ones too.
-        compiled = _configured(torch.compile(own, backend=self._compile, dynamic=True))
+        own = type(layer).forward.__wrapped__
+        if own not in self._compiled:
+            # From the first graph on for any size: batches differ, packed ones too.
+            self._compiled[own] = _configured(torch.compile(own, backend=self._compile, dynamic=True))
+        compiled = functools.partial(self._compiled[own], layer)
 
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -88,6 +88,6 @@ def unfit(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return "selective checkpointing picks single operations, which compiled layers no longer have"
     if recipe.activation_checkpointing.mlp_tiles > 1:
         return "layers with MLPs in tiles have not been compiled"
-    if recipe.method.quantization != "none":
-        return "quantized layers have not been measured"
+    if recipe.method.quantization not in ("none", "nf4", "fp8"):
+        return f"layers quantized to {recipe.method.quantization} have not been measured"
     return ""

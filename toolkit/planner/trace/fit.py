@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -18,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.common import UserError
+from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.head_choice import choose
 from toolkit.models.parts import is_part, parts_of
 from toolkit.models.stored import StoredWeight
@@ -33,6 +35,8 @@ _ALWAYS = 4
 """Kinds of work that every pass has; the others are of processes that divide something."""
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
+_DIVIDES = "aot_eager_decomp_partition"
+"""Of torch's compilers the one that decides as Inductor does what is kept for the backward pass, and compiles nothing."""
 _SHORT = 24
 """Tokens of a row that is shorter than the blocks of any model."""
 _ACTIVATIONS, _CHUNKS, _GRADIENTS = map(CATEGORIES.index, ("activations", "chunks", "gradients"))
@@ -53,21 +57,32 @@ def trace(setting: Setting) -> Trace:
     encoder_decoder = setting.objective == "seq2seq"
     choice = choose(config, setting.trust_remote_code, setting.objective)
     shapes = _shapes(setting)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake_kernels.installed(setting):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(fake_kernels.installed(setting))
         warnings.simplefilter("ignore")
+        compiled = None
+        if setting.compiled:
+            compiled = CompiledLayers(backend=_DIVIDES)
+            # Graphs of fake tensors serve nobody else, and only so many are made of one layer's code.
+            stack.callback(torch._dynamo.reset)
         inventory = build(setting, None, FakeTensorMode())
         layers = depth_of(config)
         once, period = pattern(inventory.layers, setting.every_n_layers)
         small, large = depths(layers, once, period)
         runs: list[list[Micro]] = []
         block = 1
+        # One for both depths, which share graphs then.
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
         for depth in (small, large):
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 shallow = build(setting, depth, fake, bool(inventory.encoder))
             except UserError as error:  # The whole model has what is named, in a layer that this one lacks.
                 raise RuntimeError(error.what) from error
-            measure = functools.partial(run, shallow, setting, choice, fake, period=period, deadline=deadline)
+            measure = functools.partial(
+                run, shallow, setting, choice, fake, period=period, deadline=deadline, compiled=compiled
+            )
             row = [measure(*shape) for shape in shapes]
             if row[0].timelines["forward"].names != row[0].timelines["forward+"].names:
                 # Layers do something once (those in 4 bits convert their bias), which later micro-batches do not meet.

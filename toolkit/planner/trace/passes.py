@@ -16,13 +16,14 @@ from trl.trainer.utils import add_fused_lm_head
 
 from toolkit.distributed.engines import checkpointing_kwargs
 from toolkit.models.attention_kernels import keep_attention
+from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.head_choice import asks_routers
 from toolkit.models.output_head import HeadChoice, OutputHead
 from toolkit.models.pair_head import PairHead
 from toolkit.models.tiled_mlp import tile_mlps
 from toolkit.planner.trace.setting import Setting
 from toolkit.planner.trace.shallow import Shallow
-from toolkit.planner.trace.tracker import Timeline, Tracker
+from toolkit.planner.trace.tracker import CompiledTracker, Timeline, Tracker
 from toolkit.recipe.sections import ActivationCheckpointing
 
 ENCODER_PLACES = ("encoder_first", "encoder_last")
@@ -55,6 +56,7 @@ def run(
     length: int,
     period: int = 1,
     deadline: float = math.inf,
+    compiled: CompiledLayers | None = None,
 ) -> Micro:
     """Takes a micro-batch of `batch` sequences of `length` tokens through the model.
 
@@ -63,16 +65,18 @@ def run(
         fake: The mode in which tensors are made.
         period: So many layers at either end stand for those between them.
         deadline: See `Tracker`.
+        compiled: Compiles the layers, where they are.
     """
     model = shallow.model
-    _prepare(shallow, setting, choice)
+    _prepare(shallow, setting, choice, compiled)
     with fake:
         inputs = _inputs(setting, batch, length)
         if setting.device == "cpu" or not choice.fused or setting.objective == "seq2seq":
             inputs["label_positions"] = torch.zeros(batch * length, dtype=torch.long)
         persistent = [*model.parameters(), *model.buffers(), *_quantization_state(model), *inputs.values()]
         chunk = setting.chunk if batch * length > setting.chunk else 0
-        tracker = Tracker(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
+        kind = CompiledTracker if compiled else Tracker
+        tracker = kind(persistent, model.parameters(), setting.device == "cuda", chunk, deadline)
         timelines: dict[str, Timeline] = {}
         with _watched(shallow, tracker, period), tracker:
             for suffix in ("", "+"):
@@ -96,7 +100,7 @@ def run(
     return Micro(timelines, tracker.boundary, tracker.paddings)
 
 
-def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:
+def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice, compiled: CompiledLayers | None) -> None:
     """What the trainers do to a model before they train it."""
     model, base = shallow.model, shallow.base
     if getattr(base, "_toolkit_prepared", False):
@@ -123,6 +127,8 @@ def _prepare(shallow: Shallow, setting: Setting, choice: HeadChoice) -> None:
         # With what TRL has it compute beside: a little more than the trainers ask for.
         add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
         OutputHead(base, choice)
+    if compiled:
+        compiled.add(model)
     if setting.autocast:
         # As accelerate's `prepare_model` does.
         forward = torch.autocast("cpu", getattr(torch, setting.autocast))(model.forward)

@@ -60,6 +60,7 @@ class Setting:
         tensor: Processes that divide each layer.
         context: Processes that share each row by gathering keys and values.
         expert: Processes that divide the experts of each layer.
+        compiled: Whether the layers are compiled, which then keep other tensors for the backward pass.
     """
 
     config: Mapping[str, Any]
@@ -81,6 +82,7 @@ class Setting:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    compiled: bool = False
 
     @property
     def chunk(self) -> int:
@@ -111,6 +113,8 @@ class Setting:
         for dimension in ("tensor", "context", "expert", "mlp_tiles"):
             if content[dimension] == 1:
                 del content[dimension]  # Traces are older than it.
+        if not self.compiled:
+            del content["compiled"]  # As above.
         content |= {} if self.layout == "flat" else {"rows": "short"}  # Of long ones alone it may be another trace.
         return _hash(content)
 

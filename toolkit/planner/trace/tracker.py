@@ -229,6 +229,15 @@ class Tracker(TorchDispatchMode):
                 self.timeline.recomputed[key] += value
 
 
+class CompiledTracker(Tracker):
+    """The same where layers are compiled, which torch's compiler refuses within any other mode."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It may, as nothing of this mode is within a graph."""
+        return True
+
+
 def _outcome(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation returns; fake tensors take several times as long for those that they do not remember."""
     if func is torch.ops.aten._unsafe_view.default:
