@@ -169,6 +169,7 @@ def test_recipe_trains_two_steps_on_a_tiny_model_of_its_architecture(name: str, 
     rows = {
         "sft": tiny.chat_rows(40),
         "language_modelling": tiny.text_rows(40),
+        "dpo": [row | {"rejected": "No."} for row in tiny.pair_rows(40, "prompt", "chosen")],
         # Columns as the recipe expects them, beside one that must not be taken for the input.
         "seq2seq": [
             {"source": "not the input"} | row

@@ -61,9 +61,7 @@ class _Question:
         backend, why = kernels.backend(recipe, hardware, self.config, self.statistics)
         per_row, longest = self._fullest(recipe, layout, backend)
         fullest = dataclasses.replace(layout, seq_len=per_row)
-        # A pair of answers is computed as two rows are.
-        traced = recipe.with_values({"objective": "sft"}) if recipe.prefers else recipe
-        setting = setting_of(traced, self.config, device.kind, backend, fullest.in_sequences)
+        setting = setting_of(recipe, self.config, device.kind, backend, fullest)
         trace = store.obtain(setting, self.tracing) if may_trace else store.find(setting)
         trace = trace or store.find(setting.in_bf16())
         if trace is None:
