@@ -14,12 +14,12 @@ from typing import Any
 from toolkit.common import UserError, concealed
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str | bytes) -> None:
     """Writes a file so that readers see the old or the new text, never a part, whoever else writes it."""
     # Processes of two containers may have one number, and would empty each other's file.
     partial = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(text if isinstance(text, bytes) else text.encode())
         partial.replace(file)
     except OSError:
         partial.unlink(missing_ok=True)

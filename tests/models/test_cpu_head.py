@@ -25,11 +25,15 @@ def inputs(tokens: int, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def scored(
-    labels: torch.Tensor, *tensors: torch.Tensor | None, softcap: float | None = None, scale: float = 1.0
+    labels: torch.Tensor,
+    *tensors: torch.Tensor | None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    alike: bool = True,
 ) -> torch.Tensor:
     """As TRL's head calls it."""
     targets = labels.clamp(min=0)
-    with cpu_head.scored_on_cpu(labels[None]):
+    with cpu_head.scored_on_cpu(labels[None], alike):
         found = trl_utils._ChunkedLogProbFunction.apply(*tensors, targets, 1.0, 32768, softcap, scale, ("log_probs",))
     return found[0].masked_fill(labels == IGNORE, 0)
 
@@ -66,6 +70,21 @@ def test_tokens_that_weigh_differently_make_no_wrong_gradient() -> None:
     log_probs = scored(labels, hidden, weight, None)
     to_hidden, to_weight = torch.autograd.grad(log_probs @ torch.arange(48.0), (hidden, weight))
     assert to_hidden.isfinite().all() and to_weight.isnan().all()
+
+
+@pytest.mark.parametrize(("bias", "softcap", "scale"), [(False, None, 1.0), (True, 3.0, 0.5)])
+def test_where_that_is_said_tokens_weigh_differently(bias: bool, softcap: float | None, scale: float) -> None:
+    hidden, weight, each, labels = inputs(cpu_head.CHUNK + 48, bias)
+    weights = torch.arange(len(labels)) - 100.0
+    logits = F.linear(hidden, weight, each) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    wanted = (F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none") * weights).sum()
+    trained = [tensor for tensor in (hidden, weight, each) if tensor is not None]
+    expected = torch.autograd.grad(wanted, trained)
+    log_probs = scored(labels, hidden, weight, each, softcap=softcap, scale=scale, alike=False)
+    for gradient, own in zip(torch.autograd.grad(-(log_probs * weights).sum(), trained), expected, strict=True):
+        torch.testing.assert_close(gradient, own, rtol=1e-4, atol=1e-3)
 
 
 def test_the_plan_has_its_chunks() -> None:

@@ -365,3 +365,24 @@ def test_what_is_taken_for_the_rows_lengths_stands_beside_what_follows(
     share = half.work.step_seconds.value / answered.work.step_seconds.value
     needs = f"rows of 1,024 need {bytes_text(half.memory[0].total.value)} and {share:.0%} of the time"
     assert (needs in answered.lengths) == bool(said)
+
+
+def test_a_pair_of_answers_is_planned_as_two_rows_and_its_reference_as_an_evaluation(traced: None) -> None:
+    counted = DataStatistics(1000, 200_000, 80_000, 1000, 40_000_000, (200.0,) * 1001)
+    pairs = DataStatistics(500, 200_000, 80_000, 1000, 40_000_000, (200.0,) * 1001)
+    steps = {"schedule.max_steps": 10, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
+    rows = recipe().with_values(steps)
+    halves = {"batch.micro_batch_size": 4, "batch.global_batch_size": 8}
+
+    def plan(given: Any, statistics: DataStatistics) -> Any:
+        return estimate(given, "r", find("h100"), config=CONFIG, statistics=statistics, advice=False)
+
+    as_rows = plan(rows, counted)
+    orpo, dpo = (plan(rows.with_values({**halves, "objective": each}), pairs) for each in ("orpo", "dpo"))
+    for each in (orpo, dpo):
+        assert each.memory[0].allocated == as_rows.memory[0].allocated
+        assert each.work.tokens_per_step == as_rows.work.tokens_per_step and each.answers == 2
+        assert each.work.step_seconds.value == pytest.approx(as_rows.work.step_seconds.value)
+    # 80 pairs are drawn, and scored once before.
+    reference = dpo.work.total_seconds.value - orpo.work.total_seconds.value
+    assert 0 < reference < 10 * dpo.work.step_seconds.value

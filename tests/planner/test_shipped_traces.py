@@ -24,9 +24,15 @@ def test_every_setting_of_the_shipped_recipes_is_traced_and_nothing_else() -> No
     assert shipped == settings().keys()
 
 
-@pytest.mark.parametrize("index", [0, pytest.param(-1, marks=pytest.mark.matrix)])
-def test_a_shipped_trace_is_what_tracing_says(index: int) -> None:
-    each = [each for each in settings().values() if each.config.get("num_hidden_layers") == 16][index]
+@pytest.mark.parametrize(
+    ("method", "index"), [("full", 0), ("lora", 0), pytest.param("lora", -1, marks=pytest.mark.matrix)]
+)
+def test_a_shipped_trace_is_what_tracing_says(method: str, index: int) -> None:
+    each = [
+        each
+        for each in settings().values()
+        if (each.config.get("num_hidden_layers"), each.method["name"]) == (16, method)
+    ][index]
     shipped = json.loads(gzip.decompress((SHIPPED / f"{each.architecture()}.json.gz").read_bytes()))
 
     assert Trace.from_json(shipped[each.key()]) == trace(each)

@@ -256,7 +256,7 @@ def test_wrong_override(override: str, words: list[str]) -> None:
         ("schedule=3", "write schedule.num_epochs=3"),
         ("compile=true", "write compile=layers"),
         ("precision=float16", "write precision=fp16"),
-        ("objective=dpo", "not supported yet"),
+        ("objective=kto", "not supported yet"),
         ("data.eval_split=200", "write 'data={eval_split: 0.05, eval_max_samples: 200}'"),
         ("data={path: a}", "write 'data.sources=[a]'"),
         ("extra.model={a: 1}", "`model` stands at the top of a recipe"),
@@ -327,7 +327,7 @@ def test_characters_that_no_editor_shows_are_refused_and_shown(character: str) -
 
 
 OTHER_KEYS = """
-    roles_to_train processor_type relora_steps token hub_token num_generations beta wandb_watch use_galore use_unsloth
+    roles_to_train processor_type relora_steps token hub_token num_generations wandb_watch use_galore use_unsloth
     use_badam packing_strategy mix_strategy logging_strategy hub_strategy cosine_min_lr_ratio float16 rl type
     unfrozen_parameters save_safetensors hub_always_push gradient_kwargs model_parallel layer_types
 """

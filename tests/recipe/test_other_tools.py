@@ -114,6 +114,7 @@ def test_keys_that_several_values_stand_for_lead_to_all_of_them() -> None:
     assert {key: translated_keys()[key] for key in keys} == keys
 
 
+OBJECTIVES = ("sft", "language_modelling", "dpo", "cpo", "orpo", "simpo")
 LORA = "write method: {name: lora, quantization: "
 ANSWERS: list[tuple[str, Any, str]] = [
     *(("load_in_4bit", True, LORA + "nf4}"), ("load_in_4bit", False, "write method.quantization: none")),
@@ -124,7 +125,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
     *(("finetuning_type", "lora", "write method.name: lora"), ("finetuning_type", "full", "write method.name: full")),
     *(("use_peft", True, "write method.name: lora"), ("peft", False, "write method.name: full")),
     *(("stage", "sft", "write objective: sft"), ("stage", "pt", "write objective: language_modelling")),
-    ("stage", "x", "write objective: sft or objective: language_modelling"),
+    ("stage", "x", "write " + " or ".join(f"objective: {each}" for each in OBJECTIVES)),
     ("gradient_checkpointing", True, "write activation_checkpointing.mode: full"),
     ("gradient_checkpointing", False, "write activation_checkpointing.mode: none"),
     ("gradient_checkpointing", "offload", "write activation_checkpointing.mode: offload"),

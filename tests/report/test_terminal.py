@@ -53,11 +53,13 @@ def test_evaluations_are_logged_and_evaluation_progress_is_not(log: io.StringIO)
     shown.evaluating(1, 8)
     shown.evaluation(0, 3.9602)
     shown.start(10)
-    shown.evaluation(10, 2.7402, 15.49)
+    shown.evaluation(10, 2.7402)
+    shown.evaluation(20, 0.6012, accuracy=0.875)
     assert log.getvalue().splitlines() == [
         "Held-out loss 3.9602, perplexity 52.47 (before training)",
         "Training: 10 steps",
         "Held-out loss 2.7402, perplexity 15.49 (step 10)",
+        "Held-out loss 0.6012, accuracy 87.5% (step 20)",
     ]
 
 

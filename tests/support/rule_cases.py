@@ -20,6 +20,7 @@ AVERAGED = ["checkpoint.save_steps=50", "checkpoint.average_last=3"]
 FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
+DPO = ["objective=dpo"]
 TILES = "activation_checkpointing.mlp_tiles=4"
 PARTS = [*DDP, "parallel.tensor=3"]
 EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
@@ -520,6 +521,35 @@ CASES = [
     ("log-beyond", ["max_steps=5", "logging.every_steps=6"], ["logging.every_steps=5"]),
     ("warmup-too-long", ["max_steps=5", "warmup_steps=5"], ["schedule.warmup_steps=1"]),
     ("warmup-all", ["schedule.warmup_ratio=1"], ["schedule.warmup_ratio=0.03"]),
+    ("preference-objective", ["preference.beta=0.2"], ["~preference.beta"]),
+    *(("preference-objective", ["preference.beta=0.2"], [f"objective={each}"]) for each in ("dpo", "cpo", "orpo")),
+    *(
+        (f"preference-{rule}", ["objective=orpo", f"preference.{key}={value}"], fix)
+        for rule, key, value, instead in (
+            ("loss", "loss", "ipo", ["objective=dpo"]),
+            ("smoothing", "label_smoothing", "0.1", ["objective=dpo", "preference.loss=robust"]),
+            ("length", "length_normalized", "true", ["objective=dpo", "preference.loss=sigmoid"]),
+            ("margin", "margin", "0.5", ["objective=simpo"]),
+        )
+        for fix in ([f"~preference.{key}"], instead)
+    ),
+    ("preference-smoothing", [*DPO, "preference.label_smoothing=0.1"], ["preference.loss=robust"]),
+    ("preference-length", [*DPO, "length_normalized=true", "preference.loss=ipo"], ["preference.loss=sigmoid"]),
+    ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.label_smoothing=0.001"]),
+    ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.loss=sigmoid"]),
+    ("preference-packing", [*DPO, "data.packing=true"], ["data.packing=false"]),
+    ("preference-streaming", [*DPO, *STREAM], ["data.streaming=false"]),
+    ("preference-tokens", [*DPO, "batch.tokens_per_step=32768"], ["~batch.tokens_per_step", "global_batch_size=8"]),
+    ("preference-train-on", [*DPO, "data.train_on=assistant"], ["~data.train_on"]),
+    ("preference-dropout", [*DPO, LORA, "lora_dropout=0.1"], ["method.lora_dropout=0"]),
+    ("preference-eva", [*DPO, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    *(
+        (f"preference-{way}", [*DPO, *DDP, f"parallel.{way}=3"], fix)
+        for way in ("sequence", "context", "pipeline")
+        for fix in ([f"~parallel.{way}"], [f"~parallel.{way}", "parallel.tensor=3"])
+    ),
+    ("best-accuracy", [*EVALUATED, "checkpoint.keep_best=eval_accuracy"], ["checkpoint.keep_best=eval_loss"]),
+    ("best-accuracy", [*EVALUATED, "checkpoint.keep_best=eval_accuracy"], ["objective=dpo"]),
     (
         "decay-too-long",
         ["schedule=warmup_stable_decay", "schedule.args.num_decay_steps=9", "warmup_steps=2", "max_steps=10"],

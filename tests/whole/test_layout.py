@@ -22,6 +22,9 @@ ELSEWHERE = {
     "train/train": "train/test_main",
     # Steps of one piece of work, which is tested as a whole.
     "recipe/faults": "recipe/test_rules",
+    "recipe/preference": "recipe/test_rules",
+    "data/answers": "data/test_preferences",
+    "train/reference": "train/test_preference",
     "train/sealing": "train/test_staging",
     "train/left_parts": "train/test_fast_folder",
     "train/sentry": "train/test_watchdog",

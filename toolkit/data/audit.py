@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.common import UserError
+from toolkit.data.answers import Pairs
+from toolkit.recipe.preference import PREFERENCES
 
 MIN_UNTRAINED_FATAL = 0.5
 
@@ -122,6 +124,7 @@ class Side(BaseModel):
     prompt_lost_rows: int = 0
     """Rows of which the chat template leaves out the system message, tools, or texts of `chat_template_kwargs`."""
     lengths: Lengths
+    pairs: Pairs | None = None
 
     @property
     def seen_rows(self) -> int:
@@ -225,7 +228,8 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
             f"the stop token is trained in only {train.stop_trained_rows:,} of {train.rows:,} rows",
             "raise `batch.seq_len` or set `data.over_long: drop` if ends are cut off",
         )
-    if audit.objective == "sft" and audit.kinds == ["Completion"] and audit.chat_template.source != "none":
+    without = audit.kinds == ["Completion"] and audit.chat_template.source != "none"
+    if audit.objective in ("sft", *PREFERENCES) and without:
         yield Problem(
             "warning",
             "prompts and completions are trained as they are, without the chat template that this model has",
@@ -282,6 +286,8 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
             "`chat_template_kwargs`",
             "set `model.chat_template` to a template that writes them, or move them into the first user message",
         )
+    if train.pairs:
+        yield from (Problem("warning", *each) for each in train.pairs.problems())
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
         yield Problem("fatal", "no usable held-out row", change)
@@ -297,6 +303,8 @@ def in_sentences(audit: Audit) -> list[str]:
     ]
     if held_out:
         texts.append(f"{held_out.rows:,} rows of {held_out.tokens:,} tokens are held out for evaluation.")
+    if train.pairs and train.rows:
+        texts.append(train.pairs.in_a_sentence(train.rows))
     texts.append(_cut(audit))
     empty = f"{audit.untrained_rows:,} rows have no trained token and are left out."
     texts.append(empty if audit.untrained_rows else "Every row has a token to train.")

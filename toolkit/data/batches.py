@@ -127,9 +127,10 @@ class MicroBatches:
     as much behind them.
 
     Args:
-        lengths: (rows, 1) tokens of each row, or (rows, 2) for pairs, whose source and target are padded apart.
+        lengths: (rows, 1) tokens of each row, or (rows, 2) for pairs, whose source and target are padded apart, and for
+            two answers.
         widths: The same, filled up as a row by itself would be. Pairs are sorted and cut by the longer of both, which
-            bounds either side.
+            bounds either side; (rows, 1) for answers that lie end to end.
         steps: Optimizer steps of the run.
         global_batch_size: Rows of a step.
         accumulation: Micro-batches of a step and process.

@@ -56,6 +56,18 @@ def docstring_rows() -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
+def docstring_pairs() -> list[dict[str, Any]]:
+    """The same questions, each with its answer and, as the rejected one, that to the next question.
+
+    Every answer is rejected once and chosen once, so that nothing but the question tells which is right.
+    """
+    talks = [row["messages"] for row in docstring_rows()]
+    return [
+        {"prompt": [asked], "chosen": [answer], "rejected": [other[-1]]}
+        for (asked, answer), other in zip(talks, [*talks[1:], talks[0]], strict=True)
+    ]
+
+
 def _write_rows(folder: Path) -> None:
     rows: dict[str, dict[str, Any]] = {}
     answers: set[str] = set()

@@ -157,6 +157,46 @@ class Collator:
 
 
 @dataclass(frozen=True)
+class AnswerCollator:
+    """Lays out pairs of answers: each answer as a document of its own, the chosen one before the rejected one.
+
+    Beside what the documents become a batch has
+
+    - `pairs` (B), the number of each pair among all rows, for what is known of it from before training;
+    - `answer_tokens`, host integers, the trained tokens of each of the 2 B answers, in the order of `label_positions`.
+
+    Args:
+        whole: Lays out the documents.
+    """
+
+    whole: Collator
+
+    @property
+    def layout(self) -> Layout:
+        """That of the documents."""
+        return self.whole.layout
+
+    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of pairs whose answers have these lengths (rows, 2): end to end (rows, 1), or padded to the longer one."""
+        if self.layout == "flat":
+            return self.whole.width(lengths.sum(axis=1, keepdims=True))
+        return np.repeat(self.whole.width(lengths.max(axis=1, keepdims=True)), 2, axis=1)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, and `row`, their number."""
+        answers = [answer for example in examples for answer in _answers(example)]
+        counts = [int(np.count_nonzero(np.asarray(answer["labels"]) != IGNORE)) for answer in answers]
+        rows = torch.tensor([int(example["row"]) for example in examples])
+        return self.whole(answers) | {"pairs": rows, "answer_tokens": counts}
+
+
+def _answers(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    """The two documents of a pair."""
+    first = int(pair["seq_lengths"][0])
+    return [{name: pair[name][part] for name in ("input_ids", "labels")} for part in (slice(first), slice(first, None))]
+
+
+@dataclass(frozen=True)
 class PartCollator:
     """What one of several processes that share rows gets of a batch: as many tokens as each of them, in order.
 

@@ -38,6 +38,13 @@ OFTEN_CALLED = {
 }
 """Column to names it often has elsewhere; only ever proposed, because a wrong guess would train on the wrong text."""
 
+PAIRS_CALLED = (
+    ("chosen", "rejected"),
+    ("chosen_response", "rejected_response"),
+    ("chosen_messages", "rejected_messages"),
+    ("preferred_output", "non_preferred_output"),
+)
+"""What the columns of preferred answers are called, and those of the others."""
 STEPS = "completions"
 """The column of TRL's steps that are judged one by one; who maps it learns all of them, joined."""
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
@@ -53,7 +60,7 @@ MEDIA_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio
 _CHATS = ("messages", "sharegpt")
 _PROMPTS = ("prompt_completion", "alpaca", "source_target")
 _ANSWERS = (*_CHATS, *_PROMPTS)
-_ALL = (*_ANSWERS, "text", "segments", "tokens")
+_ALL = (*_ANSWERS, "text", "segments", "tokens", "preference")
 _BAD = ("false", "no", "n", "bad", "wrong", "incorrect", "undesirable", "rejected")
 _GOOD = ("true", "yes", "y", "good", "right", "correct", "desirable", "chosen", "accepted")
 
@@ -233,7 +240,9 @@ class OtherForm:
     change: Callable[[_AnyCase], str]
 
 
-def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable[str], source: str) -> None:
+def refuse_other_forms(
+    row: Mapping[str, Any], names: set[str], mapped: Iterable[str], source: str, *, pairs: bool = False
+) -> None:
     """Refuses what would otherwise be trained as something it is not.
 
     Args:
@@ -241,10 +250,11 @@ def refuse_other_forms(row: Mapping[str, Any], names: set[str], mapped: Iterable
         names: Columns that are neither mapped nor ignored.
         mapped: Columns in the data that are mapped.
         source: Path of the source.
+        pairs: Whether pairs of answers are what is to be trained.
     """
     roots = {column.partition(".")[0].lower() for column in mapped}
     spelt = {name.lower(): name for name in names}
-    for form in OTHER_FORMS:
+    for form in OTHER_FORMS if pairs else (*PAIRS, *OTHER_FORMS):
         judges = any(isinstance(row.get(spelt.get(column, column)), bool) for column in form.columns)
         if spelt.keys() >= set(form.columns) and not judges and not roots.intersection(form.known_by_mapping):
             raise UserError(f"data source `{source}` holds {form.what}", form.change(_AnyCase(row)))
@@ -287,7 +297,7 @@ def _imitating(chosen: str, rejected: str) -> Callable[[_AnyCase], str]:
         answer = row.get(chosen)
         if answer is None:
             ignore = f"'data.ignore=[{row.as_written(rejected)}]'"
-            return f"to imitate the answers that the rows have without it set {ignore}"
+            return f"set objective=dpo if rows have both; to imitate the answers that they have without it set {ignore}"
         is_conversation = chosen == "chosen_messages" or (isinstance(answer, list) and len(answer) > 1)
         asked = next((name for name in _ASKED if value_at(row, name) is not None), None)
         if is_conversation:
@@ -300,7 +310,7 @@ def _imitating(chosen: str, rejected: str) -> Callable[[_AnyCase], str]:
             mapping = {"prompt": asked, "completion": chosen}
         if asked == "input.messages" and value_at(row, "input.tools"):
             mapping["tools"] = "input.tools"
-        return f"to imitate the chosen answers set {_mapping_of(row, mapping)}"
+        return f"set objective=dpo to learn from both, or to imitate the chosen answers set {_mapping_of(row, mapping)}"
 
     return change
 
@@ -329,17 +339,12 @@ _SINGLE = (
     'put the messages of each conversation into one row, {{"messages": [{{"role": …, "content": …}}, …]}}; '
     "to train on single texts set 'data.columns={{text: {}}}'"
 )
-_PAIRS = "preference pairs ({}, {}), which have no trainer yet"
+PAIRS = tuple(
+    OtherForm((rejected,), (chosen,), f"preference pairs ({chosen}, {rejected})", _imitating(chosen, rejected))
+    for chosen, rejected in PAIRS_CALLED
+)
+"""Rows for objectives of preference."""
 OTHER_FORMS = (
-    *(
-        OtherForm((rejected,), (chosen,), _PAIRS.format(chosen, rejected), _imitating(chosen, rejected))
-        for chosen, rejected in (
-            ("chosen", "rejected"),
-            ("chosen_response", "rejected_response"),
-            ("chosen_messages", "rejected_messages"),
-            ("preferred_output", "non_preferred_output"),
-        )
-    ),
     OtherForm(
         ("completions", "labels"),
         ("completions",),

@@ -29,7 +29,7 @@ from toolkit.data.chat_spans import (
 from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
 from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, sides
 
 _SENTINEL = "(the answer)"
 
@@ -174,8 +174,9 @@ class Encoder:
         """What the model is asked for this row, and the reference answer.
 
         A document is cut in the middle. A chat's prompt is the rendered conversation up to the last assistant turn;
-        it holds every special token, so see `prompt_ids` for its tokens.
+        it holds every special token, so see `prompt_ids` for its tokens. Of a pair of answers it is the chosen one's.
         """
+        row = sides(row)[0]
         match row:
             case Text(text):
                 cut = text.rfind(" ", 0, len(text) // 2 + 1)
@@ -207,6 +208,7 @@ class Encoder:
     def prompt_ids(self, row: Row) -> list[int]:
         """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
         decoder-only rows without the one a text ends with."""
+        row = sides(row)[0]
         if isinstance(row, Tokens):
             return row.input_ids[: _last_answer(row.labels)]
         text = self.prompt_text(row)[0]

@@ -1,4 +1,4 @@
-"""Recognises the format of a source by its columns, and converts its rows to one of four normal forms.
+"""Recognises the format of a source by its columns, and converts its rows to a normal form.
 
 The columns decide and names are never guessed, because a wrong guess trains on the wrong text without a word; the error
 proposes the mapping instead. (Data sets' `cast` or a Pydantic model per format would name a column, not `file:line`.) A
@@ -24,9 +24,11 @@ from toolkit.data.columns import (
     value_at,
 )
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
+from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.proposal import are_texts, proposal
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Preference, Row, Segments, Text, Tokens
+from toolkit.recipe.preference import PREFERENCES
 from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
 
 _PLAIN = ("text", "segments", "tokens")
@@ -55,6 +57,11 @@ class Task:
     def trains_prompts(self) -> bool:
         """Whether every token is trained, prompts included."""
         return self.objective == "language_modelling" or self.train_on == "all"
+
+    @property
+    def prefers(self) -> bool:
+        """Whether rows are pairs of answers."""
+        return self.objective in PREFERENCES
 
 
 @dataclass(frozen=True)
@@ -95,10 +102,13 @@ class RowFormat:
         steps = [name for name, column in self.columns.items() if column.lower() == STEPS]
         known = self.used_columns() | self.ignored | {column for column in raw if steps and column.lower() == "labels"}
         refuse_meaning(raw, known, unmapped, self.name, where)
+        mapped = {column.partition(".")[0] for column in self.columns.values()}
         row = {
             name: value_at(raw, self.columns.get(name, name))
             for name in (*required, *optional)
             if self.columns.get(name, name) not in self.ignored
+            # A column is read as what it is named for, not as what it is called, too.
+            and (name in required or name in self.columns or name not in mapped)
         }
         for name in steps:
             if are_texts(row.get(name)):
@@ -107,6 +117,15 @@ class RowFormat:
             return self._alpaca(row, where)
         if self.name in ("messages", "sharegpt"):
             return self._chat(row, required[0], raw, where)
+        if self.name == "preference":
+            return read_preference(
+                row,
+                where,
+                self.task.has_chat_template,
+                lambda value, column: read_messages(value, column, where, self.ignored, self.flags),
+                self._with_columns,
+                self._alpaca,
+            )
         if self.name == "segments":
             return read_segments(row["segments"], where, self.ignored)
         if self.name == "tokens":
@@ -127,7 +146,7 @@ class RowFormat:
         texts = [_string(row, name, where) for name in required]
         return Text(*texts) if self.name == "text" else Pair(*texts) if is_pair else Completion(*texts)
 
-    def _alpaca(self, row: Mapping[str, Any], where: str) -> Chat | Completion | Pair:
+    def _alpaca(self, row: Mapping[str, Any], where: str) -> Any:
         names = ("system", "instruction", "input", "output", "reasoning")
         system, instruction, context, output, reasoning = (_string(row, name, where) for name in names)
         history = _rounds(row.get("history"), where)
@@ -206,6 +225,8 @@ def is_empty(row: Row, task: Task) -> bool:
             return not any(text and trained for text, trained in parts)
         case Tokens(_, labels):
             return all(label == IGNORE for label in labels)
+        case Preference(chosen, rejected):
+            return is_empty(chosen, task) or is_empty(rejected, task)
     if task.trains_prompts:
         return not row.messages
     roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
@@ -240,12 +261,15 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
                 f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
                 f"its columns are {_listing(present)}",
             )
+    if task.prefers:
+        columns = preference_columns(columns, {name: rows[0].get(name) for name in present if name not in ignored})
     rest = set(present) - set(columns.values()) - ignored
-    refuse_other_forms(rows[0], rest - {"role"} if source.format == "text" else rest, columns.values(), source.path)
+    others = rest - {"role"} if source.format == "text" else rest
+    refuse_other_forms(rows[0], others, columns.values(), source.path, pairs=task.prefers)
     names = rest | set(columns)
     name = source.format
     if name is None or name == "auto":
-        name = _detect(names, set(columns), source, rows[0], present, task.has_chat_template)
+        name = "preference" if task.prefers else _detect(names, set(columns), source, rows[0], present, task)
     if missing := [column for column in FORMATS[name][0] if column not in names]:
         raise UserError(
             f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {name}` needs; "
@@ -278,9 +302,10 @@ def _detect(
     source: Source,
     row: Mapping[str, Any],
     present: Iterable[str],
-    has_chat_template: bool,
+    task: Task,
 ) -> str:
-    fits = [name for name, (required, _) in FORMATS.items() if names.issuperset(required)]
+    forms = {name: columns for name, columns in FORMATS.items() if name != "preference"}
+    fits = [name for name, (required, _) in forms.items() if names.issuperset(required)]
     if mapped:
         fits = [name for name in fits if mapped <= set(FORMATS[name][0] + FORMATS[name][1])]
     if len(fits) == 1:
@@ -290,10 +315,10 @@ def _detect(
             f"data source `{source.path}` fits several formats: {', '.join(fits)}; its columns are {_listing(present)}",
             f"set `data.format` to one of {', '.join(fits)}",
         )
-    accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in FORMATS.items())
+    accepted = "; ".join(f"{name} ({', '.join(required)})" for name, (required, _) in forms.items())
     raise UserError(
         f"data source `{source.path}` has the columns {_listing(present)}, which no format fits",
-        f"{proposal(names, row, has_chat_template)}; accepted are {accepted} "
+        f"{proposal(names, row, task.has_chat_template)}; accepted are {accepted} "
         "(in a CSV the first line names the columns)",
     )
 
@@ -323,6 +348,11 @@ def _refuse_written_chats(
 def _check_task(name: str, source: Source, task: Task) -> None:
     """Refuses rows that the objective or `data.train_on` cannot use."""
     where = f"data source `{source.path}` ({name})"
+    if task.prefers != (name == "preference"):
+        change = "it takes pairs, format preference" if task.prefers else "set `objective: dpo` to learn from pairs"
+        raise UserError(f"{where} does not fit `objective: {task.objective}`", change)
+    if task.prefers:
+        return
     pairs = ("prompt_completion", "alpaca", "source_target")
     if task.objective == "seq2seq" and name not in pairs:
         raise UserError(f"{where} does not fit `objective: seq2seq`", f"it takes {', '.join(pairs)}")

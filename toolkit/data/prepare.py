@@ -8,6 +8,7 @@ included, and knows neither of the audit nor of which process should build.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Mapping
@@ -27,12 +28,13 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.cache import cache_dir
 from toolkit.common import UserError
 from toolkit.data import audit as auditing
+from toolkit.data.answers import Pairs
 from toolkit.data.chat_template import variables
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
 from toolkit.data.mixture import Indices, mix
-from toolkit.data.rows import Chat, Sample, from_json
+from toolkit.data.rows import Chat, Sample, from_json, sides
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
@@ -54,7 +56,8 @@ class Prepared:
     """Data ready for training.
 
     Attributes:
-        train: Columns input_ids and labels, with packing also seq_lengths (tokens of each row in a sequence).
+        train: Columns input_ids and labels, with packing, and of pairs of answers,
+            also seq_lengths (tokens of each row in a sequence, or of each answer with its prompt).
         eval: Held-out rows, never packed; None if the recipe has none.
         audit: The figures of `toolkit.data.audit`.
         samples: Rows to generate for, held out ones if there are any.
@@ -157,15 +160,22 @@ def sequence_lengths(rows: Dataset, pairs: bool = False) -> NDArray[np.int64]:
     return np.stack([pc.list_value_length(table[name]).to_numpy() for name in columns], axis=1).astype(np.int64)
 
 
+def answer_lengths(rows: Dataset) -> NDArray[np.int64]:
+    """(rows, 2) tokens of the chosen and of the rejected answer of each pair, with their prompts."""
+    return pc.list_flatten(rows.with_format("arrow")[:]["seq_lengths"]).to_numpy().reshape(-1, 2).astype(np.int64)
+
+
 def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from the lengths of its rows."""
     train, pairs = Dataset.load_from_disk(str(path / "train")), audit.objective == "seq2seq"
-    both, held_out = sequence_lengths(train, pairs), np.zeros((1, 1), np.int64)
-    lengths, documents = both[:, 0], both[:, 0]
+    of_sides = answer_lengths if audit.train.pairs else functools.partial(sequence_lengths, pairs=pairs)
+    both, held_out = of_sides(train), np.zeros((1, 1), np.int64)
+    lengths = sequence_lengths(train)[:, 0]
+    documents = lengths
     if "seq_lengths" in train.column_names:
         documents = pc.list_flatten(train.with_format("arrow")[:]["seq_lengths"]).to_numpy()
     if (path / "eval").is_dir():
-        held_out = sequence_lengths(Dataset.load_from_disk(str(path / "eval")), pairs)
+        held_out = of_sides(Dataset.load_from_disk(str(path / "eval")))
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -207,7 +217,7 @@ def _build(
 
     distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
     chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
-    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct))
+    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe.prefers)
     sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
     for number, figures in enumerate(sources):
@@ -263,10 +273,11 @@ def _build(
 
 class _Tokens:
     """All distinct rows as tokens, by the number of the row; a row may be several chunks. `places` says where a row
-    stands in the data. Figures but for length and over_long are those after over-long rows were handled."""
+    stands in the data, `prefers` whether rows are pairs of answers. Figures but for length and over_long are those
+    after over-long rows were handled."""
 
-    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset) -> None:
-        self.chunks, self.chunker, self.places = chunks, chunker, places
+    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset, prefers: bool) -> None:
+        self.chunks, self.chunker, self.places, self.prefers = chunks, chunker, places, prefers
         self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
         row, length, trained, stops, merged, prompt_lost = (
             chunks.data.column(name).to_numpy()
@@ -286,6 +297,9 @@ class _Tokens:
         self.length, self.over_long = length[self.start], over_long[self.start]
         self.tokens, self.trained, self.stops, self.merged = map(per_row, (tokens, trained, stops, merged))
         self.prompt_lost = per_row(prompt_lost)
+        self.answers = {
+            name: np.asarray(chunks.data.column(name).to_numpy()) for name in ("chosen", "rejected", "equal", "apart")
+        }
 
     def usable(self, numbers: Indices) -> Indices:
         """Those of the rows that have a trained token."""
@@ -295,32 +309,49 @@ class _Tokens:
         """Figures of these rows, with their repeats."""
         used, length = self.usable(numbers), self.length[numbers]
         over_long, action = int(self.over_long[numbers].sum()), self.chunker.over_long
+        left_out = over_long if action == "drop" else 0
+        pairs = self._pairs(numbers, used) if self.prefers else None
+        left_out += pairs.equal if pairs else 0
         return auditing.Side(
             rows=len(used),
             tokens=int(self.tokens[used].sum()),
             trained_tokens=int(self.trained[used].sum()),
-            untrained_rows=len(numbers) - len(used) - (over_long if action == "drop" else 0),
+            untrained_rows=len(numbers) - len(used) - left_out,
             over_long=auditing.OverLong(rows=over_long, action=action, seq_len=self.chunker.seq_len),
             longest=self.places[int(numbers[length.argmax()])]["where"] if len(numbers) else "",
             stop_trained_rows=int(np.count_nonzero(self.stops[used])),
             boundary_merged_rows=int(np.count_nonzero(self.merged[used])),
             prompt_lost_rows=int(np.count_nonzero(self.prompt_lost[used])),
             lengths=auditing.Lengths.of(length),
+            pairs=pairs,
+        )
+
+    def _pairs(self, numbers: Indices, used: Indices) -> Pairs:
+        """Figures of pairs of answers, each of which is one chunk."""
+        chosen, rejected, equal, apart = self.answers.values()
+        dropped = self.over_long[numbers] & (self.chunker.over_long == "drop")
+        return Pairs(
+            chosen_tokens=int(chosen[used].sum()),
+            rejected_tokens=int(rejected[used].sum()),
+            longer_chosen=int(np.count_nonzero(chosen[used] > rejected[used])),
+            equal=int(np.count_nonzero(equal[numbers] & ~dropped)),
+            apart=int(np.count_nonzero(apart[used])),
         )
 
     def take(self, numbers: Indices) -> Dataset:
-        """The usable chunks of the rows, in their order: columns input_ids and labels."""
+        """The usable chunks of the rows, in their order: columns input_ids and labels, of pairs seq_lengths too."""
         count = self.count[numbers]
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
-        return self.chunks.select_columns(["input_ids", "labels"]).select(chosen[self.keep[chosen]])
+        columns = ["input_ids", "labels", *(["seq_lengths"] if self.prefers else [])]
+        return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])
 
 
 def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
     for text in rows.select(range(min(len(rows), 10 * count)))["row"]:
-        row = from_json(text)
+        row = sides(from_json(text))[0]
         with suppress(UserError):
             asked, reference = encoder.prompt_text(row)
             turns = reversed(row.messages) if isinstance(row, Chat) else ()

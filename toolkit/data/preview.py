@@ -12,6 +12,7 @@ from toolkit.common import brief, fitted, printable, table
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rows import IGNORE
+from toolkit.recipe.preference import PREFERENCES
 
 _OF_A_CHARACTER = 3
 """Bytes of UTF-8 that are not yet one, each of which may be decoded as a mark of its own."""
@@ -32,11 +33,13 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             lines += [_delimited(tokenizer, ids, [False] * len(ids), color), "──▸"]
             lines += [_delimited(tokenizer, labels, trained, color)]
         else:
-            lengths = row.get("seq_lengths") or [len(ids)]
-            documents = f" in {len(lengths)} documents" if "seq_lengths" in row else ""
-            lines = [f"── row {number}: {len(ids):,} tokens{documents}, {sum(trained):,} trained"]
-            for index, (a, b) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0)), 1):
-                lines += [f"┄┄ document {index}: {b - a:,} tokens"] if index > 1 else []
+            lengths, pair = row.get("seq_lengths") or [len(ids)], prepared.audit.objective in PREFERENCES
+            numbered = (f"document {number}" for number in itertools.count(1))
+            parts = iter(("the chosen answer", "the rejected answer")) if pair else numbered
+            what = f" in {len(lengths)} {'answers' if pair else 'documents'}" if "seq_lengths" in row else ""
+            lines = [f"── row {number}: {len(ids):,} tokens{what}, {sum(trained):,} trained"]
+            for part, (a, b) in zip(parts, itertools.pairwise(itertools.accumulate(lengths, initial=0)), strict=False):
+                lines += [f"┄┄ {part}: {b - a:,} tokens"] if a or pair else []
                 lines += [_delimited(tokenizer, ids[a:b], trained[a:b], color)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -16,7 +16,8 @@ def proposal(names: set[str], row: Mapping[str, Any], has_chat_template: bool) -
     as_well: list[str] = []
     spelt = {name.lower(): name for name in names}
     # Of two that use as many, alpaca is rendered with the chat template and prompt_completion is not.
-    for form in sorted(FORMATS, key=lambda name: name != "alpaca") if has_chat_template else FORMATS:
+    forms = [name for name in FORMATS if name != "preference"]
+    for form in sorted(forms, key=lambda name: name != "alpaca") if has_chat_template else forms:
         required, optional = FORMATS[form]
         if form == "prompt_completion" and not has_chat_template:
             optional = ()  # They are for chats.

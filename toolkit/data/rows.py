@@ -68,7 +68,16 @@ class Tokens:
     labels: list[int]
 
 
-Row = Text | Completion | Chat | Pair | Segments | Tokens
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, each as a row of its own, of which the first is preferred."""
+
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+
+
+Single = Text | Completion | Chat | Pair | Segments | Tokens
+Row = Single | Preference
 
 
 class Sample(Partial):
@@ -91,11 +100,27 @@ class Sample(Partial):
 
 def to_json(row: Row) -> str:
     """One row as a JSON string; unlike an Arrow struct it keeps objects with differing keys as they are."""
-    return json.dumps([type(row).__name__, *vars(row).values()], ensure_ascii=False)
+    return json.dumps(_listed(row), ensure_ascii=False)
 
 
 def from_json(text: str) -> Row:
     """The row that `to_json` wrote."""
-    kind, *fields = json.loads(text)
-    kinds: dict[str, type[Row]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
+    return _row(json.loads(text))
+
+
+def sides(row: Row) -> tuple[Single, ...]:
+    """The rows that are encoded: both answers of a preference, any other row itself."""
+    return (row.chosen, row.rejected) if isinstance(row, Preference) else (row,)
+
+
+def _listed(row: Row) -> list[Any]:
+    fields = map(_listed, sides(row)) if isinstance(row, Preference) else vars(row).values()
+    return [type(row).__name__, *fields]
+
+
+def _row(listed: list[Any]) -> Row:
+    kind, *fields = listed
+    if kind == Preference.__name__:
+        return Preference(*map(_row, fields))  # type: ignore[arg-type]
+    kinds: dict[str, type[Single]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
     return kinds[kind](*fields)

@@ -19,7 +19,7 @@ from toolkit.common import UserError, first_line
 from toolkit.data import readers
 from toolkit.data.formats import Task, recognise
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, sides
 from toolkit.data.sources import Reader, open_source
 from toolkit.data.statistics import DataStatistics
 from toolkit.recipe import Recipe, model_configs
@@ -75,7 +75,16 @@ class _Counter:
                 self._tokenizer.no_padding()
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
-        """Of each row: tokens, those that carry loss, and those of a pair's target."""
+        """Of each row: tokens, those that carry loss, and those of a pair's target; of two answers both, and the tokens
+        of the longer one with its prompt."""
+        if not self.task.prefers:
+            yield from self._count(rows)
+            return
+        counted = self._count([side for row in rows for side in sides(row)])
+        for chosen, rejected in zip(counted, counted, strict=True):
+            yield chosen[0] + rejected[0], chosen[1] + rejected[1], max(chosen[0], rejected[0])
+
+    def _count(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         parts = [list(self._parts(row)) for row in rows]
         texts = [text for row in parts for text, _ in row]
         if self._tokenizer:
@@ -120,7 +129,7 @@ class _Side:
 
     Attributes:
         rows: In all of it, about.
-        counted: Tokens of these rows, those that carry loss, and those of targets: (3, sampled).
+        counted: Tokens of these rows, those that carry loss, and those of targets, as counted: (3, sampled).
     """
 
     def __init__(self, source: Source, counter: _Counter) -> None:
@@ -187,10 +196,13 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         held, held_lengths, held_targets = data.eval_split * used, lengths, targets
         used = used - held
     held *= min(1.0, (data.eval_max_samples or np.inf) / max(held.sum(), 1))
-    longest = np.maximum(lengths, targets)
+    # Sequences in a row.
+    count = 2 if recipe.prefers else 1
+    longest = targets if recipe.prefers else np.maximum(lengths, targets)
+    held_longest = held_targets if recipe.prefers else np.maximum(held_lengths, held_targets)
     order = np.argsort(longest)
     quantiles = np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), longest[order])
-    rows = documents = used.sum()
+    rows, documents = used.sum(), count * used.sum()
     if data.packing:
         rows, quantiles = used @ lengths / (_PACKED * seq_len), np.linspace(2 * _PACKED - 1, 1, 1001) * seq_len
     return DataStatistics(
@@ -198,11 +210,11 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         tokens=round(used @ lengths),
         trained_tokens=round(used @ trained),
         documents=max(1, round(documents)),
-        squared_tokens=round(used @ lengths**2),
+        squared_tokens=round(used @ lengths**2 / count),
         quantiles=tuple(quantiles.tolist()),
         eval_rows=round(held.sum()),
         eval_tokens=round(held @ held_lengths),
-        longest_eval=round(max(held_lengths.max(initial=0), held_targets.max(initial=0))),
+        longest_eval=round(held_longest.max(initial=0)),
         longest_target=round(max(targets.max(), held_targets.max(initial=0))) if pairs else None,
         sample=f"a sample of {sum(side.counted.shape[1] for side in train):,} rows{counter.how}",
     )
@@ -216,10 +228,12 @@ def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArra
         for side, rows in zip(sides, uses, strict=True)
     ]
     used, whole, trained, targets = np.concatenate([np.zeros((4, 0)), *columns], axis=1)
+    seq_len = recipe.batch.seq_len
     if recipe.data.over_long == "drop":
-        kept = np.maximum(whole, targets) <= recipe.batch.seq_len
+        kept = (targets if recipe.prefers else np.maximum(whole, targets)) <= seq_len
         used, whole, trained, targets = used[kept], whole[kept], trained[kept], targets[kept]
     elif recipe.data.over_long == "split":
-        parts = np.maximum(1, np.ceil(whole / recipe.batch.seq_len))
+        parts = np.maximum(1, np.ceil(whole / seq_len))
         used, whole, trained = used * parts, whole / parts, trained / parts
-    return np.vstack([used, *(each.clip(0, recipe.batch.seq_len) for each in (whole, trained, targets))])
+    most = 2 * seq_len if recipe.prefers else seq_len
+    return np.vstack([used, whole.clip(0, most), trained.clip(0, most), targets.clip(0, seq_len)])

@@ -161,18 +161,21 @@ class _Builtin(Reader):
         yield from ((f"{self.source.path} row {n}", row) for n, row in enumerate(self._load(), 1))
 
     def _load(self) -> list[dict[str, Any]]:
-        if self.source.path != "builtin:stdlib-docstrings":
+        from toolkit.data import builtin
+
+        known = {"docstrings": builtin.docstring_rows, "docstring-pairs": builtin.docstring_pairs}
+        load = known.get(self.source.path.removeprefix("builtin:stdlib-"))
+        if load is None:
             raise UserError(
-                f"data source `{self.source.path}` does not exist", "the built-in one is `builtin:stdlib-docstrings`"
+                f"data source `{self.source.path}` does not exist",
+                f"the built-in ones are {' and '.join(f'`builtin:stdlib-{name}`' for name in known)}",
             )
         if self.source.split != "train":
             raise UserError(
                 f"`{self.source.path}` has only the split `train`, not `{self.source.split}`",
                 "hold a fraction out with `data.eval_split: 0.1`",
             )
-        from toolkit.data.builtin import docstring_rows
-
-        return docstring_rows()
+        return load()
 
 
 class _Hub(Reader):

@@ -59,7 +59,7 @@ class DataStatistics:
         squared_tokens: Sum of the squares of the documents' lengths, to which attention within documents is
             proportional.
         quantiles: Lengths of the sequences: shortest to longest in equal shares, fine enough for the few long ones. Of
-            pairs the longer of source and target counts, to which a batch is padded at most.
+            pairs the longer of source and target, or of both answers, counts, to which a batch is padded at most.
         eval_rows: Held-out rows.
         eval_tokens: In all of them.
         longest_eval: Length of the longest, as in `quantiles`.

@@ -34,7 +34,7 @@ from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
 from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Row, from_json, to_json
+from toolkit.data.rows import IGNORE, Chat, Preference, Row, from_json, sides, to_json
 from toolkit.data.sources import Reader
 
 _Encoded = TypeVar("_Encoded")
@@ -54,9 +54,12 @@ ROWS_SCHEMA = pa.schema(
 FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 TOKENS_FEATURES = Features(
     {**FEATURES, "kind": Value("string")}
-    | dict.fromkeys(("row", "length", "trained"), Value("int64"))
-    | dict.fromkeys(("stops", "merged", "prompt_lost"), Value("bool"))
+    | dict.fromkeys(("row", "length", "trained", "chosen", "rejected"), Value("int64"))
+    | dict.fromkeys(("stops", "merged", "prompt_lost", "equal", "apart"), Value("bool"))
+    | {"seq_lengths": List(Value("int32"))}
 )
+_NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": []}
+"""Columns of rows that are no pairs of answers."""
 
 
 def open_rows(reader: Reader, task: Task) -> tuple[RowFormat, Iterator[RawRow]]:
@@ -112,7 +115,8 @@ def collect(readers: list[Reader], task: Task, path: Path) -> tuple[Dataset, lis
                 figures.rows += len(batch)
                 figures.empty_rows += len(batch) - len(records)
                 for row, _ in converted:
-                    fields.update(dict.fromkeys(further_fields(row.messages) if isinstance(row, Chat) else ()))
+                    for side in sides(row):
+                        fields.update(dict.fromkeys(further_fields(side.messages) if isinstance(side, Chat) else ()))
                 progress.update(len(batch))
             figures.unused_columns = list(unused)
             judging = (name for name in unused if set(unused[name]) == {True, False} and name not in row_format.ignored)
@@ -164,9 +168,16 @@ class Chunker:
         Raises:
             UserError: A row cannot be encoded; the message names where it stands.
         """
-        rendered = [(row, _named(self.encoder.rendered, row, row, where), where) for row, where in rows]
+        rendered = [
+            (row, [_named(self.encoder.rendered, side, side, where) for side in sides(row)], where)
+            for row, where in rows
+        ]
+        encoded = ((row, [_named(self.encoder, text, row, where) for text in texts]) for row, texts, where in rendered)
         return [
-            self._chunks(type(row).__name__, _named(self.encoder, text, row, where)) for row, text, where in rendered
+            [self._pair(type(row.chosen).__name__, *both)]
+            if isinstance(row, Preference)
+            else self._chunks(type(row).__name__, *both)
+            for row, both in encoded
         ]
 
     def _chunks(self, kind: str, encoded: Encoded) -> list[dict[str, Any]]:
@@ -186,8 +197,38 @@ class Chunker:
                 chunk["labels"][0] = IGNORE  # it is context, not a target
             targets = [label for label in chunk["labels"] if label != IGNORE]
             stops = not self.encoder.stop_token_ids.isdisjoint(targets)
-            chunks.append(chunk | whole | {"trained": len(targets), "stops": stops})
+            chunks.append(_NO_PAIR | chunk | whole | {"trained": len(targets), "stops": stops})
         return chunks
+
+    def _pair(self, kind: str, chosen: Encoded, rejected: Encoded) -> dict[str, Any]:
+        """Both answers behind each other, each with its prompt and cut to length by itself; none is trained of a pair
+        that has lost one of them, or whose tokens are the same."""
+        both = (chosen, rejected)
+        end = self.seq_len if self.over_long == "truncate" else None
+        ids, labels = [side.input_ids[:end] for side in both], [side.labels[:end] for side in both]
+        targets = [[label for label in side if label != IGNORE] for side in labels]
+        equal = ids[0] == ids[1]
+        return {
+            "kind": kind,
+            "input_ids": [*ids[0], *ids[1]],
+            "labels": [*labels[0], *labels[1]],
+            "seq_lengths": [*map(len, ids)],
+            "length": max(len(side.input_ids) for side in both),
+            "trained": sum(map(len, targets)) if all(targets) and not equal else 0,
+            "chosen": len(targets[0]),
+            "rejected": len(targets[1]),
+            "stops": not any(self.encoder.stop_token_ids.isdisjoint(side) for side in targets),
+            "merged": any(side.boundary_merged for side in both),
+            "prompt_lost": any(side.prompt_lost for side in both),
+            "equal": equal,
+            "apart": _prompt(chosen) != _prompt(rejected),
+        }
+
+
+def _prompt(side: Encoded) -> list[int]:
+    """The tokens before the first one that is trained."""
+    first = next((n for n, label in enumerate(side.labels) if label != IGNORE), len(side.labels))
+    return side.input_ids[:first]
 
 
 def _named(encode: Callable[[Any], _Encoded], given: Any, row: Row, where: str) -> _Encoded:

@@ -126,7 +126,7 @@ def _first_host(nodes: str) -> str:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How one optimizer step is put together: sizes in sequences, `seq_len` in tokens; of micro-batches on average."""
+    """How one optimizer step is put together: sizes in rows, `seq_len` in tokens; of micro-batches on average."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -144,6 +144,8 @@ class BatchLayout:
     pipeline: int = 1
     """Processes over which the layers are spread, see `parallel.pipeline`. Those that have the same layers are of
     neighbouring ranks: where a pipeline goes from node to node, gradients are averaged within nodes."""
+    answers: int = 1
+    """Sequences of a row: two of a pair of answers, of which sizes count as one."""
 
     @property
     def sharing(self) -> int:
@@ -172,7 +174,13 @@ class BatchLayout:
     @property
     def tokens_per_step(self) -> int:
         """Upper bound of the tokens in a step; reached when every sequence is full."""
-        return self.global_batch_size * self.seq_len
+        return self.global_batch_size * self.answers * self.seq_len
+
+    @property
+    def in_sequences(self) -> BatchLayout:
+        """The same with sizes in sequences, where rows are pairs of answers."""
+        sizes = {name: self.answers * getattr(self, name) for name in ("global_batch_size", "micro_batch_size")}
+        return dataclasses.replace(self, **sizes, answers=1)
 
     @property
     def micro_batches(self) -> int:
@@ -223,7 +231,11 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         )
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
     divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert, parallel.pipeline)
-    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided)
+    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided, _answers(recipe))
+
+
+def _answers(recipe: Recipe) -> int:
+    return 2 if recipe.prefers else 1
 
 
 def _replicas(world_size: int, together: int, key: str) -> int:
@@ -247,7 +259,8 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     parallel = recipe.parallel
     replicas = world_size // (parallel.together * parallel.pipeline)
     share = max(1, recipe.batch.sequences_per_step // max(1, replicas))
-    largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / (row_tokens or recipe.batch.seq_len)))
+    row_tokens = row_tokens or _answers(recipe) * recipe.batch.seq_len
+    largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / row_tokens))
     sizes = [size for size in range(1, min(share, largest) + 1) if share % size == 0]
     taken = [size for size in sizes if divides(parallel.schedule, parallel.pipeline, share // size)]
     return taken or sizes[:1]

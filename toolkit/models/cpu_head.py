@@ -31,19 +31,24 @@ CHUNK = 256
 
 
 @contextlib.contextmanager
-def scored_on_cpu(labels: torch.Tensor) -> Iterator[None]:
-    """While this context lasts, TRL's fused head scores these labels in this way, if they are on a CPU."""
+def scored_on_cpu(labels: torch.Tensor, alike: bool = True) -> Iterator[None]:
+    """While this context lasts, TRL's fused head scores these labels in this way, if they are on a CPU.
+
+    Args:
+        alike: Whether the loss is a sum over all labels, each of which counts as much as the others.
+    """
     if labels.device.type != "cpu":
         yield
         return
-    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten())):
+    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten(), alike)):
         yield
 
 
 @contextlib.contextmanager
-def scored_in_parts(labels: torch.Tensor, part: Part) -> Iterator[None]:
-    """While this context lasts, TRL's fused head scores these labels in this way, of which this process has a part."""
-    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten(), part)):
+def scored_in_parts(labels: torch.Tensor, part: Part, alike: bool = True) -> Iterator[None]:
+    """While this context lasts, TRL's fused head scores these labels in this way, of which this process has a part; see
+    `scored_on_cpu`."""
+    with patch.object(trl_utils, "_ChunkedLogProbFunction", _Head(labels.ne(IGNORE).flatten(), alike, part)):
         yield
 
 
@@ -53,10 +58,12 @@ class _Head:
 
     Args:
         trained: Which of the tokens have a label.
+        alike: See `scored_on_cpu`.
         part: What this process has of the vocabulary, if not all of it.
     """
 
     trained: torch.Tensor
+    alike: bool = True
     part: Part | None = None
 
     def apply(
@@ -85,12 +92,29 @@ class _Head:
         wanted = [
             torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)
         ]
-        log_probs = _LogProbs.apply(hidden, weight, bias, targets, self.trained, softcap, scale, wanted, self.part)
+        place = hidden.device
+        autocast = torch.get_autocast_dtype(place.type) if torch.is_autocast_enabled(place.type) else None
+        rest = _Rest(targets, self.trained, softcap, scale, self.part, autocast or hidden.dtype)
+        log_probs = _LogProbs.apply(hidden, weight, bias, rest, wanted, self.alike)
         return log_probs, None, None, None, None
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """What labels are scored with beside hidden states and the head."""
+
+    targets: torch.Tensor
+    trained: torch.Tensor
+    softcap: float | None
+    scale: float
+    part: Part | None
+    compute: torch.dtype
+
+
 class _LogProbs(torch.autograd.Function):
-    """The gradients of a sum of log-probabilities are formed with them, and multiplied by its own later on."""
+    """The gradients of a sum of log-probabilities are formed with them, and multiplied by its own later on. Where
+    tokens count differently, those of the head are sums with other weights, known only in the backward pass, which then
+    forms the logits anew."""
 
     @staticmethod
     def forward(
@@ -98,87 +122,110 @@ class _LogProbs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        trained: torch.Tensor,
-        softcap: float | None,
-        scale: float,
+        rest: _Rest,
         wanted: list[bool],
-        part: Part | None,
+        alike: bool,
     ) -> torch.Tensor:
-        place = hidden.device
-        compute = torch.get_autocast_dtype(place.type) if torch.is_autocast_enabled(place.type) else hidden.dtype
-        (tokens, _), vocabulary = hidden.shape, len(weight)
-        matrix, exact = weight.to(compute), compute == torch.float32
-        on_cpu = _is_cpu(place)
-        chunk = CHUNK if on_cpu else chunked_logprob.TOKEN_CHUNK_SIZE
-        log_probs = torch.empty(tokens, dtype=torch.float32, device=place)
-        # Of minus the log-probabilities; sums over tokens in fp32.
-        to_hidden = torch.empty_like(hidden, dtype=compute) if wanted[0] else None
-        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-        tile, scores = (
-            torch.empty((min(tokens, chunk), vocabulary), dtype=each, device=place) for each in (compute, torch.float32)
-        )
-
-        def score(rows: slice) -> None:
-            """Of some tokens; what is made for them is gone before the next ones."""
-            states, labels, counted = hidden[rows].to(compute), targets[rows, None], trained[rows, None]
-            products = torch.mm(states, matrix.t(), out=tile[: len(states)])
-            if bias is not None:
-                products.add_(bias.to(compute))
-            logits = products.float()
-            if scale != 1:
-                logits = logits * scale
-            if softcap is not None:
-                capped = torch.tanh(logits / softcap)
-                logits = capped * softcap
-            if part is None:
-                gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
-                log_probs[rows] = gradient.gather(1, labels)[:, 0]
-                ones = torch.full_like(labels, -1, dtype=torch.float32)
-            else:
-                gradient, log_probs[rows], labels, ones = _over_parts(logits, labels, part, scores[: len(states)])
-            if not any(wanted):
-                return
-            if part is None:
-                gradient.exp_()
-            gradient.scatter_add_(1, labels, ones)
-            if softcap is not None:
-                gradient.mul_(1 - capped.square())
-            if scale != 1:
-                gradient.mul_(scale)
-            if to_bias is not None:
-                to_bias.add_((gradient * counted).sum(0))
-            if not exact:
-                gradient = products.copy_(gradient)
-            if to_hidden is not None:
-                torch.mm(gradient, matrix, out=to_hidden[rows])
-            if to_weight is None:
-                return
-            if exact:
-                to_weight.addmm_(gradient.t(), states * counted)
-            elif on_cpu:
-                to_weight.add_(gradient.t() @ (states * counted))
-            else:
-                chunked_logprob._addmm_fp32(to_weight, gradient.t(), states * counted)
-
-        for start in range(0, tokens, chunk):
-            score(slice(start, start + chunk))
-        ctx.trained, ctx.dtypes = trained, [None if each is None else each.dtype for each in (hidden, weight, bias)]
-        ctx.gradients = to_hidden, to_weight, to_bias
+        ctx.rest, ctx.wanted, ctx.again = rest, wanted, not alike and any(wanted[1:])
+        ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        now = [False] * 3 if ctx.again else wanted
+        log_probs, ctx.gradients = _scored(hidden, weight, bias, rest, now)
+        ctx.save_for_backward(*(hidden, weight, bias) if ctx.again else ())
         return log_probs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,), (to_hidden, *sums) = grads, ctx.gradients
+        (grad,), rest = grads, ctx.rest
+        if ctx.again:
+            hidden, weight, bias = ctx.saved_tensors
+            _, found = _scored(hidden, weight, bias, rest, ctx.wanted, -grad)
+        else:
+            to_hidden, *sums = ctx.gradients
+            found = [None if to_hidden is None else to_hidden * -grad[:, None]]
+            # All tokens of a sum have the same, or the gradient is not a number.
+            factor = grad.index_select(0, rest.trained.int().argmax(0, keepdim=True))
+            factor = factor.where(((grad == factor) | ~rest.trained).all(), torch.nan)
+            found += [None if total is None else total.mul_(-factor) for total in sums]
         del ctx.gradients  # A second backward pass would multiply them again.
-        found = [None if to_hidden is None else to_hidden * -grad[:, None]]
-        # All tokens of a sum have the same, or the gradient is not a number.
-        factor = grad.index_select(0, ctx.trained.int().argmax(0, keepdim=True))
-        factor = factor.where(((grad == factor) | ~ctx.trained).all(), torch.nan)
-        found += [None if total is None else total.mul_(-factor) for total in sums]
         made = [None if total is None else total.to(dtype) for total, dtype in zip(found, ctx.dtypes, strict=True)]
-        return *made, None, None, None, None, None, None
+        return *made, None, None, None
+
+
+def _scored(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rest: _Rest,
+    wanted: list[bool],
+    factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Log-probabilities (N), and the gradients of minus their sum.
+
+    Args:
+        wanted: Of hidden states, weight and bias, whether a gradient is.
+        factors: (N,) what each token counts in the sum; by default all count 1.
+    """
+    place, compute = hidden.device, rest.compute
+    (tokens, _), vocabulary = hidden.shape, len(weight)
+    matrix, exact = weight.to(compute), compute == torch.float32
+    on_cpu = _is_cpu(place)
+    chunk = CHUNK if on_cpu else chunked_logprob.TOKEN_CHUNK_SIZE
+    log_probs = torch.empty(tokens, dtype=torch.float32, device=place)
+    # Of minus the log-probabilities; sums over tokens in fp32.
+    to_hidden = torch.empty_like(hidden, dtype=compute) if wanted[0] else None
+    to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+    to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+    tile, scores = (
+        torch.empty((min(tokens, chunk), vocabulary), dtype=each, device=place) for each in (compute, torch.float32)
+    )
+
+    def score(rows: slice) -> None:
+        """Of some tokens; what is made for them is gone before the next ones."""
+        states, labels, counted = hidden[rows].to(compute), rest.targets[rows, None], rest.trained[rows, None]
+        products = torch.mm(states, matrix.t(), out=tile[: len(states)])
+        if bias is not None:
+            products.add_(bias.to(compute))
+        logits = products.float()
+        if rest.scale != 1:
+            logits = logits * rest.scale
+        if rest.softcap is not None:
+            capped = torch.tanh(logits / rest.softcap)
+            logits = capped * rest.softcap
+        if rest.part is None:
+            gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
+            log_probs[rows] = gradient.gather(1, labels)[:, 0]
+            ones = torch.full_like(labels, -1, dtype=torch.float32)
+        else:
+            gradient, log_probs[rows], labels, ones = _over_parts(logits, labels, rest.part, scores[: len(states)])
+        if not any(wanted):
+            return
+        if rest.part is None:
+            gradient.exp_()
+        gradient.scatter_add_(1, labels, ones)
+        if factors is not None:
+            gradient.mul_(factors[rows, None])
+        if rest.softcap is not None:
+            gradient.mul_(1 - capped.square())
+        if rest.scale != 1:
+            gradient.mul_(rest.scale)
+        if to_bias is not None:
+            to_bias.add_((gradient * counted).sum(0))
+        if not exact:
+            gradient = products.copy_(gradient)
+        if to_hidden is not None:
+            torch.mm(gradient, matrix, out=to_hidden[rows])
+        if to_weight is None:
+            return
+        if exact:
+            to_weight.addmm_(gradient.t(), states * counted)
+        elif on_cpu:
+            to_weight.add_(gradient.t() @ (states * counted))
+        else:
+            chunked_logprob._addmm_fp32(to_weight, gradient.t(), states * counted)
+
+    for start in range(0, tokens, chunk):
+        score(slice(start, start + chunk))
+    return log_probs, [to_hidden, to_weight, to_bias]
 
 
 def _over_parts(

@@ -52,10 +52,11 @@ class OutputHead:
     Attributes:
         fused: Whether the fused head may score.
         selects: Whether the model's own forward may be given trained positions alone.
+        alike: Whether the loss is a sum over all labels, each of which counts as much as the others.
     """
 
     def __init__(self, model: Any, choice: HeadChoice) -> None:
-        self.fused, self.selects = choice.fused, choice.selects
+        self.fused, self.selects, self.alike = choice.fused, choice.selects, True
         forward = model.forward
         # TRL would pick positions by a mask on GPUs, and wait for their number; here they have been picked.
         trl_utils._use_triton = lambda device: False
@@ -80,7 +81,7 @@ class OutputHead:
         """Scores labels of a batch, of which `forward` has got all else."""
         if positions is None:
             assert self.fused, "the model's own forward scores the positions of a collator"
-            with _scoring(module, labels[:, 1:]):
+            with _scoring(module, labels[:, 1:], self.alike):
                 return forward(fused_lm_head=True, labels=labels)
         # The first token of a row is never trained, so the last one of the row before has no label.
         following = at(labels.roll(-1), positions)
@@ -90,7 +91,7 @@ class OutputHead:
             return from_logits(outputs, following)
         with _only(module.base_model, positions):
             if self.fused:
-                with _scoring(module, following):
+                with _scoring(module, following, self.alike):
                     return forward(fused_lm_head=True, shift_labels=following)
             return from_logits(forward(), following)
 
@@ -103,10 +104,10 @@ class OutputHead:
         return at(batch["labels"].roll(-1), batch["label_positions"])
 
 
-def _scoring(module: Any, labels: torch.Tensor) -> Any:
+def _scoring(module: Any, labels: torch.Tensor, alike: bool) -> Any:
     """The way in which the fused head scores these labels, while this context lasts."""
     part = getattr(module.get_output_embeddings(), "vocabulary_part", None)
-    return scored_in_parts(labels, part) if part else scored_on_cpu(labels)
+    return scored_in_parts(labels, part, alike) if part else scored_on_cpu(labels, alike)
 
 
 def _only(backbone: Any, positions: torch.Tensor) -> Any:

@@ -78,7 +78,7 @@ class _Question:
                 workload,
                 stages=stage_layers(workload, load, experts),
                 routed=experts[0] if balanced and experts[0] > 1 else 0,
-                usual=min(1.0, load.padded / (layout.micro_batch_size * per_row)),
+                usual=min(1.0, load.padded / (layout.in_sequences.micro_batch_size * per_row)),
             )
         drives = disk(workload)
         done = work(
@@ -126,6 +126,7 @@ class _Question:
             micro_batch_size=layout.micro_batch_size,
             gradient_accumulation_steps=layout.gradient_accumulation_steps,
             global_batch_size=layout.global_batch_size,
+            answers=layout.answers,
             seq_len=layout.seq_len,
             sequence=layout.sharing,
             tensor=layout.tensor,
@@ -171,8 +172,9 @@ class _Question:
             return layout.seq_len, layout.seq_len
         flat = backend in attention.VARLEN
         longest = min(layout.seq_len, math.ceil(self.statistics.quantiles[-1]))
-        dealt = self.statistics.dealt(layout.global_batch_size, layout.micro_batches, flat)
-        per_row = min(longest, math.ceil(dealt.fullest / layout.micro_batch_size))
+        size = layout.in_sequences
+        dealt = self.statistics.dealt(size.global_batch_size, layout.micro_batches, flat)
+        per_row = min(longest, math.ceil(dealt.fullest / size.micro_batch_size))
         return per_row, per_row if flat else longest
 
     def _evaluated(self, recipe: Recipe, layout: BatchLayout, backend: str) -> int:
@@ -180,17 +182,20 @@ class _Question:
         counted, size = self.statistics, recipe.evaluation.batch_size or layout.micro_batch_size
         if counted is None:
             return layout.seq_len
-        length = counted.longest_eval * min(1.0, counted.eval_rows / size)
-        return math.ceil(min(length, counted.eval_tokens / size) if backend in attention.VARLEN else length)
+        if recipe.objective == "dpo":  # The reference is asked of all rows, the longest ones together.
+            return math.ceil(max(counted.longest_eval, counted.quantiles[-1]))
+        length, answers = counted.longest_eval * min(1.0, counted.eval_rows / size), layout.answers
+        return math.ceil(min(length, counted.eval_tokens / size / answers) if backend in attention.VARLEN else length)
 
     def batches(self, recipe: Recipe, hardware: Hardware) -> list[str]:
         """A note on what other micro-batches of the data need; empty where it is not known or all are alike."""
         counted, layout = self.statistics, batch_layout(recipe, hardware.devices)
         if counted is None or recipe.data.packing:
             return []
-        flat, size = self._backend(recipe, hardware) in attention.VARLEN, layout.micro_batch_size
-        dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, flat)
-        typical = counted.mean_length if flat else min(dealt.tokens / size, counted.quantiles[-1])
+        flat, size = self._backend(recipe, hardware) in attention.VARLEN, layout.in_sequences
+        dealt = counted.dealt(size.global_batch_size, layout.micro_batches, flat)
+        per_row = counted.mean_length / layout.answers if flat else dealt.tokens / size.micro_batch_size
+        typical = per_row if flat else min(per_row, counted.quantiles[-1])
         lengths = (typical, counted.quantiles[-1])
         needs = []
         for length in lengths:

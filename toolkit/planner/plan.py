@@ -282,11 +282,13 @@ class Plan(Figures):
     attention: str
     """Attention backend as it will run."""
     micro_batch_size: int
-    """Sequences per device and pass."""
+    """Rows per device and pass."""
     gradient_accumulation_steps: int
     """Micro-batches per optimizer step."""
     global_batch_size: int
-    """Sequences per optimizer step."""
+    """Rows per optimizer step: sequences, or pairs of answers."""
+    answers: int = 1
+    """Sequences of a row: 2 of a pair of answers."""
     seq_len: int
     """Tokens per sequence, at most."""
     sequence: int = 1

@@ -94,7 +94,7 @@ class Workload:
     def shape(self) -> Shape:
         """Of a micro-batch, or of the part of it that a process has."""
         longest = self.longest or self.layout.seq_len
-        tokens = self.layout.micro_batch_size * self.layout.seq_len / self.layout.sharing
+        tokens = self.layout.in_sequences.micro_batch_size * self.layout.seq_len / self.layout.sharing
         return Shape(self.trace.layers, tokens / longest, longest, self.target_len)
 
     @functools.cached_property

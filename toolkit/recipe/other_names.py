@@ -40,6 +40,11 @@ SAME = {
         ),
         "max_source_length",
     ),
+    "preference.beta": ("dpo_beta", "pref_beta", "rl_beta"),
+    "preference.loss": ("pref_loss", "loss_type", "dpo_loss_type"),
+    "preference.label_smoothing": ("dpo_label_smoothing",),
+    "preference.sft_weight": ("rpo_alpha", "pref_ftx", "cpo_alpha"),
+    "preference.margin": ("simpo_gamma",),
     "schedule.num_epochs": ("num_train_epochs", "epochs", "n_epochs", "max_epochs"),
     "schedule.name": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
     "schedule.args": ("lr_scheduler_kwargs",),
@@ -105,7 +110,7 @@ LISTS = (
     "method.target_modules",
 )
 _OWN_TEMPLATE = "remove it: the tokenizer's own template is taken; model.chat_template names a file, or `chatml`"
-_NO_PREFERENCES = "remove it: training on preferences or rewards (DPO, KTO, ORPO, PPO, GRPO) is not supported yet"
+_NO_REWARDS = "remove it: training on rewards or single judgements (KTO, PPO, GRPO, reward models) is not supported yet"
 _STEPS = "set {place} to a number of steps: a share of them is not taken"
 VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
@@ -133,7 +138,7 @@ VALUES: dict[str, dict[str, str]] = {
     "checkpoint.staging": {"true": "auto", "false": "none", "null": "none", "memory": "/dev/shm"},
     "checkpoint.keep_best": {
         **dict.fromkeys(("true", "loss", "best"), "eval_loss"),
-        **{name: f"eval_{name}" for name in ("bleu", "chrf", "exact_match")},
+        **{name: f"eval_{name}" for name in ("accuracy", "bleu", "chrf", "exact_match")},
         "false": "null",
     },
     "evaluation.every_steps": {"0": "remove it: rows are evaluated at the end in any case"},
@@ -169,7 +174,8 @@ _PRECISIONS = {
 _OBJECTIVES = {
     "sft": "objective: sft",
     **dict.fromkeys(("pt", "clm", "causal_lm", "pretrain"), "objective: language_modelling"),
-    **dict.fromkeys(("dpo", "kto", "ppo", "rm", "orpo", "simpo", "grpo"), _NO_PREFERENCES),
+    **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo")},
+    **dict.fromkeys(("kto", "ppo", "rm", "grpo"), _NO_REWARDS),
 }
 _STAGES = {"0": "strategy.name: ddp", **{str(stage): f"strategy.name: zero{stage}" for stage in (1, 2, 3)}}
 _CHECKPOINTING = {
@@ -184,7 +190,7 @@ BY_VALUE: dict[str, dict[str, str]] = {
     "bnb_4bit_compute_dtype": _PRECISIONS,
     "adapter": {"lora": "method: {name: lora}", "qlora": _QLORA},
     **dict.fromkeys(("finetuning_type", "use_peft", "peft"), _LORA),
-    "stage": _OBJECTIVES,
+    **dict.fromkeys(("stage", "rl"), _OBJECTIVES),
     "gradient_checkpointing": _CHECKPOINTING,
     "tiled_mlp": {"true": "activation_checkpointing: {mlp_tiles: 8}", "false": "remove it: 1 tile is the default"},
     "bf16": {
@@ -232,8 +238,16 @@ _OPTIONS = {
 _UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
 _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
 ADVICE = {
-    **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "pref_loss", "num_generations"), _NO_PREFERENCES),
-    **dict.fromkeys(("max_prompt_length", "max_completion_length", "reward_funcs"), _NO_PREFERENCES),
+    **dict.fromkeys(("num_generations", "max_completion_length", "reward_funcs"), _NO_REWARDS),
+    "max_prompt_length": "remove it: batch.seq_len bounds prompt and answer together",
+    **dict.fromkeys(
+        ("precompute_ref_log_probs", "dpo_use_logits_to_keep"),
+        "remove it: the reference is always scored once, before the first step",
+    ),
+    **dict.fromkeys(
+        ("ref_model", "ref_model_name_or_path", "dpo_ref_model", "ref_model_adapters"),
+        "remove it: the reference is the model as it is before the first step",
+    ),
     **dict.fromkeys(("pipeline_parallel_size", "expert_parallel_size", "device_map"), _LAUNCH),
     **{name: _OPTION.format(option) for option, names in _OPTIONS.items() for name in names},
     "config_file": "remove it: `toolkit launch` needs none, and `accelerate launch` takes one",

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.parallel import Parallel
+from toolkit.recipe.preference import PREFERENCE_LEARNING_RATES, PREFERENCES, Preference
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     FP8_SCALING,
@@ -48,6 +49,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "source_target": (("source", "target"), ()),
     "segments": (("segments",), ()),
     "tokens": (("input_ids",), ("labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask")),
+    "preference": (
+        ("chosen", "rejected"),
+        ("instruction", "input", "prompt", "messages", "conversations", "history", "system", *OF_CHATS),
+    ),
 }
 """Format to its required and its optional columns."""
 
@@ -94,7 +99,7 @@ class Source(Section):
 
     path: Place
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
-    `builtin:stdlib-docstrings`."""
+    `builtin:stdlib-docstrings`, or the same as pairs of answers, `builtin:stdlib-docstring-pairs`."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
@@ -204,9 +209,11 @@ class Recipe(Section):
     """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
     data: Data
-    objective: Literal["sft", "language_modelling", "seq2seq"] = "sft"
+    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo"] = "sft"
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
-    `seq2seq` the training of encoder-decoders."""
+    `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
+    one to the other: `dpo` by how far the model moves from what it was before training, the others without that."""
+    preference: Preference = Preference()
     method: Method = Method()
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
@@ -237,11 +244,20 @@ class Recipe(Section):
     """Seed of data order, initialisation and dropout."""
 
     @model_validator(mode="after")
-    def _learning_rate_of_adapters(self) -> Recipe:
-        if self.method.name != "full" and "learning_rate" not in self.optimizer.model_fields_set:
-            # Not counted as set: it stays a default.
-            self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
+    def _defaults_of_others(self) -> Recipe:
+        # Not counted as set: they stay defaults.
+        if "learning_rate" not in self.optimizer.model_fields_set:
+            if self.prefers:
+                self.optimizer.__dict__["learning_rate"] = PREFERENCE_LEARNING_RATES[self.method.name]
+            elif self.method.name != "full":
+                self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
+        self.__dict__["preference"] = self.preference.of(self.objective)
         return self
+
+    @property
+    def prefers(self) -> bool:
+        """Whether rows are pairs of answers, of which one is preferred."""
+        return self.objective in PREFERENCES
 
     @property
     def undecided(self) -> tuple[str, ...]:

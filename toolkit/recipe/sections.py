@@ -192,7 +192,8 @@ class Optimizer(Section):
     """`adamw` is torch's fused AdamW, `lion` the 32-bit Lion, `muon` torch's Muon for the matrices of hidden layers
     with AdamW for all else; all other names are those of Transformers' Trainer."""
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Peak learning rate, reached after warm-up. Adapters have 2e-4 by default, ten times as much."""
+    """Peak learning rate, reached after warm-up. Adapters have 2e-4 by default, ten times as much; objectives of
+    preference a twentieth of either."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; norm weights and biases are never decayed."""
     beta1: DecayRate = 0.9
@@ -251,7 +252,8 @@ class Batch(Section):
     seq_len: PositiveInt = 2048
     """Longest sequence in tokens; with `data.packing` the length of every sequence."""
     global_batch_size: PositiveInt | None = None
-    """Sequences per optimizer step over all processes; 16 if `tokens_per_step` is not set either."""
+    """Sequences, or pairs of answers, per optimizer step over all processes; 16 if `tokens_per_step` is not set
+    either."""
     tokens_per_step: PositiveInt | None = None
     """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this many over
     `seq_len`."""
@@ -300,9 +302,9 @@ class Checkpoint(Section):
     """Save a checkpoint every so many epochs, instead of `save_steps`."""
     save_total_limit: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted."""
-    keep_best: Literal["eval_loss", "eval_bleu", "eval_chrf", "eval_exact_match"] | None = None
-    """Publish the model that was best by this metric of all evaluations in training, instead of the last one. Those
-    but `eval_loss` take `evaluation.generation_metrics`."""
+    keep_best: Literal["eval_loss", "eval_accuracy", "eval_bleu", "eval_chrf", "eval_exact_match"] | None = None
+    """Publish the model that was best by this metric of all evaluations in training, instead of the last one.
+    `eval_accuracy` is for pairs of answers, the others but `eval_loss` take `evaluation.generation_metrics`."""
     average_last: Annotated[int, Field(ge=2)] | None = None
     """Publish the mean of the weights at the last so many checkpoints, the last step counting as one (stochastic weight
     averaging, Izmailov et al. 2018). Of adapters the mean of each matrix is taken, not of their products."""

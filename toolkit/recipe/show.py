@@ -46,7 +46,9 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
     """
     # A section's own line says nothing about a key that the section leaves out.
     origins = {key: place for key, place in loaded.origins.items() if key not in sections()}
-    if loaded.recipe.method.name != "full":
+    if loaded.recipe.prefers:
+        origins.setdefault("optimizer.learning_rate", f"default of {loaded.recipe.objective}")
+    elif loaded.recipe.method.name != "full":
         origins.setdefault("optimizer.learning_rate", "default of adapters")
     lines = list(_lines(yaml.safe_load(loaded.to_yaml()), "", 0, origins))
     own = {*Recipe.model_fields} | {f"{name}.{key}" for name, kind in sections().items() for key in kind.model_fields}

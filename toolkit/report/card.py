@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from toolkit.common import compact, concealed, duration, perplexity_of, perplexity_text
 from toolkit.data.readers import KINDS
 from toolkit.recipe import Recipe
+from toolkit.recipe.preference import PREFERENCES
 from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
@@ -28,11 +30,17 @@ _OBJECTIVES = {
     "sft": "supervised fine-tuning",
     "language_modelling": "continued pre-training",
     "seq2seq": "encoder-decoder training",
+    "dpo": "direct preference optimisation (DPO)",
+    "cpo": "contrastive preference optimisation (CPO)",
+    "simpo": "simple preference optimisation (SimPO)",
+    "orpo": "odds ratio preference optimisation (ORPO)",
 }
-_TAGS = {"sft": "sft", "language_modelling": "continued-pretraining", "seq2seq": "seq2seq"}
+_TAGS = {"language_modelling": "continued-pretraining"}
 _METRICS = (
     ("eval_loss", "loss", "loss"),
     ("eval_perplexity", "perplexity", "perplexity"),
+    ("eval_accuracy", "accuracy", "pairs preferred rightly"),
+    ("eval_reward_margin", "reward_margin", "reward margin"),
     ("eval_bleu", "bleu", "BLEU"),
     ("eval_chrf", "chrf", "chrF"),
     ("eval_exact_match", "exact_match", "exact match"),
@@ -91,7 +99,7 @@ def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
         base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag=None if recipe.objective == "seq2seq" else task,
-        tags=[_method(recipe).lower().replace(" ", "-"), _TAGS[recipe.objective]],
+        tags=[_method(recipe).lower().replace(" ", "-"), _TAGS.get(recipe.objective, recipe.objective)],
         datasets=datasets or None,
         eval_results=results or None,
         model_name=record.name if results else None,
@@ -110,12 +118,17 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
         return []
     first, last = (
         {key: number(value) for key, value in row.items()}
-        | {"eval_perplexity": None if (loss := number(row["eval_loss"])) is None else perplexity_of(loss)}
+        | ({} if "eval_pairs" in row else {"eval_perplexity": _perplexity(row)})
         for row in (record.evaluations[0], record.result)
     )
     return [
         (metric, title, first.get(key), last.get(key)) for key, metric, title in _METRICS if last.get(key) is not None
     ]
+
+
+def _perplexity(row: dict[str, Any]) -> float | None:
+    loss = number(row["eval_loss"])
+    return None if loss is None else perplexity_of(loss)
 
 
 def _results_table(record: Record) -> list[tuple[str, ...]]:
@@ -136,7 +149,7 @@ def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
     """Whether rows were rendered with the chat template: by the audit, else by whether there is one."""
     if record.audit:
         return record.audit.chat_template.needed
-    return recipe.objective == "sft" and (folder / "chat_template.jinja").is_file()
+    return recipe.objective in ("sft", *PREFERENCES) and (folder / "chat_template.jinja").is_file()
 
 
 def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
@@ -157,8 +170,11 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         ("learning rate", f"{optimizer.learning_rate:g}, {recipe.schedule.name} schedule"),
         ("longest sequence", f"{recipe.batch.seq_len:,} tokens{', packed' if recipe.data.packing else ''}"),
     ]
+    if recipe.prefers:
+        rows.append(("preference", _preference(recipe)))
     if batch := record.manifest.batch:
-        rows.append(("global batch size", f"{batch.global_batch_size:,} sequences"))
+        what = "pairs" if recipe.prefers else "sequences"
+        rows.append(("global batch size", f"{batch.global_batch_size:,} {what}"))
     if record.training:
         last = record.training[-1]
         epoch, tokens = number(last.get("epoch")), number(last.get("tokens"))
@@ -179,6 +195,17 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
         planned = f" (planned {energy_text(limit)}, at the devices' power limit)" if limit is not None else ""
         rows.append(("energy of the devices", f"{energy_text(measured.energy_kwh)} measured{planned}"))
     return [*rows, ("seed", str(recipe.seed))]
+
+
+def _preference(recipe: Recipe) -> str:
+    """The objective with its loss and what it was set to."""
+    settings = recipe.preference
+    parts = [f"loss {settings.loss}"] if recipe.objective == "dpo" else []
+    parts.append(f"beta {settings.beta:g}")
+    shown = ("label_smoothing", "sft_weight", *(("margin",) if recipe.objective == "simpo" else ()))
+    parts += [f"{name} {value:g}" for name in shown if (value := getattr(settings, name))]
+    parts += ["per token"] if settings.length_normalized else []
+    return f"{recipe.objective}, {', '.join(parts)}"
 
 
 def _method(recipe: Recipe) -> str:

@@ -104,7 +104,8 @@ def _million_text(work: Work) -> str:
 def setting_rows(plan: Plan) -> list[tuple[str, str]]:
     """How it will run."""
     nodes = f"{plan.nodes} nodes, " if plan.nodes > 1 else ""
-    batch = f"{plan.global_batch_size} sequences of up to {plan.seq_len:,} tokens: "
+    what, each = ("pairs of answers", " each") if plan.answers > 1 else ("sequences", "")
+    batch = f"{plan.global_batch_size} {what} of up to {plan.seq_len:,} tokens{each}: "
     together = plan.sequence * plan.tensor * plan.pipeline
     groups = plan.devices // together
     ways = ("share each", plan.sequence), ("divide the layers", plan.tensor), ("follow each other", plan.pipeline)

@@ -154,13 +154,19 @@ def _tiles(record: Record) -> list[Tile]:
     losses = [(row["step"], loss) for row in rows if (loss := number(row["eval_loss"])) is not None]
     if losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
-        text, steps, perplexity = f"{last:.3f}", f"step {last_step:,}", perplexity_text(perplexity_of(last))
+        text, steps = f"{last:.3f}", f"step {last_step:,}"
+        accuracies = finite(rows, "eval_accuracy")
+        perplexity = "" if accuracies else f"perplexity {perplexity_text(perplexity_of(last))}"
         change = percent_change(first, last) if len(losses) > 1 else ""
         if len(losses) > 1:
             text, steps = f"{first:.3f} → {text}", f"step {first_step:,} to {last_step:,}"
-            perplexity = f"{perplexity_text(perplexity_of(first))} → {perplexity}"
-        notes = (steps, f"perplexity {perplexity}", *([chosen.what] if chosen else []))
+            both = (perplexity_text(perplexity_of(each)) for each in (first, last))
+            perplexity = perplexity and f"perplexity {' → '.join(both)}"
+        notes = tuple(filter(None, (steps, perplexity, chosen.what if chosen else "")))
         tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
+        if accuracies:
+            before = (f"from {accuracies[0]:.1%}",) if len(accuracies) > 1 else ()
+            tiles.append(Tile("Pairs preferred rightly", f"{accuracies[-1]:.1%}", (*before, "of those held out")))
         for key, title in (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "Exact match")):
             if values := finite(rows, key):
                 before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
@@ -200,6 +206,7 @@ def _charts(record: Record) -> list[dict[str, Any]]:
     experts = [loads] if any(each.x for each in loads) else []
     return [
         chart("Loss", [*_smoothed(rows, "loss"), held_out], height=260, form=lambda value: f"{value:.4g}"),
+        *_charts_of_pairs(record),
         chart("Learning rate", [_series(rows, "learning_rate", "", "line")], from_zero=True, form=_rate_text),
         chart(
             "Gradient norm before clipping", _smoothed(rows, "grad_norm"), from_zero=True, may_log=True, form=compact
@@ -212,6 +219,19 @@ def _charts(record: Record) -> list[dict[str, Any]]:
             form=lambda value: f"{value:.3g}",
         ),
         *[chart("Load of the fullest expert, in means", each, form=lambda value: f"{value:.3g}") for each in experts],
+    ]
+
+
+def _charts_of_pairs(record: Record) -> list[dict[str, Any]]:
+    """Of a training on pairs: how often the chosen answer is preferred, and what both are worth."""
+    rows = record.training
+    if not finite(rows, "reward_margin"):
+        return []
+    accuracy = [*_smoothed(rows, "accuracy"), _series(record.evaluations, "eval_accuracy", "held-out", "points")]
+    rewards = [_series(rows, f"reward_{name}", name, "line") for name in ("chosen", "rejected", "margin")]
+    return [
+        chart("Share of pairs preferred rightly", accuracy, form=lambda value: f"{value:.3g}"),
+        chart("Rewards of answers", rewards, form=lambda value: f"{value:.3g}"),
     ]
 
 

@@ -137,8 +137,9 @@ def machine_sentences(manifest: Manifest) -> list[str]:
         if batch.expert > 1:
             which = "that" if batch.expert == batch.world_size else f"of which each {batch.expert}"
             who += f" {which} divide the experts"
+        what, each = ("pairs of answers", " each") if batch.answers > 1 else ("sequences", "")
         texts.append(
-            f"A step is {batch.global_batch_size:,} sequences of up to {batch.seq_len:,} tokens: {passes:,} "
+            f"A step is {batch.global_batch_size:,} {what} of up to {batch.seq_len:,} tokens{each}: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."
         )
     if batch and batch.pipeline > 1 and manifest.plan:

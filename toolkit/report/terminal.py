@@ -106,12 +106,19 @@ class Progress:
         if self._terminal:
             self._redraw()
 
-    def evaluation(self, step: int, loss: float, perplexity: float | None = None) -> None:
-        """Prints the result of an evaluation; it stays above the live line."""
+    def evaluation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """Prints the result of an evaluation; it stays above the live line.
+
+        Args:
+            accuracy: Share of pairs whose chosen answer is preferred; without it the loss is one of tokens, and has a
+                perplexity.
+        """
         self._evaluating = ""
         at = f"step {step}" if step else "before training"
-        perplexity = perplexity_of(loss) if perplexity is None else perplexity
-        self.message(f"Held-out loss {loss:.4f}, perplexity {perplexity_text(perplexity)} ({at})")
+        beside = (
+            f"perplexity {perplexity_text(perplexity_of(loss))}" if accuracy is None else f"accuracy {accuracy:.1%}"
+        )
+        self.message(f"Held-out loss {loss:.4f}, {beside} ({at})")
         if self._live:
             self._redraw(force=True)
 

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches
-from toolkit.data.collate import Collator, Layout, PartCollator
-from toolkit.data.prepare import sequence_lengths
+from toolkit.data.collate import AnswerCollator, Collator, Layout, PartCollator
+from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device
 from toolkit.models.context_parallel import gather
@@ -15,8 +15,10 @@ from toolkit.models.sequence_parallel import exchange
 from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
 
+Collates = Collator | PartCollator | AnswerCollator
 
-def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collator | PartCollator:
+
+def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collates:
     """What lays out the rows of a micro-batch.
 
     Args:
@@ -24,6 +26,10 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
         compiles: Whether the layers are compiled.
         part: Which part of each row this process has, where several share them.
     """
+    if recipe.prefers:
+        rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
+        assert isinstance(rows, Collator), "whole answers are compared"
+        return AnswerCollator(rows)
     if recipe.objective == "seq2seq":
         return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
     layout: Layout = "packed" if recipe.data.packing else "padded"
@@ -58,11 +64,9 @@ def score_parts(trainer: Any, shares_by: str) -> None:
         share_balance(trainer.model.get_base_model() if wrapped else trainer.model, shares_by)
 
 
-def micro_batches(
-    recipe: Recipe, train: Any, collates: Collator | PartCollator, layout: BatchLayout, steps: int
-) -> MicroBatches:
+def micro_batches(recipe: Recipe, train: Any, collates: Collates, layout: BatchLayout, steps: int) -> MicroBatches:
     """The micro-batches of a run of so many steps over rows that are tokenised already."""
-    lengths = sequence_lengths(train, recipe.objective == "seq2seq")
+    lengths = answer_lengths(train) if recipe.prefers else sequence_lengths(train, recipe.objective == "seq2seq")
     return MicroBatches(
         order=FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle),
         lengths=lengths,

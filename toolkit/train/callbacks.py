@@ -28,6 +28,7 @@ from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import before_training, evaluate
 from toolkit.train.finite import check_weights
+from toolkit.train.preference import OF_PAIRS
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
@@ -51,7 +52,8 @@ def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | Non
     def count(first: int, last: int) -> tuple[int, float]:
         tokens = batches.tokens(first, last)
         # Of pairs the sources are counted, and both are padded.
-        return int(tokens[0]), 1 - float(tokens.sum()) / max(1.0, float(batches.padded(first, last).sum()))
+        counted = tokens.sum() if layout.answers > 1 else tokens[0]
+        return int(counted), 1 - float(tokens.sum()) / max(1.0, float(batches.padded(first, last).sum()))
 
     return count
 
@@ -121,6 +123,7 @@ class Meter(TrainerCallback):
             row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        row |= {name: round(logs[name], 6) for name in OF_PAIRS if name in logs}
         row |= self._further()
         if slow := found():
             row["stragglers"] = slow
@@ -157,7 +160,7 @@ class Meter(TrainerCallback):
         self._step_end = time.monotonic()
         self.time_left.pause("evaluation", seconds)
         self.write(step, metrics)
-        self._progress.evaluation(step, metrics["eval_loss"], metrics["eval_perplexity"])
+        self._progress.evaluation(step, metrics["eval_loss"], metrics.get("eval_accuracy"))
 
     def pause(self, seconds: float) -> None:
         """Leaves out time that no step took."""

@@ -41,19 +41,38 @@ def evaluate(session: Session) -> dict[str, float]:
 
 
 def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], None]) -> dict[str, float]:
-    """Mean loss over all trained tokens of a trainer's held-out rows, and its perplexity.
+    """The figures of a trainer's held-out rows: mean loss over all of them, and what else it says of them.
+
+    Returns:
+        See `figures` of the trainer.
+    """
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        # Schedule-free optimizers train one point and evaluate another; each training step switches back.
+        trainer.optimizer.eval()
+    sums: Any = 0.0
+    for inputs, is_own in batches_of(trainer, trainer.eval_dataset, batch_size, on_batch):
+        measured = trainer.measure(trainer.model_wrapped, inputs).to(trainer.accelerator.device)
+        sums = sums + (measured if is_own else torch.zeros_like(measured))
+    # Gloo and NCCL both sum float64; a float32 sum of many tokens would lose digits.
+    figures: dict[str, float] = trainer.figures(
+        (trainer.accelerator.reduce(sums, reduction="sum") / dividing()).tolist()
+    )
+    return figures
+
+
+def batches_of(
+    trainer: Any, dataset: Any, batch_size: int, on_batch: Callable[[int, int], None]
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """All rows of a data set in batches on this process's device, while the model is in evaluation mode.
 
     No logits are kept between batches. Rows are dealt in turn to the processes, or to groups of them that get the
     same ones, so nothing is counted twice; every process runs the same number of forward passes, because sharded
     engines need all processes in each.
 
     Returns:
-        `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
+        Batches of the collator, and whether they are this process's own; else they are another's, for nothing.
     """
-    if callable(getattr(trainer.optimizer, "eval", None)):
-        # Schedule-free optimizers train one point and evaluate another; each training step switches back.
-        trainer.optimizer.eval()
-    model, dataset, accelerator = trainer.model_wrapped, trainer.eval_dataset, trainer.accelerator
+    accelerator = trainer.accelerator
     together = sharing() * dividing()
     apart = accelerator.num_processes // piped()
     rank, world = accelerator.process_index % apart // together, apart // together
@@ -62,21 +81,14 @@ def held_out_loss(trainer: Any, batch_size: int, on_batch: Callable[[int, int], 
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     rounds = math.ceil(len(batches) / world)
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    with evaluating(model), torch.no_grad():
+    with evaluating(trainer.model_wrapped), torch.no_grad():
         for turn in range(rounds):
             beat("evaluating")
             index = turn * world + rank
             rows = batches[min(index, len(batches) - 1)]
-            inputs = send_to_device(trainer.data_collator([dataset[row] for row in rows]), accelerator.device)
-            total, count, _ = trainer.score(model, inputs)
-            if index < len(batches):
-                sums += torch.stack([total.double(), count.double()]).to(sums.device)
+            inputs = trainer.data_collator([dataset[row] for row in rows])
+            yield send_to_device(inputs, accelerator.device), index < len(batches)
             on_batch(turn + 1, rounds)
-    # Gloo and NCCL both sum float64; a float32 sum of many tokens would lose digits.
-    total_loss, tokens = (accelerator.reduce(sums, reduction="sum") / dividing()).tolist()
-    mean = total_loss / tokens if tokens else math.nan
-    return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
 
 
 @contextmanager

@@ -205,7 +205,8 @@ def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
 
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
-    content = _with_effect(dict(flat(recipe.model_dump())))
+    unread = set() if recipe.prefers else {"preference"}
+    content = _with_effect(dict(flat(recipe.model_dump(exclude=unread))))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -350,7 +351,7 @@ def _used(path: Path) -> bool:
     """Whether a folder holds results: an attempt that failed before its first step leaves none."""
     if not path.is_dir():
         return path.exists()
-    own = {"recipe.yaml", _MANIFEST, "audit.json", "stacks", ".lock", _RESERVED}
+    own = {"recipe.yaml", _MANIFEST, "audit.json", "reference.safetensors", "stacks", ".lock", _RESERVED}
     left = (file for file in path.iterdir() if file.name not in own and file.suffix != ".partial")
     # Libraries make the folder of the checkpoints before anything is refused.
     return any(not file.is_dir() or any(file.iterdir()) for file in left)

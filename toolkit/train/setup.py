@@ -54,7 +54,9 @@ from toolkit.train.completion import Completion, source_of
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
 from toolkit.train.plan_guard import PlanGuard, plan_run
+from toolkit.train.preference import PreferenceTrainer, numbered
 from toolkit.train.profiler import Profiler
+from toolkit.train.reference import Reference
 from toolkit.train.rehearsal import Rehearsal
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
@@ -105,7 +107,8 @@ def set_up(
 
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
-    trains = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
+    of_tokens = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
+    trains = PreferenceTrainer if recipe.prefers else of_tokens
     kind: Any = functools.partial(trains, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
@@ -173,16 +176,20 @@ def set_up(
 
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
+    held_out = prepared.eval
+    if recipe.prefers:
+        train, held_out = numbered(train, held_out)
     trainer: Any = kind(
         model=model,
         args=arguments,
         # Lists of numbers take longer to turn into tensors than the rest of a batch.
         train_dataset=train.with_format("numpy"),
-        eval_dataset=prepared.eval,
+        eval_dataset=held_out,
         data_collator=collator(recipe, backend, tokenizer, compiles, layout.part_of_rows(world.rank)),
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule
+    trainer.objective, trainer.settings = recipe.objective, recipe.preference
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
@@ -359,6 +366,15 @@ class Callbacks:
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
         choosing = (self.selection, EarlyStopping(session), self.evaluator)
         watching = (experts, self.meter, finite, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
-        for each in (self.completion, EndOfReading(), Verify(session), self.samples, Seal(session), *watching):
+        reference = Reference(session) if session.recipe.objective == "dpo" else None
+        for each in (
+            self.completion,
+            EndOfReading(),
+            Verify(session),
+            reference,
+            self.samples,
+            Seal(session),
+            *watching,
+        ):
             if each is not None:
                 session.trainer.add_callback(each)

@@ -295,11 +295,16 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
     rows: list[tuple[str, str]] = []
     if evaluator and evaluator.last:
         last = evaluator.last["eval_loss"]
-        text = f"{last:.4f} (perplexity {evaluator.last['eval_perplexity']:.2f})"
+        text = f"{last:.4f}"
+        if perplexity := evaluator.last.get("eval_perplexity"):
+            text += f" (perplexity {perplexity:.2f})"
         if evaluator.first:
             before = evaluator.first["eval_loss"]
             text = f"{before:.4f} -> {text}, {(last - before) / before:+.1%}"
         rows.append(("held-out loss", text))
+        if (accuracy := evaluator.last.get("eval_accuracy")) is not None:
+            earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""
+            rows.append(("held-out pairs preferred rightly", f"{earlier}{accuracy:.1%}"))
     if callbacks.meter and callbacks.meter.last:
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{session.trainer.state.global_step}"))

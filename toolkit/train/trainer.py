@@ -143,6 +143,25 @@ class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
             self.guard.scored(loss.detach(), (total / count.clamp(min=1)).detach(), inputs.get("input_ids"))
         return loss
 
+    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Sums over a batch, in double precision, of which `figures` are made when all rows have been added up."""
+        total, count, _ = self.score(model, inputs)  # type: ignore[attr-defined]
+        return torch.stack([total.double(), count.double()])
+
+    def figures(self, sums: list[float]) -> dict[str, float]:
+        """What an evaluation says, of the sums over all held-out rows.
+
+        Returns:
+            `eval_loss` (nats per trained token), `eval_perplexity`, `eval_tokens`.
+        """
+        total, tokens = sums
+        mean = total / tokens if tokens else math.nan
+        return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(tokens)}
+
+    def trained_tokens(self, count: Any) -> Any:
+        """Trained tokens of a step, given what its loss is divided by."""
+        return count
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Theirs takes a step before it asks whether training is over, which it is where it goes on from its end."""
         state, control = self.state, self.control  # type: ignore[attr-defined]
@@ -182,7 +201,7 @@ class _ExactMixin(Pipelined, Divided, DividedExperts, Continues):
             raise _of_worker(error) from error
         self.waiting.newest = time.monotonic() - started
         self.waiting.seconds += self.waiting.newest
-        self.waiting.trained = self.waiting.trained + (0 if count is None else count)
+        self.waiting.trained = self.waiting.trained + (0 if count is None else self.trained_tokens(count))
         return batches, count
 
     def get_train_dataloader(self) -> Any:
@@ -291,10 +310,14 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
         if self.pipeline and "input_ids" in inputs:
             # The last stage is given hidden states instead.
             return self.pipeline.score(inputs)
+        outputs, balance = self.scores(model, inputs)
+        return -outputs.log_probs.sum(), outputs.label_mask.sum(), balance
+
+    def scores(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, torch.Tensor | None]:
+        """Of a batch: log-probabilities of the labels at its `label_positions`, and the routers' balance loss."""
         routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = model(**{**inputs, "use_cache": False}, **routed, fused_lm_head=True)
-        balance = self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
-        return -outputs.log_probs.sum(), outputs.label_mask.sum(), balance
+        return outputs, self.router_aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else None
 
 
 def _gather_head_with_model(model: Any) -> None:

@@ -152,7 +152,7 @@ class _RankMemory:
         """The fullest moment of a pass."""
         shape, moments = self.engine.shape, self.engine.passing
         if phase == "evaluation":
-            batch = self.recipe.evaluation.batch_size or self.layout.micro_batch_size
+            batch = self.layout.answers * (self.recipe.evaluation.batch_size or self.layout.micro_batch_size)
             length = self.workload.evaluation_len or shape.seq_len
             shape = dataclasses.replace(shape, batch=batch / self.layout.sharing, seq_len=length)
             moments = self.engine.evaluating

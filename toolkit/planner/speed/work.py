@@ -185,10 +185,10 @@ def micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | No
 def _micro_load(recipe: Recipe, layout: BatchLayout, counted: DataStatistics | None, backend: str) -> Load:
     size, length = layout.micro_batch_size, float(layout.seq_len)
     if counted is None:
-        return load_of(recipe, backend, size, length, length**2)
+        return load_of(recipe, backend, layout.answers * size, length, length**2)
     squared = counted.squared_tokens / counted.rows
     trained = counted.trained_tokens / counted.tokens
-    dealt = counted.dealt(layout.global_batch_size, layout.micro_batches, backend in VARLEN)
+    dealt = counted.dealt(layout.in_sequences.global_batch_size, layout.micro_batches, backend in VARLEN)
     return load_of(recipe, backend, size, counted.mean_length, squared, dealt, trained)
 
 
@@ -220,7 +220,7 @@ def load_of(
         kernel, stretch = DOCUMENTS, within / tokens
     elif backend == "flex":
         attended = within / 2
-    elif backend == "sdpa" and not recipe.data.packing and size == 1:
+    elif backend == "sdpa" and not recipe.data.packing and size == 1 and not recipe.prefers:
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
     # Targets are taken to be as long as their sources.
@@ -253,18 +253,30 @@ def _total(
     drives: Disk,
     compiling: Mapping[str, float],
 ) -> Range:
-    """Compiling, steps, evaluations, checkpoints and kept models. Loading and answers to prompts are left out."""
-    steps, settings = length.total_steps, workload.recipe.evaluation
+    """Compiling, steps, evaluations, the reference of DPO, checkpoints and kept models. Loading and answers to prompts
+    are left out."""
+    recipe, layout, steps = workload.recipe, workload.layout, length.total_steps
+    settings = recipe.evaluation
     seconds = {end: steps * step.seconds for end, step in ends.items()}
+    # Passes over rows without a backward pass: how often, over how many, of how many tokens.
+    passes: list[tuple[int, float, float]] = []
     if counted and counted.eval_rows:
         # Before the first step, every so many steps, and at the end.
         evaluations = settings.at_start + (math.ceil(steps / settings.every_steps) if settings.every_steps else 1)
-        rows = settings.batch_size or workload.layout.micro_batch_size
-        batches = evaluations * math.ceil(counted.eval_rows / rows / workload.layout.data_parallel_size)
-        mean = counted.eval_tokens / counted.eval_rows
+        passes.append((evaluations, counted.eval_rows, counted.eval_tokens))
+    if counted and recipe.objective == "dpo":
+        # The reference, once of each row that is drawn.
+        drawn = min(1.0, steps * layout.global_batch_size / counted.rows)
+        number, tokens = drawn * counted.rows + counted.eval_rows, drawn * counted.tokens + counted.eval_tokens
+        passes.append((1, number, tokens))
+    for times, number, tokens in passes:
+        assert counted is not None
+        rows = settings.batch_size or layout.micro_batch_size
+        batches = times * math.ceil(number / rows / layout.data_parallel_size)
+        mean = tokens / number / layout.answers
         # Never packed, and sorted by length, so that there is little padding.
         trained = counted.trained_tokens / counted.tokens
-        load = load_of(workload.recipe, backend, rows, mean, mean**2, trained=trained).divided(workload.layout.sharing)
+        load = load_of(recipe, backend, layout.answers * rows, mean, mean**2, trained=trained).divided(layout.sharing)
         seconds = {end: seconds[end] + batches * step.evaluation_seconds(load) for end, step in ends.items()}
     saves, kept = _saves(length), _snapshots(workload.recipe, length)
     return Range(

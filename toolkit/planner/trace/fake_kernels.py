@@ -222,9 +222,9 @@ def installed(setting: Setting) -> Iterator[None]:
         replaced += [
             # TRL's loss runs Triton kernels on GPUs, which work on the tile in place; elsewhere torch makes copies.
             (chunked_logprob, {"_forward_tile": _tile, "_backward_tile": _tile, "_addmm_fp32": _OPS.add_product_}),
-            (output_head, {"scored_on_cpu": contextlib.nullcontext}),
+            (output_head, {"scored_on_cpu": lambda *args: contextlib.nullcontext()}),
             (cpu_head, {"_is_cpu": lambda place: False}),
-            (pair_head, {"scored_on_cpu": contextlib.nullcontext}),
+            (pair_head, {"scored_on_cpu": lambda *args: contextlib.nullcontext()}),
             (modeling_utils, {"save_on_cpu": _SaveOnHost}),
             (functional, {"scaled_dot_product_attention": _scaled_dot_product_attention, "dropout": _dropout}),
         ]

@@ -42,7 +42,7 @@ class Setting:
     Args:
         config: The model's `config.json`.
         device: What it will run on; kernels and rounding differ.
-        objective: As in the recipe.
+        objective: As in the recipe; `sft` of pairs of answers, each of which is computed as two rows are.
         method: The recipe's section `method`, without what leaves memory and work as they are; `extra` holds
             `extra.lora`, `new_tokens` the number of tokens whose rows are trained beside adapters, where there are any.
         load: Dtype of frozen weights, see `engines.Dtypes`.
@@ -138,14 +138,14 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     adapters, rare = method.name == "lora", set(_RARE_ADAPTER_KEYS) & set(method.changed())
     checkpointing = recipe.activation_checkpointing
     on_cpu = device == "cpu"
-    rows = _layout(recipe, backend)
+    rows, layout = _layout(recipe, backend), layout.in_sequences
     stated = method.model_dump(include={*_ADAPTER_KEYS, *_QUANTIZED_KEYS, *rare} if adapters else {"name", "freeze"})
     if adapters and recipe.model.new_tokens:
         stated["new_tokens"] = len(recipe.model.new_tokens)
     return Setting(
         config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
         device="cpu" if on_cpu else "cuda",
-        objective=recipe.objective,
+        objective="sft" if recipe.prefers else recipe.objective,
         method=stated | ({"extra": dict(recipe.extra.lora)} if recipe.extra.lora else {}),
         load=types.load if adapters else seen,
         local=seen,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-FORMAT = 2
+FORMAT = 3
 """Raise when a trace of the same setting would differ."""
 
 CHUNK = 4096

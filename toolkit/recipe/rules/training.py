@@ -333,9 +333,17 @@ TRAINING_RULES = {
     "best-unevaluated": _judged_by_evaluations("checkpoint.keep_best"),
     "best-metric": Rule(
         "checkpoint.keep_best",
-        lambda r, _: r.checkpoint.keep_best not in (None, "eval_loss") and not r.evaluation.generation_metrics,
+        lambda r, _: (
+            r.checkpoint.keep_best not in (None, "eval_loss", "eval_accuracy") and not r.evaluation.generation_metrics
+        ),
         "is a metric of generated targets, and none are generated",
         "set checkpoint.keep_best=eval_loss, or, for objective seq2seq, evaluation.generation_metrics=true",
+    ),
+    "best-accuracy": Rule(
+        "checkpoint.keep_best",
+        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not r.prefers,
+        "is the share of pairs preferred rightly, which only objectives of preference have",
+        "set checkpoint.keep_best=eval_loss, or objective=dpo",
     ),
     "best-or-mean": Rule(
         "checkpoint.average_last",

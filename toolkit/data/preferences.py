@@ -1,0 +1,198 @@
+"""Pairs of answers to one prompt, a chosen and a rejected one, as TRL, LLaMA-Factory, Axolotl and OpenAI write them:
+beside the prompt, or as two whole conversations or texts that begin alike.
+
+What both sides share is the prompt, and only what follows it is trained. Unlike the columns of other formats, those of
+pairs are recognised under all published names: `chosen_response` beside `rejected_response` can mean nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.data.columns import EMPTY, PAIRS_CALLED, parsed, value_at
+from toolkit.data.messages import Message, are_messages, holds_messages
+from toolkit.data.rows import Chat, Completion, Preference
+
+_ASKED = ("messages", "conversations", "prompt", "instruction")
+"""Columns that hold what was asked."""
+_QUESTIONS = ("question", "query", "input")
+"""What some data sets call a text that was asked."""
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+"""How a turn begins in Anthropic's hh-rlhf, whose conversations are texts."""
+
+Side = Chat | Completion
+
+
+def preference_columns(columns: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, str]:
+    """The columns of a source of pairs, those included that are published under other names.
+
+    Args:
+        columns: Those that `data.columns` names.
+        row: The first row.
+    """
+    found = dict(columns)
+    spelt = {name.lower(): name for name in row if name not in columns.values()}
+    if not {"chosen", "rejected"} & columns.keys():
+        for chosen, rejected in PAIRS_CALLED:
+            if chosen in spelt and rejected in spelt:
+                found |= {"chosen": spelt[chosen], "rejected": spelt[rejected]}
+                break
+    if not set(_ASKED) & columns.keys():
+        if present := [name for name in _ASKED if name in spelt]:
+            found |= {name: spelt[name] for name in present}
+        elif are_messages(value_at(row, "input.messages")):
+            found |= {"messages": "input.messages", "tools": "input.tools"}
+        elif question := next((spelt[name] for name in _QUESTIONS if name in spelt), None):
+            found["instruction"] = question
+    return {name: actual for name, actual in found.items() if name in columns or name != actual}
+
+
+def read_preference(
+    row: Mapping[str, Any],
+    where: str,
+    has_chat_template: bool,
+    read: Callable[[Any, str], list[Message]],
+    chat: Callable[[list[Message], Mapping[str, Any], str], Chat],
+    alpaca: Callable[[Mapping[str, Any], str], Side],
+) -> Preference:
+    """The two sides of a row, of which what follows their common prompt is trained.
+
+    Args:
+        row: Its columns, by the names of the format.
+        where: Where it stands.
+        has_chat_template: Whether the tokenizer renders chats.
+        read: Reads what a column holds as messages.
+        chat: Makes a chat of messages and what stands beside them.
+        alpaca: Makes a row of an instruction and its answer.
+
+    Raises:
+        UserError: The prompt is not said, said twice, or not that of the answers.
+    """
+    answers = [row["chosen"], row["rejected"]]
+    given = [name for name in _ASKED if parsed(row.get(name)) not in EMPTY]
+    if not any(holds_messages(each) for each in (*answers, *(row.get(name) for name in given))):
+        texts = [_text(row, name, where) for name in ("chosen", "rejected")]
+        if given == ["instruction"]:
+            sides = [alpaca({**row, "output": text}, where) for text in texts]
+            return _with_shared_prompt(sides)
+        if not given and has_chat_template and all(_dialogue(text) for text in texts):
+            return _with_shared_prompt(chat(_dialogue(text), row, where) for text in texts)
+        if of_chats := [name for name in ("system", "input", "history", "tools") if row.get(name) not in EMPTY]:
+            raise UserError(
+                f"{where}: `{of_chats[0]}` is for chats, not for plain prompts and answers",
+                f"set 'data.columns={{instruction: prompt}}', or 'data.ignore=[{of_chats[0]}]'",
+            )
+        if len(given) > 1:
+            raise _asked_twice(given, where)
+        prompt = _text(row, given[0], where) if given else _common_prompt(*texts)
+        return Preference(*(Completion(prompt, text if given else text[len(prompt) :]) for text in texts))
+
+    turns = [
+        read(value, name) if holds_messages(value) else [{"role": "assistant", "content": _text(row, name, where)}]
+        for name, value in zip(("chosen", "rejected"), answers, strict=True)
+    ]
+    beside = ("history",) if given == ["instruction"] else ("history", "input")
+    if left := [each for each in beside if parsed(row.get(each)) not in EMPTY]:
+        raise UserError(
+            f"{where}: `{left[0]}` stands beside answers that are messages, and belongs to their prompt",
+            f"write all of it into `messages`, or set 'data.ignore=[{left[0]}]'",
+        )
+    begin = {bool(side) and side[0]["role"] != "assistant" for side in turns}
+    if begin == {True}:
+        for name in given:
+            _refuse_other_prompt(name, row[name], turns, read, where)
+        return _with_shared_prompt(chat(side, row, where) for side in turns)
+    if begin == {True, False} and all(turns):
+        raise UserError(
+            f"{where}: one of `chosen` and `rejected` is a whole conversation, the other an answer",
+            "write both in the same way",
+        )
+    if len(given) > 1:
+        raise _asked_twice(given, where)
+    if not given:
+        raise UserError(
+            f"{where}: `chosen` and `rejected` are answers, and nothing says what was asked",
+            "name its column, 'data.columns={prompt: NAME}', or write whole conversations",
+        )
+    name = given[0]
+    before = read(row[name], name) if holds_messages(row[name]) else _questions(row, name, where)
+    return _with_shared_prompt((chat([*before, *side], row, where) for side in turns), at_least=len(before))
+
+
+def _with_shared_prompt(answers: Iterable[Side], at_least: int = 0) -> Preference:
+    """The two sides, of which messages that they begin with alike are not trained."""
+    chosen, rejected = answers
+    if not (isinstance(chosen, Chat) and isinstance(rejected, Chat)):
+        return Preference(chosen, rejected)
+    both = list(zip(chosen.messages, rejected.messages, strict=False))
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+    # Of equal conversations the last messages are the answers.
+    shared = max(at_least, min(alike, len(chosen.messages) - 1, len(rejected.messages) - 1))
+
+    def side(talk: Chat) -> Chat:
+        prompt = [message | {"train": False} for message in talk.messages[:shared]]
+        return Chat([*prompt, *talk.messages[shared:]], talk.tools, talk.template_kwargs)
+
+    return Preference(side(chosen), side(rejected))
+
+
+def _questions(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
+    """What was asked as a text, with what stands beside an instruction."""
+    texts = [_text(row, each, where) for each in ((name, "input") if name == "instruction" else (name,))]
+    return [{"role": "user", "content": "\n\n".join(filter(None, texts))}]
+
+
+def _refuse_other_prompt(
+    name: str, value: Any, turns: list[list[Message]], read: Callable[[Any, str], list[Message]], where: str
+) -> None:
+    """Whole conversations hold their prompt; what stands beside them may repeat it, or the chosen one, and no more."""
+    if holds_messages(value):
+        messages = read(value, name)
+        if messages == turns[0] or all(side[: len(messages)] == messages for side in turns):
+            return
+    elif all(any(str(value).strip() == str(message["content"]).strip() for message in side) for side in turns):
+        return
+    raise UserError(
+        f"{where}: `{name}` is not what the conversations in `chosen` and `rejected` begin with",
+        f"correct the row, or set 'data.ignore=[{name}]' to read the conversations alone",
+    )
+
+
+def _asked_twice(given: list[str], where: str) -> UserError:
+    names = " and ".join(f"`{name}`" for name in given)
+    return UserError(f"{where}: {names} all say what was asked", f"set 'data.ignore=[{given[-1]}]', or keep one")
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if value in EMPTY:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{where}: `{name}` is neither a text nor messages", "write one of them, or remove the row")
+    return value
+
+
+def _dialogue(text: str) -> list[Message]:
+    """A text in which Human and Assistant take turns, as messages; none for any other text."""
+    head, *parts = _TURN.split(text)
+    if head.strip() or not parts:
+        return []
+    return [
+        {"role": _SPEAKERS[speaker], "content": said.strip()}
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _common_prompt(chosen: str, rejected: str) -> str:
+    """What two texts begin with, up to the last turn of an assistant, or to the end of a word."""
+    length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    common = chosen[:length]
+    if (turn := common.rfind("\n\nAssistant:")) >= 0:
+        return common[: turn + len("\n\nAssistant:")]
+    # The space before a word belongs to its token.
+    return common[: max(common.rfind(" "), common.rfind("\n") + 1, 0)]

@@ -1,0 +1,53 @@
+"""The section of a recipe that says how strongly a preference objective prefers, and by which loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from toolkit.recipe.base import Section
+
+PREFERENCES = ("dpo", "cpo", "simpo", "orpo")
+"""Objectives whose rows are pairs of answers, a chosen one and a rejected one."""
+OF_DIFFERENCES = ("sigmoid", "hinge", "robust", "exo_pair")
+"""Losses of DPO that read nothing but how much more the chosen answer has gained than the rejected one."""
+LOSSES = (*OF_DIFFERENCES, "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+SMOOTHED = ("robust", "exo_pair")
+"""Losses of DPO that read `label_smoothing`."""
+PREFERENCE_LEARNING_RATES = {"full": 1e-6, "lora": 1e-5}
+"""Defaults of preference objectives by method, a twentieth of the usual ones: TRL has 1e-6 for DPO and 2e-5 for SFT."""
+_BETA = {"simpo": 2.0}
+_SFT_WEIGHT = {"cpo": 1.0, "orpo": 1.0}
+
+
+class Preference(Section):
+    """What objectives of preference do with a pair of answers; the others read nothing here."""
+
+    loss: Literal[LOSSES] = "sigmoid"  # type: ignore[valid-type]
+    """The loss of `objective: dpo`, by TRL's names: `sigmoid` is that of the DPO paper, `hinge` SLiC's, `ipo` squared
+    and always per token, `robust` for labels of which some are wrong, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`
+    and `apo_zero` or `apo_down`, where the chosen answers are better or worse than the model's own."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much a change of log-probability counts: of DPO, against the reference (larger ones stay nearer to it; tau of
+    IPO), of CPO and SimPO without one; of ORPO the weight of its odds ratio. With `simpo` 2.0 by default."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The share of pairs that are taken to be labelled the wrong way round, for `objective: cpo` and the losses
+    `robust` and `exo_pair` of DPO."""
+    length_normalized: bool = False
+    """Whether DPO compares log-probabilities per token of the answers instead of their sums, so that long answers weigh
+    no more than short ones, for the losses `sigmoid`, `hinge`, `robust` and `exo_pair`."""
+    margin: Annotated[float, Field(ge=0)] = 1.0
+    """By how much the chosen answer is to win, for `objective: simpo` (gamma in its paper)."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a further loss, the negative log-likelihood of the chosen answer per token, in each pair. With `cpo`
+    and `orpo`, to whose losses it belongs, 1.0 by default."""
+
+    def of(self, objective: str) -> Preference:
+        """This section with an objective's own defaults, which count as such."""
+        defaults = {"beta": _BETA.get(objective), "sft_weight": _SFT_WEIGHT.get(objective)}
+        decided = self.model_copy()
+        for key, value in defaults.items():
+            if value is not None and key not in self.model_fields_set:
+                decided.__dict__[key] = value
+        return decided

@@ -1,0 +1,119 @@
+"""Rules on objectives that learn from pairs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.recipe.errors import Rule
+from toolkit.recipe.preference import OF_DIFFERENCES, PREFERENCES, SMOOTHED, Preference
+from toolkit.recipe.schema import Recipe
+
+
+def _unread(key: str, reads: Callable[[Recipe], bool], why: str, instead: str) -> Rule:
+    """A setting of preferences that the objective, or its loss, does not read."""
+    path, default = f"preference.{key}", Preference.model_fields[key].default
+
+    def broken(recipe: Recipe) -> bool:
+        return recipe.prefers and getattr(recipe.preference, key) != default and not reads(recipe)
+
+    return Rule(path, lambda r, _: broken(r), why, f"remove {path}, or set {instead}")
+
+
+def _no_pairs(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:
+    """What does not go with pairs of answers."""
+    return Rule(path, lambda r, _: r.prefers and bool(broken(r)), why, change)
+
+
+def _of_dpo(*losses: str) -> Callable[[Recipe], bool]:
+    return lambda r: r.objective == "dpo" and r.preference.loss in losses
+
+
+def preference_keys(recipe: Recipe) -> list[str]:
+    """Keys of the section that are set."""
+    return [f"preference.{key}" for key in recipe.preference.changed()]
+
+
+PREFERENCE_RULES = {
+    "preference-objective": Rule(
+        "preference",
+        lambda r, _: not r.prefers and r.preference.changed(),
+        "objective {r.objective} has no pairs of answers to prefer one of",
+        f"remove {{preference_keys}}, or set objective={' or '.join(PREFERENCES)}",
+        keys=preference_keys,
+    ),
+    "preference-loss": _unread(
+        "loss", lambda r: r.objective == "dpo", "objective {r.objective} has one loss of its own", "objective=dpo"
+    ),
+    "preference-smoothing": _unread(
+        "label_smoothing",
+        lambda r: r.objective == "cpo" or _of_dpo(*SMOOTHED)(r),
+        "this objective and loss read no label_smoothing",
+        "objective=dpo and preference.loss=robust",
+    ),
+    "preference-length": _unread(
+        "length_normalized",
+        _of_dpo(*OF_DIFFERENCES),
+        "is for the losses of DPO that compare a pair's two answers: ipo, simpo and orpo are per token already",
+        "objective=dpo and preference.loss=sigmoid",
+    ),
+    "preference-margin": _unread(
+        "margin", lambda r: r.objective == "simpo", "only SimPO has a target margin", "objective=simpo"
+    ),
+    "preference-exo": Rule(
+        "preference.label_smoothing",
+        lambda r, _: _of_dpo("exo_pair")(r) and r.preference.label_smoothing == 0,
+        "the loss exo_pair takes the logarithm of the share of wrong labels, which is 0",
+        "set preference.label_smoothing=0.001, as its paper does, or preference.loss=sigmoid",
+    ),
+    "preference-packing": _no_pairs(
+        "data.packing",
+        lambda r: r.data.packing,
+        "a pair's two answers stand in one micro-batch, and sequences of several rows would part them",
+        "set data.packing=false: rows of like length go together, and varlen attention pads nothing",
+    ),
+    "preference-streaming": _no_pairs(
+        "data.streaming",
+        lambda r: r.data.streaming,
+        "the reference's log-probabilities are computed once, of all pairs before the first step",
+        "set data.streaming=false",
+    ),
+    "preference-tokens": _no_pairs(
+        "batch.tokens_per_step",
+        lambda r: r.batch.tokens_per_step is not None,
+        "counts sequences of batch.seq_len tokens, and a pair of answers is two of different lengths",
+        "remove batch.tokens_per_step, and set batch.global_batch_size to the pairs of a step",
+    ),
+    "preference-train-on": _no_pairs(
+        "data.train_on",
+        lambda r: r.data.train_on != "auto",
+        "of pairs the two answers are compared, and nothing else is trained",
+        "remove data.train_on",
+    ),
+    "preference-dropout": _no_pairs(
+        "method.lora_dropout",
+        lambda r: r.method.name == "lora" and r.method.lora_dropout > 0,
+        "pairs are trained without dropout, whose noise would pass for a change of preference",
+        "set method.lora_dropout=0",
+    ),
+    "preference-eva": _no_pairs(
+        "method.init_lora_weights",
+        lambda r: r.method.name == "lora" and r.method.init_lora_weights == "eva",
+        "EVA reads single rows before the first step, and these are pairs",
+        "set method.init_lora_weights=default",
+    ),
+    **{
+        f"preference-{way}": _no_pairs(
+            f"parallel.{way}",
+            lambda r, way=way: getattr(r.parallel, way) > 1,  # type: ignore[misc]
+            "a pair is scored by whole answers, and a process would have parts of them",
+            f"remove parallel.{way}, or set parallel.tensor instead",
+        )
+        for way in ("sequence", "context")
+    },
+    "preference-pipeline": _no_pairs(
+        "parallel.pipeline",
+        lambda r: r.parallel.pipeline > 1,
+        "pairs have not been tried with layers that are spread over processes",
+        "remove parallel.pipeline, or set parallel.tensor instead",
+    ),
+}
