@@ -192,6 +192,8 @@ class Bench:
             "schedule": {"max_steps": self.of},
             "batch": {"seq_len": job.seq_len, "global_batch_size": job.rows},
             "evaluation": {"at_start": False, "num_prompts": 0},
+            # Writes what a checkpoint holds, which takes minutes for large models and is no part of a step.
+            "checkpoint": {"rehearse": False},
             "output": {"dir": str(metrics.parent.parent), "name": metrics.parent.name},
         }
         if job.packing:

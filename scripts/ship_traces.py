@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -18,7 +19,7 @@ from toolkit.output import quiet_libraries
 from toolkit.planner.trace.fit import trace
 from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import SHIPPED
-from toolkit.recipe import Recipe, list_recipes, load, model_configs, shipped_recipes
+from toolkit.recipe import Recipe, compilation, list_recipes, load, model_configs, shipped_recipes
 from toolkit.recipe.rules import check
 from toolkit.recipe.sections import ActivationCheckpointing
 
@@ -49,7 +50,8 @@ def settings() -> dict[str, Setting]:
         config = model_configs.config_of(recipe.model)
         assert config is not None, "the models of shipped recipes are bundled"
         for device in (_NEW, _OLD, _CPU) if recipe.model.path.startswith(_ON_CPU) else (_NEW, _OLD):
-            for variant in (*_decided(recipe), *(variants if device != _OLD else ())):
+            stated = _decided(recipe)
+            for variant in (*stated, *(variants if device != _OLD else ())):
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
                     # The stages of a pipeline are parts of one trace.
                     decided = variant.with_values({"precision": precision, "parallel.pipeline": 1})
@@ -58,6 +60,9 @@ def settings() -> dict[str, Setting]:
                         layout = batch_layout(decided, math.lcm(together, decided.parallel.expert))
                         each = setting_of(decided, config, device[0], backend, layout)
                         found[each.key()] = each
+                        if variant in stated and device == _NEW and _compiles(decided, config):
+                            compiled = dataclasses.replace(each, compiled=True)
+                            found[compiled.key()] = compiled
     return found
 
 
@@ -67,6 +72,11 @@ def _decided(recipe: Recipe) -> list[Recipe]:
         return [recipe]
     modes = [ActivationCheckpointing(**mode) for mode in (*_MODES, *_MORE_MODES)]
     return [each for mode in modes if not check(each := recipe.with_values({"activation_checkpointing": mode}))]
+
+
+def _compiles(recipe: Recipe, config: Mapping[str, Any]) -> bool:
+    """Whether what its layers keep may be asked for as compiled ones keep it."""
+    return recipe.activation_checkpointing.mode == "none" and not compilation.unfit(recipe, config)
 
 
 def _backends(recipe: Recipe, config: Mapping[str, Any], device: tuple[str, str | None]) -> set[str]:

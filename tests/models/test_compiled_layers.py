@@ -204,7 +204,9 @@ def test_yaml_says_off_without_quotes(place: Path) -> None:
         (["strategy=zero2"], ""),
         (["strategy=zero3"], "zero3"),
         (["activation_checkpointing=selective"], "selective"),
-        (["method=qlora"], "quantized"),
+        (["method=qlora"], ""),
+        (["method.quantization=fp8"], ""),
+        (["method.quantization=int8"], "int8"),
     ],
 )
 def test_auto_leaves_off_what_does_not_gain(overrides: list[str], reason: str) -> None:

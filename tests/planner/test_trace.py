@@ -18,12 +18,14 @@ import torch
 from harness import ROOT
 from tiny import shrink, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, MarianConfig, T5Config
 
 from toolkit.distributed.engines import dtypes
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models.adapters import add_method
+from toolkit.models.compiled_layers import CompiledLayers
 from toolkit.models.head_choice import choose
 from toolkit.models.load import ModelSource
 from toolkit.models.output_head import HeadChoice
@@ -175,6 +177,63 @@ def test_a_trace_is_what_real_tensors_take(
     parameters = sum(_numel(each) for each in trained.parameters())
     assert planned.elements() == parameters
     assert planned.elements(trained=True) == sum(each.numel() for each in trained.parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        (LLAMA_1B, FULL),
+        pytest.param(LLAMA_1B, LORA, marks=pytest.mark.matrix),
+        pytest.param(LLAMA_1B, QLORA, marks=pytest.mark.matrix),
+        pytest.param("google/gemma-3-1b-it", FULL, marks=pytest.mark.matrix),
+        pytest.param("Qwen/Qwen3-0.6B", LORA, marks=pytest.mark.matrix),
+    ],
+)
+def test_compiled_layers_keep_what_is_traced_of_them(model: str, method: dict[str, Any], tmp_path: Path) -> None:
+    """By Inductor, whose graphs hold what they keep; the trace has none of it compiled."""
+    torch._dynamo.reset()
+    folder = tiny_model(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    recipe = Recipe.model_validate(
+        {"model": {"path": str(folder)}, "data": {"sources": ["unread"], "packing": True}}
+        | {"method": method, "precision": "pure_bf16" if method == FULL else "bf16"}
+    )
+    trained = add_method(ModelSource.open(recipe).load(dtypes(recipe), "sdpa"), recipe, dtypes(recipe)).train()
+    layers = CompiledLayers(trained)
+    ids = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    positions = (ids.cumsum(1) - 1) % (LENGTH // 2)
+    kept: dict[int, int] = {}
+    weights = {each.untyped_storage()._cdata for each in (*trained.parameters(), *trained.buffers())}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in weights:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def bytes_with(count: int) -> int:
+        kept.clear()
+        for each in _layers(trained)[count:]:
+            each.forward = lambda hidden, *args, **kwargs: hidden
+        with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = trained(input_ids=ids, position_ids=positions, use_cache=False).logits.float().sum()
+        total = sum(kept.values())
+        loss.backward()
+        return total
+
+    deep = bytes_with(config["num_hidden_layers"])
+    measured = (deep - bytes_with(1)) / (config["num_hidden_layers"] - 1)
+    assert layers.graphs >= 1
+
+    cpu = setting_of(recipe, config, "cpu", "sdpa", BatchLayout(BATCH, BATCH, 1, 1, LENGTH))
+    planned = traced(dataclasses.replace(cpu, compiled=True))
+    assert _of_a_layer(planned) == pytest.approx(measured, rel=0.01)
+    assert _of_a_layer(traced(cpu)) > 1.1 * measured
+
+
+def _of_a_layer(planned: Trace) -> float:
+    """Bytes that a layer keeps for the backward pass, which begins at the head."""
+    head = next(each for each in planned.moments if key(each) == ("backward", "head", False))
+    return head.activations.at(Shape(3, BATCH, LENGTH)) - head.activations.at(Shape(2, BATCH, LENGTH))
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:

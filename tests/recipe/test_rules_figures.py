@@ -151,7 +151,7 @@ def test_a_message_has_the_figures_of_the_recipe(settings: str, path: str, words
         ("schedule.max_steps=5 schedule.warmup_steps=5", ["never reaches 2e-05", "below the run's 5 steps"]),
         ("schedule.warmup_ratio=1.0", ["reaches 2e-05 at its end", "set schedule.warmup_ratio=0.03"]),
         ("batch.micro_batch_size=2 batch.micro_batch_tokens=64", ["micro_batch_size=2 says", "micro_batch_size=auto"]),
-        (INT8 + "compile=layers", ["although quantized layers have not been measured"]),
+        (INT8 + "compile=layers", ["although layers quantized to int8 have not been measured"]),
     ],
 )
 def test_a_warning_has_the_figures_of_the_recipe(settings: str, words: list[str]) -> None:

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from toolkit.files import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.energy import EnergyMeter, energy_meter
-from toolkit.train.evaluate import before_training, evaluate
+from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
 from toolkit.train.preference import OF_PAIRS
 from toolkit.train.process import peak_host_bytes
@@ -34,6 +34,7 @@ from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
 from toolkit.train.storage import is_gone, unwritable
 from toolkit.train.stragglers import found, waiting
+from toolkit.train.untrained import evaluate_untrained
 
 _log = logging.getLogger("toolkit.train")
 
@@ -208,8 +209,7 @@ class Evaluator(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._settings.at_start and state.global_step == 0:
-            with before_training(self._session):
-                self.first = self._run(state.global_step)
+            self.first = self._run(state.global_step)
         elif self._meter:
             self.first = self._meter.first_evaluation()
         for row in state.log_history:
@@ -245,7 +245,8 @@ class Evaluator(TrainerCallback):
     def _run(self, step: int) -> dict[str, float]:
         self._evaluated_step = step
         started = time.monotonic()
-        self.last = evaluate(self._session)
+        self.last = evaluate(self._session) if step else evaluate_untrained(self._session)
+        self._session.trainer.log(dict(self.last))
         if self._meter:
             self._meter.evaluated(step, self.last, time.monotonic() - started)
         return self.last

@@ -36,7 +36,6 @@ def evaluate(session: Session) -> dict[str, float]:
     metrics = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:
         metrics |= generated_metrics(session, batch_size)
-    trainer.log(dict(metrics))
     return metrics
 
 

@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 
 from toolkit.data.rows import Sample
 from toolkit.files import read_file, set_aside, write_json
-from toolkit.train.evaluate import as_prompt, before_training, session_answers
+from toolkit.train.evaluate import as_prompt, session_answers
 from toolkit.train.session import Session
+from toolkit.train.untrained import untrained_answers
 from toolkit.train.watchdog import beat
 
 _log = logging.getLogger("toolkit.train")
@@ -45,8 +46,7 @@ class Samples(TrainerCallback):
             self.rows = box[0]
         if any(row.before is None for row in self.rows):
             _log.info("Answering %d prompts before training", len(self.rows))
-            with before_training(session):
-                self.answer("before")
+            self.answer("before")
 
     def _read_back(self) -> list[Sample]:
         try:
@@ -64,7 +64,11 @@ class Samples(TrainerCallback):
         if not self.rows or not (session.leads or self._together):
             return
         beat("answering the prompts", together=self._together)
-        answers = session_answers(session, [row.input_ids for row in self.rows])
+        prompts = [row.input_ids for row in self.rows]
+        if when == "before":
+            answers = untrained_answers(session, prompts, self._together)
+        else:
+            answers = session_answers(session, prompts)
         for row, text in zip(self.rows, answers, strict=True):
             setattr(row, when, text)
         if session.leads:
