@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.cli.evaluate import questions
+from toolkit.cli.evaluate import Questions
+from toolkit.cli.keys import read_keys
 from toolkit.common import UserError
+
+
+def questions(arguments: list[str]) -> Questions:
+    return read_keys(Questions, arguments, "docs/evaluate.md")
 
 
 def test_values_are_read_as_they_are_typed() -> None:

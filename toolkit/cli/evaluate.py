@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
-from toolkit.common import UserError
+from toolkit.cli.keys import Keys
 from toolkit.files import read_file, set_aside, write_json
-from toolkit.recipe.spelling import did_you_mean
 from toolkit.report.evaluation import FILE, Evaluation
 from toolkit.train.scoring import METRICS
 
@@ -29,10 +27,8 @@ def _known(names: list[str]) -> list[str]:
 Names = Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)]
 
 
-class Questions(BaseModel):
+class Questions(Keys):
     """The keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rows: PositiveInt = 64
     """Held-out rows that are answered, at most."""
@@ -54,43 +50,12 @@ class Questions(BaseModel):
     chat_template: bool | None = None
     """Whether prompts are conversations; by default as the run's rows were."""
 
-
-_OF_ROWS = {"rows", "metrics", "max_new_tokens"}
-_OF_TASKS = {"num_fewshot", "limit", "include_path", "chat_template"}
-
-
-def questions(arguments: Sequence[str]) -> Questions:
-    """Reads `key=value` arguments.
-
-    Raises:
-        UserError: With every problem.
-    """
-    problems, values = [], dict[str, str]()
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            problems.append(f"`{argument}` is not key=value")
-        elif key not in Questions.model_fields:
-            close = did_you_mean(key, Questions.model_fields)
-            problems.append(f"unknown key `{key}`" + (f", did you mean `{close}`?" if close else ""))
-        else:
-            values[key] = value
-    try:
-        found = Questions.model_validate(values)
-    except ValidationError as error:
-        for each in error.errors():
-            key = str(each["loc"][0])
-            problems.append(f"{key}={values[key]}: {each['msg'].removeprefix('Value error, ')}")
-        found = Questions()
-    without_use = (_OF_ROWS if found.tasks else _OF_TASKS) & found.model_fields_set
-    if without_use:
-        problems.append(
-            f"{', '.join(sorted(without_use))} would be ignored {'with' if found.tasks else 'without'} tasks"
-        )
-    if problems:
-        keys = ", ".join(Questions.model_fields)
-        raise UserError("\n".join(problems), f"the keys are {keys}: docs/evaluate.md")
-    return found
+    def problems(self) -> list[str]:
+        """Keys that would have no effect."""
+        rows, tasks = {"rows", "metrics", "max_new_tokens"}, {"num_fewshot", "limit", "include_path", "chat_template"}
+        ignored = sorted((rows if self.tasks else tasks) & self.model_fields_set)
+        which = "with" if self.tasks else "without"
+        return [f"{', '.join(ignored)} would be ignored {which} tasks"] if ignored else []
 
 
 def evaluate(run: Path, asked: Questions) -> Evaluation:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
+from toolkit.cli.keys import Keys, read_keys
 from toolkit.cli.option_types import count, positive, share, temperature, weights
 from toolkit.cli.registry import command, option
 from toolkit.common import PAGED, UserError, printable
@@ -53,9 +55,9 @@ def compare(options: argparse.Namespace) -> None:
 @command(_RUN, option("arguments", "key=value", "rows=64, metrics=…, tasks=…, …: docs/evaluate.md", nargs="*"))
 def evaluate(options: argparse.Namespace) -> None:
     """Score a run's answers to held-out rows, or benchmarks, against the base model's."""
-    from toolkit.cli.evaluate import evaluate, questions
+    from toolkit.cli.evaluate import Questions, evaluate
 
-    run, asked = _run_folder(options.run), questions(options.arguments)
+    run, asked = _run_folder(options.run), read_keys(Questions, options.arguments, "docs/evaluate.md")
     _use_own_caches(run)
     from toolkit.report import terminal
     from toolkit.report.evaluation import evaluation_text
@@ -113,6 +115,24 @@ def merge(options: argparse.Namespace) -> None:
     from toolkit.train.merge import merge
 
     print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
+
+
+class Export(Keys):
+    """The keys of `toolkit export`."""
+
+    format: Literal["int8", "fp8", "nf4"]
+    output: str | None = None
+    """The folder; by default that of the run with the format's name."""
+
+
+@command(_RUN, option("arguments", "key=value", "format=int8, fp8 or nf4, output=DIR: docs/use.md", nargs="*"))
+def export(options: argparse.Namespace) -> None:
+    """Write a run's model in fewer bits, and compare it with the run's."""
+    run, wanted = _run_folder(options.run), read_keys(Export, options.arguments, "docs/use.md")
+    _use_own_caches(run)
+    from toolkit.train.quantized import export
+
+    print(export(run, wanted.format, Path(wanted.output or run / wanted.format)))
 
 
 def _sample(options: argparse.Namespace) -> dict[str, float] | None:
