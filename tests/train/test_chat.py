@@ -92,8 +92,8 @@ def test_what_cannot_be_answered_ends_a_script_with_one_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained("long", *LORA)
-    for text, error in (("Hello\n", "more than the"), ("a\udcff\n", "no UTF-8")):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    for content, error in ((b"Hello\n", "more than the"), (b"a\xff\n", "no UTF-8")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8", "strict"))
         capsys.readouterr()
         assert cli(["chat", str(run), "--max-new-tokens", "1000000"]) == 1
         printed = capsys.readouterr()

@@ -25,7 +25,7 @@ from toolkit.data.encode import Encoder
 from toolkit.data.rows import Chat
 from toolkit.distributed.engines import dtypes
 from toolkit.train.evaluate import as_prompt, generate
-from toolkit.train.export import load_trained, no_text, on_device, read_audit
+from toolkit.train.export import load_trained, no_text, on_device, read_audit, take_any_bytes
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 _NARROWEST = 30
@@ -126,6 +126,7 @@ def chat(
         raise UserError(said, "write it in UTF-8")
     speakers = [Speaker(run, system) for run in runs]
     torch.manual_seed(seed)
+    take_any_bytes()
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(f"{', '.join(printable(speaker.name) for speaker in speakers)}: {_HELP}")

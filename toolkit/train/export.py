@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,7 @@ def read_audit(run: Path) -> Audit:
 
 def _typed(name: str) -> Iterator[str]:
     """What the user types, line by line, until end of input."""
+    take_any_bytes()
     print(f"{printable(name)}: write a prompt and press Enter; Ctrl-D ends")
     while True:
         try:
@@ -102,6 +105,12 @@ def _typed(name: str) -> Iterator[str]:
             print(said)
         elif prompt.strip():
             yield prompt
+
+
+def take_any_bytes() -> None:
+    """Has standard input give bytes that are no text to `no_text`, in every locale, in place of an error."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def no_text(prompt: str) -> str:
