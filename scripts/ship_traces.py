@@ -50,8 +50,7 @@ def settings() -> dict[str, Setting]:
         config = model_configs.config_of(recipe.model)
         assert config is not None, "the models of shipped recipes are bundled"
         for device in (_NEW, _OLD, _CPU) if recipe.model.path.startswith(_ON_CPU) else (_NEW, _OLD):
-            stated = _decided(recipe)
-            for variant in (*stated, *(variants if device != _OLD else ())):
+            for variant in (*_decided(recipe), *(variants if device != _OLD else ())):
                 for precision in _FASTEST[device] if variant.precision == "auto" else (variant.precision,):
                     # The stages of a pipeline are parts of one trace.
                     decided = variant.with_values({"precision": precision, "parallel.pipeline": 1})
@@ -60,7 +59,7 @@ def settings() -> dict[str, Setting]:
                         layout = batch_layout(decided, math.lcm(together, decided.parallel.expert))
                         each = setting_of(decided, config, device[0], backend, layout)
                         found[each.key()] = each
-                        if variant in stated and device == _NEW and _compiles(decided, config):
+                        if device == _NEW and _compiles(decided, config):
                             compiled = dataclasses.replace(each, compiled=True)
                             found[compiled.key()] = compiled
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from toolkit.common import (
     UserError,
     in_background,
 )
-from toolkit.files import check_disk, write_atomically
+from toolkit.files import check_disk, write_atomically, write_json_lines
 
 
 def test_a_disk_too_small_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -39,3 +40,10 @@ def test_writers_of_one_file_never_leave_it_empty(tmp_path: Path, monkeypatch: p
     while not all(writer.done() for writer in writers):
         assert file.read_text() in texts
     assert [writer.result() for writer in writers] and list(tmp_path.iterdir()) == [file]
+
+
+def test_lines_of_json_are_whole_and_hold_no_half_characters(tmp_path: Path) -> None:
+    rows = [{"text": "über\nzwei \ud800"}, {"text": ""}]
+    write_json_lines(tmp_path / "rows.jsonl", rows)
+    lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in lines[:-1]] == [{"text": "über\nzwei ?"}, {"text": ""}] and lines[-1] == ""

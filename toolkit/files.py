@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def write_json(file: Path, content: Any) -> None:
     """Writes a JSON file as `write_atomically` does, without values of `conceal`; of half a surrogate pair, which is no
     text, a question mark."""
     text = json.dumps(concealed(content), indent=2, ensure_ascii=False) + "\n"
+    write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def write_json_lines(file: Path, rows: Iterable[Any]) -> None:
+    """Writes a file with a line of JSON for each row, as `write_json` does."""
+    text = "".join(json.dumps(concealed(row), ensure_ascii=False) + "\n" for row in rows)
     write_atomically(file, text.encode("utf-8", "replace").decode("utf-8"))
 
 

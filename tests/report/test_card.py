@@ -179,3 +179,20 @@ def test_a_run_without_anything_measured_still_gets_a_card(tmp_path: Path) -> No
     card = write_card(tmp_path, tmp_path, make_recipe(), LLAMA).read_text()
     assert "## Results" not in card
     assert "full fine-tuning" in card
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "lines"),
+    [
+        (LLAMA, {}, ["vllm serve . --served-model-name demo", "transformers serve ."]),
+        (LLAMA, {"name": "lora"}, [f"vllm serve {LLAMA} --enable-lora --max-lora-rank 16 --lora-modules demo=."]),
+        (LLAMA, {"name": "lora", "use_dora": True}, []),
+        ("/home/me/base", {"name": "lora"}, []),
+    ],
+)
+def test_the_lines_that_serve_it_need_only_what_is_published(
+    run: Path, path: str, method: dict[str, Any], lines: list[str]
+) -> None:
+    card = write_card(run / "final", run, make_recipe(path, method=method), path).read_text(encoding="utf-8")
+    shown = re.search(r"```sh\n(.*?)```", card, flags=re.DOTALL)
+    assert (shown[1].splitlines() if shown else []) == lines

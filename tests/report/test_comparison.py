@@ -78,6 +78,26 @@ def test_losses_of_other_held_out_tokens_are_not_said_to_be_better(tmp_path: Pat
     assert not next(row for row in compared.results if row.name == "held-out loss").best
 
 
+def asked(run: Path, right: float, low: float, high: float, data: str = "d") -> Path:
+    """The run, with answers of which a share was right."""
+    figure = {"value": right, "low": low, "high": high}
+    scores = [{"name": "exact match", "after": figure}, {"name": "chrF", "after": {"value": 20.0}}]
+    held_out = {"rows": 64, "held_out": 64, "data": data, "batch_size": 8, "max_new_tokens": 64, "cut": [None, 0]}
+    (run / "evaluation.json").write_text(json.dumps({"held_out": held_out | {"scores": scores}}))
+    return run
+
+
+@pytest.mark.parametrize(("low", "data", "best"), [(0.4, "d", (1,)), (0.2, "d", ()), (0.4, "other", ())])
+def test_answers_are_compared_where_they_are_to_the_same_rows_and_differ_by_more_than_chance(
+    tmp_path: Path, low: float, data: str, best: tuple[int, ...]
+) -> None:
+    runs = [asked(make(tmp_path / "one"), 0.3, 0.2, 0.4), asked(make(tmp_path / "two"), 0.5, low, 0.6, data)]
+    compared = compare([*runs, make(tmp_path / "never")])
+    row = next(row for row in compared.results if row.name == "answers: exact match")
+    assert row.texts == ("0.300 (0.200 to 0.400)", f"0.500 ({low:.3f} to 0.600)", MISSING) and row.best == best
+    assert not next(row for row in compared.results if row.name == "answers: chrF").best, "they are the same"
+
+
 @pytest.mark.parametrize("damage", ["empty", "garbage", "no metrics"])
 def test_a_damaged_run_is_compared_as_far_as_it_can_be_read(tmp_path: Path, damage: str) -> None:
     whole, broken = make(tmp_path / "whole"), make(tmp_path / "broken", 2e-4)

@@ -37,6 +37,12 @@ def test_a_report_shows_the_headline_figures(run: Path) -> None:
     assert "41 rows repeat — set `data.deduplicate: true`" in text
 
 
+def test_what_was_asked_after_training_is_shown_with_its_intervals(run: Path) -> None:
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "at which 3 of the base model's were cut." in text and "<b>gsm8k: 20 of 1,319 samples" in text
+    assert "exact <i>match</i> 0.500 (0.250 to 0.750) 0.500 (0.250 to 0.750) +0.500 (+0.250 to +0.750)" in text
+
+
 def test_speed_and_start_up_are_told_in_sentences(run: Path) -> None:
     text = Page(write_report(run).read_text(encoding="utf-8")).text
     for sentence in (

@@ -94,11 +94,38 @@ SAMPLES: list[dict[str, Any]] = [
 ]
 
 
+_FIGURE = {"value": 0.5, "low": 0.25, "high": 0.75}
+ASKED: dict[str, Any] = {
+    "held_out": {
+        "rows": 64,
+        "held_out": 64,
+        "data": "0123",
+        "batch_size": 8,
+        "max_new_tokens": 64,
+        "cut": [3, 0],
+        "scores": [
+            {"name": "exact <i>match</i>", "before": _FIGURE, "after": _FIGURE, "change": _FIGURE},
+        ],
+    },
+    "tasks": [
+        {
+            "name": "<b>gsm8k",
+            "samples": 20,
+            "of_samples": 1319,
+            "num_fewshot": 5,
+            "chat_template": True,
+            "scores": [{"name": "exact_match", "after": _FIGURE}],
+        }
+    ],
+}
+
+
 def example_run(folder: Path, **manifest: Any) -> Path:
     """Writes a run folder; `manifest` replaces keys of its manifest."""
     write_metrics(folder, eval_line(0, 3.96), *(step_line(step) for step in range(1, 101)), eval_line(100, 2.74))
     (folder / "manifest.json").write_text(json.dumps(MANIFEST | manifest))
     (folder / "audit.json").write_text(json.dumps(AUDIT))
     (folder / "samples.json").write_text(json.dumps(SAMPLES))
+    (folder / "evaluation.json").write_text(json.dumps(ASKED))
     (folder / "recipe.yaml").write_text("model:\n  path: ${oc.env:BASE}  # <s>\ndata:\n- split: train\n")
     return folder

@@ -492,7 +492,7 @@ CASES = [
     ("data-columns", ["data=[{path: a, columns: {text: b}}]", "data.columns={text: c}"], ["~data.columns"]),
     ("data-ignore", ["data=[{path: a, ignore: [b]}]", "data.ignore=[c]"], ["~data.ignore"]),
     ("compile-unfit", ["compile=layers", *SELECTIVE], ["compile=auto"]),
-    ("compile-unfit", ["compile=layers", "method=qlora"], ["compile=auto"]),
+    ("compile-unfit", ["compile=layers", LORA, "method.quantization=int8"], ["compile=auto"]),
     ("compile-unfit", ["compile=layers", "model=mamba"], ["compile=auto"]),
     ("loraplus-high", [LORA, "loraplus_lr_ratio=1e6"], ["method.loraplus_lr_ratio=16"]),
     ("loraplus-low", [LORA, "loraplus_lr_ratio=0.5"], ["method.loraplus_lr_ratio=16"]),

@@ -127,7 +127,7 @@ def test_a_prompt_that_is_no_text_is_refused_and_asked_for_anew(
         printed = capsys.readouterr()
         assert not printed.out and len(printed.err) < 300
         assert "holds bytes that are no UTF-8" in printed.err and "write it in UTF-8" in printed.err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcff\nHello\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nHello\n"), "utf-8", "strict"))
     assert cli(["generate", str(asked), "--max-new-tokens", "4"]) == 0
     printed = capsys.readouterr()
     assert "the prompt `a\\udcff` holds bytes" in printed.out and printed.out.count("> ") == 3

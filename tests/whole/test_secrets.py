@@ -79,6 +79,7 @@ def test_a_value_of_the_environment_reaches_no_file_and_no_terminal(
     (manifest,) = (tmp_path / "runs").rglob("manifest.json")
     run = str(manifest.parent)
     assert command(["report", run]) == command(["generate", run, "--prompt", "hi"]) == command(["merge", run]) == 0
+    assert command(["evaluate", run, "rows=2", "max_new_tokens=4"]) == 0
     Path(f"{value}.jsonl").write_text("{}\n", encoding="utf-8")
     assert main([*RECIPE, "checkpoint.resume=never"]) == 1
     shown = "".join(capfd.readouterr())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
+from toolkit.cli.keys import Keys, read_keys
 from toolkit.cli.option_types import count, positive, share, temperature, weights
 from toolkit.cli.registry import command, option
 from toolkit.common import PAGED, UserError, printable
@@ -13,6 +15,11 @@ from toolkit.files import write_atomically
 from toolkit.hub_cache import use_own
 
 _RUN = option("run", "run", "the run folder")
+_SAMPLING = (
+    option("--temperature", "T", "0 is greedy, the default", type=temperature, default=0.0),
+    option("--top-p", "P", "with a temperature: nucleus sampling", type=share, default=1.0),
+    option("--seed", "N", "seed of the sampling (42)", type=count, default=42),
+)
 
 
 @command(_RUN)
@@ -45,24 +52,53 @@ def compare(options: argparse.Namespace) -> None:
         print(f"wrote {options.html}", file=sys.stderr)
 
 
+@command(_RUN, option("arguments", "key=value", "rows=64, metrics=…, tasks=…, …: docs/evaluate.md", nargs="*"))
+def evaluate(options: argparse.Namespace) -> None:
+    """Score a run's answers to held-out rows, or benchmarks, against the base model's."""
+    from toolkit.cli.evaluate import Questions, evaluate
+
+    run, asked = _run_folder(options.run), read_keys(Questions, options.arguments, "docs/evaluate.md")
+    _use_own_caches(run)
+    from toolkit.report import terminal
+    from toolkit.report.evaluation import evaluation_text
+    from toolkit.report.plan_text import width
+    from toolkit.report.run_page import write_report
+
+    found = evaluate(run, asked)
+    terminal.write(evaluation_text(found, width()), terminal.console_of(sys.stdout), PAGED)
+    print(printable(f"\nreport: {write_report(run)}"))
+
+
 @command(
     _RUN,
     option("--prompt", "TEXT", "a prompt; may be given several times", action="append"),
     option("--max-new-tokens", "N", "longest answer (256)", type=positive, default=256),
-    option("--temperature", "T", "0 is greedy, the default", type=temperature, default=0.0),
-    option("--top-p", "P", "with a temperature: nucleus sampling", type=share, default=1.0),
-    option("--seed", "N", "seed of the sampling (42)", type=count, default=42),
+    *_SAMPLING,
 )
 def generate(options: argparse.Namespace) -> None:
     """Sample from a run; interactive without --prompt."""
     run = _run_folder(options.run)
-    if options.top_p != 1.0 and not options.temperature:
-        raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
+    sample = _sample(options)
     _use_own_caches(run)
-    from toolkit.train.export import chat
+    from toolkit.train.export import answer_prompts
 
-    sample = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
-    chat(run, options.prompt, options.max_new_tokens, sample, options.seed)
+    answer_prompts(run, options.prompt, options.max_new_tokens, sample, options.seed)
+
+
+@command(
+    option("runs", "run", "run folders; several answer the same prompts side by side", nargs="+"),
+    option("--system", "TEXT", "what the conversation begins with"),
+    option("--max-new-tokens", "N", "longest answer (512)", type=positive, default=512),
+    *_SAMPLING,
+)
+def chat(options: argparse.Namespace) -> None:
+    """Talk with runs; reads a line for each turn where standard input is no terminal."""
+    runs = [_run_folder(run) for run in options.runs]
+    sample = _sample(options)
+    _use_own_caches(*runs)
+    from toolkit.train.chat import chat
+
+    chat(runs, options.system, options.max_new_tokens, sample, options.seed)
 
 
 @command(
@@ -79,6 +115,31 @@ def merge(options: argparse.Namespace) -> None:
     from toolkit.train.merge import merge
 
     print(merge(runs, Path(options.output) if options.output else runs[0] / "merged", options.weights))
+
+
+class Export(Keys):
+    """The keys of `toolkit export`."""
+
+    format: Literal["int8", "fp8", "nf4"]
+    output: str | None = None
+    """The folder; by default that of the run with the format's name."""
+
+
+@command(_RUN, option("arguments", "key=value", "format=int8, fp8 or nf4, output=DIR: docs/use.md", nargs="*"))
+def export(options: argparse.Namespace) -> None:
+    """Write a run's model in fewer bits, and compare it with the run's."""
+    run, wanted = _run_folder(options.run), read_keys(Export, options.arguments, "docs/use.md")
+    _use_own_caches(run)
+    from toolkit.train.quantized import export
+
+    print(export(run, wanted.format, Path(wanted.output or run / wanted.format)))
+
+
+def _sample(options: argparse.Namespace) -> dict[str, float] | None:
+    """How answers are drawn; None for greedy ones."""
+    if options.top_p != 1.0 and not options.temperature:
+        raise UserError("--top-p has no effect without --temperature", "add --temperature 0.7, or leave it out")
+    return {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else None
 
 
 def _use_own_caches(*runs: Path) -> None:

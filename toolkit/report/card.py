@@ -23,6 +23,7 @@ from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import percent_change
 from toolkit.report.run_view import step_times, token_rates
+from toolkit.report.serving import on_base, transformers_line, vllm_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE = re.compile(rf"({'|'.join(map(re.escape, [*KINDS, '.gguf']))})(\.\w+)?$", re.IGNORECASE)
@@ -69,6 +70,7 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         base_on_hub=_is_hub_id(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
         chat=_is_chat(folder, record, recipe),
+        served=_served(record, recipe, base_model),
         settings=_settings(record, recipe),
     )
     path = folder / "README.md"
@@ -150,6 +152,15 @@ def _is_chat(folder: Path, record: Record, recipe: Recipe) -> bool:
     if record.audit:
         return record.audit.chat_template.needed
     return recipe.objective in ("sft", *PREFERENCES) and (folder / "chat_template.jinja").is_file()
+
+
+def _served(record: Record, recipe: Recipe, base_model: str) -> list[str]:
+    """The lines that serve the folder of the card; none where that takes what is not published."""
+    if recipe.objective == "seq2seq":
+        return []
+    if recipe.method.name == "full":
+        return [vllm_line(recipe, ".", record.name), transformers_line(recipe, ".")]
+    return [vllm_line(recipe, ".", record.name)] if on_base(recipe) and _is_hub_id(base_model) else []
 
 
 def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:

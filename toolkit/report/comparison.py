@@ -21,6 +21,7 @@ from toolkit.recipe.dotted import inline, parts
 from toolkit.recipe.files import read
 from toolkit.report import page, plan_view
 from toolkit.report.charts import Series, chart, smooth
+from toolkit.report.evaluation import Score
 from toolkit.report.load import Manifest, Record, finite, number, read_run
 
 MISSING = "\N{EN DASH}"
@@ -219,6 +220,7 @@ def _results(records: Sequence[Record]) -> list[Row]:
         _figures("held-out loss", losses, _loss, lowest),
         _figures("perplexity", losses, lambda loss: perplexity_text(perplexity_of(loss)), lowest),
         *(_figures(name, found, lambda value: f"{value:.4g}", max) for name, found in _scores(records)),
+        *_asked(records),
         _figures("training loss", [_newest(record, "loss") for record in records], _loss),
         _figures("tokens/s", [_or_nan(record.tokens_per_second) for record in records], compact, max),
         _figures(
@@ -259,6 +261,29 @@ def _scores(records: Sequence[Record]) -> list[tuple[str, list[float]]]:
     names = {"eval_bleu": "BLEU", "eval_chrf": "chrF", "eval_exact_match": "exact match", "eval_accuracy": "accuracy"}
     results = [record.result or {} for record in records]
     return [(name, [_or_nan(number(each.get(key))) for each in results]) for key, name in names.items()]
+
+
+def _asked(records: Sequence[Record]) -> list[Row]:
+    """What `toolkit evaluate` found. The best is marked where all were asked the same, and where its interval holds no
+    other's figure."""
+    found: list[dict[str, tuple[Score, str]]] = []
+    for record in records:
+        held_out, tasks = record.asked.held_out, record.asked.tasks
+        own = {f"answers: {each.name}": (each, held_out.question) for each in held_out.scores} if held_out else {}
+        own |= {f"{task.name}: {each.name}": (each, task.question) for task in tasks for each in task.scores}
+        found.append(own)
+    rows = []
+    for name in dict.fromkeys(itertools.chain.from_iterable(found)):
+        cells = [each.get(name) for each in found]
+        known = [cell for cell in cells if cell]
+        best: tuple[int, ...] = ()
+        if len(known) > 1 and len({question for _, question in known}) == 1:
+            sign = 1 if known[0][0].higher_is_better else -1
+            leading = max(known, key=lambda cell: sign * cell[0].after.value)[0]
+            if not any(leading.after.holds(score.after.value) for score, _ in known if score is not leading):
+                best = tuple(at for at, cell in enumerate(cells) if cell and cell[0] is leading)
+        rows.append(Row(name, tuple(cell[0].after.text() if cell else MISSING for cell in cells), best))
+    return rows
 
 
 def _notices(records: Sequence[Record]) -> list[str]:

@@ -22,6 +22,7 @@ from toolkit.distributed.engine_state import EngineState
 from toolkit.distributed.layout import BatchLayout
 from toolkit.files import read_file
 from toolkit.planner.plan import Plan
+from toolkit.report import evaluation
 
 Read = TypeVar("Read", bound=BaseModel)
 
@@ -192,6 +193,8 @@ class Record:
     """Metrics of evaluations, by rising step."""
     audit: Audit | None = None
     samples: list[Sample] = field(default_factory=list)
+    asked: evaluation.Evaluation = field(default_factory=evaluation.Evaluation)
+    """What `toolkit evaluate` found, after training."""
     recipe: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -254,9 +257,11 @@ def read_run(folder: Path) -> Record:
     rows = _read_json(folder / "samples.json", problems)
     rows = rows if isinstance(rows, list) else [rows]
     samples = [sample for row in rows if (sample := _checked(Sample, row, "samples.json", problems))]
+    content = _read_json(folder / evaluation.FILE, problems)
+    asked = _checked(evaluation.Evaluation, content, evaluation.FILE, problems) or evaluation.Evaluation()
     file = folder / "recipe.yaml"
     recipe = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return Record(folder, manifest, training, evaluations, audit, samples, recipe, problems)
+    return Record(folder, manifest, training, evaluations, audit, samples, asked, recipe, problems)
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, list[str]]:

@@ -6,6 +6,7 @@ A tracker shows the same curves, but not the plan, the data and the samples besi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -22,10 +23,13 @@ from toolkit.data.audit import Audit, in_sentences
 from toolkit.files import write_atomically
 from toolkit.planner.plan import Plan, Range
 from toolkit.recipe.files import read
+from toolkit.recipe.load import load_resolved
 from toolkit.report import page, plan_page, plan_view, run_view
 from toolkit.report.charts import Series, Style, chart, smooth
+from toolkit.report.evaluation import HEADS
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
+from toolkit.report.serving import next_steps
 
 FEWEST_TO_SMOOTH = 40
 _LOADS = {
@@ -62,12 +66,22 @@ def write_report(run: Path, **values: Any) -> Path:
         charts=_charts(record),
         speed=run_view.speed_sentences(record),
         planned=_planned(manifest.plan, manifest.measured) if manifest.plan and manifest.measured else None,
+        evaluated=list(record.asked.sections()),
+        heads=HEADS[1:],
         audit=_audit(record.audit) if record.audit else None,
+        steps=_steps(run),
         recipe=[_keyed(line) for line in record.recipe.splitlines()],
         environment=_environment(manifest),
     )
     write_atomically(path, html)
     return path
+
+
+def _steps(run: Path) -> list[tuple[str, str]]:
+    """What to type next; empty where there is no trained model, or its recipe cannot be read."""
+    with contextlib.suppress(UserError, OSError):
+        return next_steps(run, load_resolved(run / "recipe.yaml")) if (run / "final").is_dir() else []
+    return []
 
 
 def percent_change(before: float, after: float) -> str:

@@ -129,7 +129,7 @@ def as_prompt(
     return Encoder(tokenizer, "auto", stop_token_ids, template_kwargs).prompt_ids(row)
 
 
-def answer(
+def generate(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[list[int]],
@@ -139,7 +139,8 @@ def answer(
     sample: dict[str, Any] | None = None,
     num_beams: int = 1,
     device: torch.device | None = None,
-) -> list[str]:
+    streamer: Any = None,
+) -> torch.Tensor:
     """Generates one answer per prompt, greedily unless `sample` says otherwise.
 
     Args:
@@ -148,6 +149,10 @@ def answer(
         autocast: Name of the dtype the model was trained to compute in, or None.
         sample: Keyword arguments for sampling, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
         device: Where the model computes, if that is not where its parameters are.
+        streamer: One of Transformers', which gets each token as it comes.
+
+    Returns:
+        (prompts, tokens) token ids of the answers, filled up with padding after the one that ended each.
     """
     encoder_decoder = bool(model.config.is_encoder_decoder)
     device = device or model.device
@@ -173,11 +178,16 @@ def answer(
             **without_router_logits,
             # Where tokens travel, a process whose answer is complete goes on until all are.
             synced_gpus=True if expert_parallel.dividing() > 1 else None,
+            **({"streamer": streamer} if streamer else {}),
             **kwargs,
         )
-    start = 0 if encoder_decoder else batch["input_ids"].shape[1]
-    texts = tokenizer.batch_decode(generated[:, start:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+    return generated[:, 0 if encoder_decoder else batch["input_ids"].shape[1] :]
+
+
+def answer(model: Any, tokenizer: Any, *arguments: Any, **settings: Any) -> list[str]:
+    """The answers of `generate`, which takes the same arguments, as texts."""
+    generated = generate(model, tokenizer, *arguments, **settings)
+    return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
 
 
 def session_answers(session: Session, prompts: Sequence[list[int]], num_beams: int = 1) -> list[str]:

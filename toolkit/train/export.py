@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from toolkit.distributed.engines import dtypes
 from toolkit.files import read_file
 from toolkit.models import attention
 from toolkit.models.load import ModelSource
+from toolkit.recipe import Recipe
 from toolkit.recipe.load import load_resolved
 from toolkit.train.evaluate import answer, as_prompt
 from toolkit.train.run_folder import RunFolder, check_final
@@ -28,20 +31,31 @@ def load_trained(run: Path) -> tuple[ModelSource, Any, Any]:
         UserError: If the run has no final model.
     """
     source, final = ModelSource.open(load_resolved(run / "recipe.yaml")), final_model(run)
-    recipe, types = source.recipe, dtypes(source.recipe)
-    backend = attention.with_mask(source.config.to_dict())
+    recipe = source.recipe
     if recipe.method.name == "lora":
         from peft import PeftModel
 
-        model: Any = PeftModel.from_pretrained(source.load(types, backend), str(final))
+        model: Any = PeftModel.from_pretrained(load_base(source), str(final)).eval()
     else:
         saved = {"model.path": str(final), "model.gguf_file": None, "model.revision": None}
-        trained = ModelSource.open(recipe.with_values(saved))
-        model = trained.load(dataclasses.replace(types, load=types.export), backend)
-    return source, model.eval(), source.tokenizer(saved=final)
+        model = load_base(ModelSource.open(recipe.with_values(saved)))
+    return source, model, source.tokenizer(saved=final)
 
 
-def chat(
+def load_base(source: ModelSource) -> Any:
+    """The model of a source without what was trained, in the precision that the trained one computes in."""
+    types = dtypes(source.recipe)
+    if source.recipe.method.name == "full":
+        types = dataclasses.replace(types, load=types.export)
+    return source.load(types, attention.with_mask(source.config.to_dict())).eval()
+
+
+def on_device(model: Any, recipe: Recipe) -> Any:
+    """The model where it answers: on the GPU, if there is one. Quantized ones were put there while they were loaded."""
+    return model.cuda() if torch.cuda.is_available() and recipe.method.quantization == "none" else model
+
+
+def answer_prompts(
     run: Path, prompts: Sequence[str] | None, max_new_tokens: int, sample: dict[str, Any] | None, seed: int
 ) -> None:
     """Prints the model's answers to prompts; without prompts, asks for one after the other until end of input.
@@ -50,18 +64,12 @@ def chat(
         UserError: If the run has no final model, or a prompt is no text.
     """
     for prompt in prompts or ():
-        if said := _no_text(prompt):
+        if said := no_text(prompt):
             raise UserError(said, "write it in UTF-8")
     source, model, tokenizer = load_trained(run)
     recipe = source.recipe
-    if torch.cuda.is_available() and recipe.method.quantization == "none":
-        model = model.cuda()
-    stops = source.stop_tokens(tokenizer)
-    try:
-        audit = Audit.model_validate_json(read_file(run / "audit.json"))
-    except (OSError, ValidationError) as error:
-        what = f"{run / 'audit.json'}, which says how prompts are written, cannot be read: {in_a_line(error)}"
-        raise UserError(what, "restore the file, or run the recipe again with another output.name") from None
+    model = on_device(model, recipe)
+    stops, audit = source.stop_tokens(tokenizer), read_audit(run)
     torch.manual_seed(seed)
 
     for prompt in prompts or _typed(run.name):
@@ -70,8 +78,22 @@ def chat(
         print(on_screen(printable(texts[0]), PAGED), flush=True)
 
 
+def read_audit(run: Path) -> Audit:
+    """The audit of a run's data.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    try:
+        return Audit.model_validate_json(read_file(run / "audit.json"))
+    except (OSError, ValidationError) as error:
+        what = f"{run / 'audit.json'}, which says how prompts are written, cannot be read: {in_a_line(error)}"
+        raise UserError(what, "restore the file, or run the recipe again with another output.name") from None
+
+
 def _typed(name: str) -> Iterator[str]:
     """What the user types, line by line, until end of input."""
+    take_any_bytes()
     print(f"{printable(name)}: write a prompt and press Enter; Ctrl-D ends")
     while True:
         try:
@@ -79,13 +101,19 @@ def _typed(name: str) -> Iterator[str]:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if said := _no_text(prompt):
+        if said := no_text(prompt):
             print(said)
         elif prompt.strip():
             yield prompt
 
 
-def _no_text(prompt: str) -> str:
+def take_any_bytes() -> None:
+    """Has standard input give bytes that are no text to `no_text`, in every locale, in place of an error."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def no_text(prompt: str) -> str:
     """What is said of bytes that are no characters, which no tokenizer takes; empty for a text."""
     if prompt.isascii() or prompt == prompt.encode(errors="replace").decode():
         return ""

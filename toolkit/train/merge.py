@@ -90,7 +90,7 @@ def merge(runs: Sequence[Path], output: Path, weights: Sequence[float] | None = 
     rows = [
         row
         for each, final in zip(sources, finals, strict=True)
-        for row in _proof_rows(each, each.tokenizer(saved=final), max(1, _PROOF_ROWS // len(runs)))
+        for row in proof_rows(each, each.tokenizer(saved=final), max(1, _PROOF_ROWS // len(runs)))
     ]
     proof: dict[str, Any] = {"rows": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows)}
     adapters = dict(zip(finals, weights or [1.0], strict=True))
@@ -269,7 +269,8 @@ def _batch(rows: list[list[int]], fill: int) -> torch.Tensor:
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
 
 
-def _proof_rows(source: ModelSource, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+def proof_rows(source: ModelSource, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """Real rows of a run's data, held out ones if there are any: `input_ids` and `labels`, of each the last tokens."""
     prepared = prepare(source.recipe, tokenizer, source.stop_tokens(tokenizer), vocab_size=source.vocab_size)
     dataset = prepared.eval if prepared.eval is not None else prepared.train
     rows = itertools.islice(dataset, count)

@@ -37,6 +37,7 @@ from toolkit.report.card import write_card
 from toolkit.report.load import Measured
 from toolkit.report.plan_view import energy_text
 from toolkit.report.run_page import write_report
+from toolkit.report.serving import next_steps
 from toolkit.report.terminal import Progress, prompts_before_after
 from toolkit.seal import contents
 from toolkit.train import preflight
@@ -317,4 +318,4 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
     if torch.cuda.is_available():
         rows.append(("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB (GPU)"))
     rows += [("run folder", str(folder.path)), ("model", str(folder.final)), ("report", str(report))]
-    print(f"\n{table(rows, indent=2).plain}")
+    print(f"\n{table(rows, indent=2).plain}\n\n{table(next_steps(folder.path, session.recipe), indent=2).plain}")

@@ -1,0 +1,40 @@
+"""What may be asked of `toolkit evaluate`, and how a slip of typing is answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.cli.evaluate import Questions
+from toolkit.cli.keys import read_keys
+from toolkit.common import UserError
+
+
+def questions(arguments: list[str]) -> Questions:
+    return read_keys(Questions, arguments, "docs/evaluate.md")
+
+
+def test_values_are_read_as_they_are_typed() -> None:
+    asked = questions(["rows=12", "metrics=bleu,chrf", "before=false"])
+    assert (asked.rows, asked.metrics, asked.before, asked.tasks) == (12, ["bleu", "chrf"], False, None)
+    assert questions(["tasks=[gsm8k, ifeval]", "num_fewshot=0"]).tasks == ["gsm8k", "ifeval"]
+
+
+def test_every_problem_is_named_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        questions(["row=3", "limit=x", "metrics=blue", "greedy", "batch_size=0"])
+    text = str(caught.value)
+    for said in ("`row`, did you mean `rows`?", "limit=x: ", "no metric `blue`", "`greedy` is not", "batch_size=0: "):
+        assert said in text, said
+    assert "num_fewshot" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["limit=3"], "limit would be ignored without tasks"),
+        (["tasks=gsm8k", "rows=3", "metrics=bleu"], "metrics, rows would be ignored with tasks"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        questions(arguments)

@@ -1,0 +1,90 @@
+"""`toolkit evaluate`: the run's own rows, asked of the model it began with and of the one it trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import Page
+from small import LORA, NF4, SEQ2SEQ, place_with, trained
+
+from toolkit.cli.main import main as cli
+from toolkit.report.evaluation import Evaluation
+
+place = place_with("llama", "blenderbot")
+
+HELD_OUT = ["data.eval_split=0.2", "evaluation.num_prompts=3"]
+KINDS = {"lora": LORA, "full": [], "seq2seq": SEQ2SEQ, "seq2seq-lora": [*LORA, *SEQ2SEQ], "nf4": NF4}
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def found(run: Path) -> Evaluation:
+    return Evaluation.model_validate_json((run / "evaluation.json").read_bytes())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_that_the_run_gave_before_and_after(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(kind, *KINDS[kind], *HELD_OUT)
+    samples = json.loads((run / "samples.json").read_text(encoding="utf-8"))
+    capsys.readouterr()
+    assert cli(["evaluate", str(run), "rows=6", "batch_size=2"]) == 0
+    shown = capsys.readouterr().out
+    asked = lines(run)
+    assert len(samples) == 3 and len(asked) == 6
+    keys = ("prompt", "reference", "before", "after")
+    assert [{key: row[key] for key in keys} for row in asked[:3]] == [
+        {key: row[key] for key in keys} for row in samples
+    ]
+    held_out = found(run).held_out
+    assert held_out and (held_out.rows, held_out.held_out, held_out.max_new_tokens) == (6, 8, 4)
+    exact = next(score for score in held_out.scores if score.name == "exact match")
+    assert exact.after.value == sum(row["after"] == row["reference"] for row in asked) / 6
+    assert "Greedy answers to 6 of 8 held-out rows, in batches of 2, of at most 4 tokens" in " ".join(shown.split())
+    assert "exact match" in shown and "chrF" in shown
+    page = Page((run / "report.html").read_text(encoding="utf-8")).text
+    assert "Evaluation after training" in page and exact.after.text() in page
+
+
+def test_answers_do_not_depend_on_batches_and_the_base_can_be_left_out() -> None:
+    run = trained("batches", *LORA, *HELD_OUT)
+    assert cli(["evaluate", str(run), "rows=5", "batch_size=5", "max_new_tokens=12"]) == 0
+    together, cut = lines(run), found(run).held_out.cut  # type: ignore[union-attr]
+    assert cli(["evaluate", str(run), "rows=5", "batch_size=1", "max_new_tokens=12", "before=false"]) == 0
+    alone = lines(run)
+    assert [row["after"] for row in alone] == [row["after"] for row in together]
+    assert not any("before" in row for row in alone)
+    held_out = found(run).held_out
+    assert held_out and held_out.cut == (None, cut[1]) and all(score.change is None for score in held_out.scores)
+    assert cli(["evaluate", str(run), "rows=500", "metrics=[rouge_l, json]", "max_new_tokens=1"]) == 0
+    held_out = found(run).held_out
+    assert held_out and held_out.rows == 8 and [score.name for score in held_out.scores] == ["ROUGE-L", "valid JSON"]
+    assert held_out.cut == (8, 8), "no answer ends with its first token"
+
+
+def test_rows_that_are_not_held_out_are_not_asked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained("none", *LORA)
+    capsys.readouterr()
+    assert cli(["evaluate", str(run)]) == 1
+    assert "holds out no rows" in capsys.readouterr().err
+    rows = (place / "text.jsonl").read_text()
+    (place / "own.jsonl").write_text(rows)
+    own = trained("own", *LORA, *HELD_OUT, "data.sources=[own.jsonl]", "objective=language_modelling")
+    (place / "own.jsonl").write_text(rows * 2)
+    capsys.readouterr()
+    assert cli(["evaluate", str(own)]) == 1
+    assert "changed since the run began" in capsys.readouterr().err
+    assert not (own / "evaluation.json").exists()
+
+
+def test_a_damaged_file_of_results_is_kept_aside() -> None:
+    run = trained("damaged", *LORA, *HELD_OUT)
+    (run / "evaluation.json").write_text("{")
+    assert cli(["report", str(run)]) == 0
+    assert "evaluation.json cannot be read" in Page((run / "report.html").read_text(encoding="utf-8")).text
+    assert cli(["evaluate", str(run), "rows=2"]) == 0
+    assert (run / "evaluation.json.damaged").read_text() == "{" and found(run).held_out

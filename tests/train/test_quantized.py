@@ -1,0 +1,90 @@
+"""Exports in fewer bits: files that Transformers loads as they are, and that say how far they are from the run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from small import LORA, NF4, SEQ2SEQ, logits_of, place_with, trained
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from toolkit.cli.main import main as cli
+from toolkit.train import quantized
+from toolkit.train.export import load_trained
+from toolkit.train.merge import proof_rows
+
+place = place_with("llama", "blenderbot")
+
+STORED = {"int8": "I8", "fp8": "F8_E4M3", "nf4": "U8"}
+"""What safetensors calls the types that weights lie in."""
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "kind"),
+    [
+        *((form, name, kind) for form in STORED for name, kind in (("lora", LORA), ("full", []), ("qlora", NF4))),
+        ("nf4", "seq2seq", [*LORA, *SEQ2SEQ]),
+    ],
+)
+def test_files_in_fewer_bits_are_as_far_from_the_run_as_they_say(
+    form: str, name: str, kind: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A step of training that is taken back by rounding would prove nothing of the adapter.
+    run = trained(f"{form}-{name}", *kind, "data.eval_split=0.2", "optimizer.learning_rate=3e-2")
+    capsys.readouterr()
+    assert cli(["export", str(run), f"format={form}"]) == 0
+    shown = capsys.readouterr().out
+    output, auto = run / form, AutoModelForSeq2SeqLM if name == "seq2seq" else AutoModelForCausalLM
+    kinds = set()
+    with safe_open(output / "model.safetensors", framework="pt") as tensors:
+        kinds = {tensors.get_slice(each).get_dtype() for each in tensors.keys()}  # noqa: SIM118
+    assert STORED[form] in kinds
+    assert not (output / "merged").exists() and not Path(f"{output}.lock").exists()
+    source, model, tokenizer = load_trained(run)
+    rows = proof_rows(source, tokenizer, 8)
+    exported = auto.from_pretrained(output)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=name == "qlora")
+    with autocast:
+        wanted = torch.cat([logits_of(model, row)[0] for row in rows])
+    found = torch.cat([logits_of(exported, row)[0] for row in rows])
+    proof = json.loads((output / "export_proof.json").read_text(encoding="utf-8"))
+    same = (wanted.argmax(-1) == found.argmax(-1)).float().mean().item()
+    assert proof["same_token"] == pytest.approx(same, abs=1e-3) and f"{proof['same_token']:.1%}" in shown
+    distance = ((wanted - found).abs().max() / wanted.abs().max()).item()
+    assert proof["distance"] == pytest.approx(distance, rel=1e-3)
+    before = wanted.log_softmax(-1)
+    divergence = (before.exp() * (before - found.log_softmax(-1))).sum(-1).mean().item()
+    assert proof["divergence"] == pytest.approx(divergence, rel=1e-2, abs=1e-6)
+    if name != "qlora":  # Which computes in 16 bits, and is quantized a second time.
+        assert 0 < proof["distance"] < {"int8": 0.05, "fp8": 0.15, "nf4": 0.5}[form]
+    assert proof["bytes"] < proof["bytes_before"]
+    chat = AutoTokenizer.from_pretrained(output)
+    assert chat.chat_template == tokenizer.chat_template
+
+
+def test_what_cannot_be_exported_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("refused", *LORA)
+    files = sorted(run.iterdir())
+    monkeypatch.setattr(quantized, "READ_BACK", -1.0)
+    capsys.readouterr()
+    assert cli(["export", str(run), "format=int8"]) == 1
+    assert "the saved int8 model differs" in capsys.readouterr().err and sorted(run.iterdir()) == files
+    monkeypatch.undo()
+    pairs = trained("pairs", *SEQ2SEQ)
+    assert cli(["export", str(pairs), "format=int8"]) == 1, "Transformers 5.23 reads no torchao of encoder-decoders"
+    assert "cannot read the int8 weights of this model back" in capsys.readouterr().err
+    assert not (pairs / "int8").exists()
+    assert cli(["export", str(run), "format=int8", "output=runs"]) == 1
+    assert "runs exists already" in capsys.readouterr().err
+    assert cli(["export", str(run), "format=int3"]) == 1
+    error = capsys.readouterr().err
+    assert "format=int3: Input should be 'int8', 'fp8' or 'nf4'" in error and "docs/use.md" in error
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    assert cli(["export", str(run), "format=fp8"]) == 1
+    assert "pip install torchao" in capsys.readouterr().err and sorted(run.iterdir()) == files

@@ -1,0 +1,99 @@
+"""`toolkit evaluate RUN key=value …`: what may be asked, and where what was found goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
+
+from toolkit.cli.keys import Keys
+from toolkit.files import read_file, set_aside, write_json
+from toolkit.report.evaluation import FILE, Evaluation
+from toolkit.train.scoring import METRICS
+
+
+def _listed(text: Any) -> Any:
+    """`a,b` or `[a, b]` as a list."""
+    return [each.strip() for each in text.strip("[] ").split(",") if each.strip()] if isinstance(text, str) else text
+
+
+def _known(names: list[str]) -> list[str]:
+    if unknown := [name for name in names if name not in METRICS]:
+        raise ValueError(f"no metric `{unknown[0]}`; there are {', '.join(METRICS)}")
+    return names
+
+
+Names = Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class Questions(Keys):
+    """The keys."""
+
+    rows: PositiveInt = 64
+    """Held-out rows that are answered, at most."""
+    batch_size: PositiveInt = 8
+    max_new_tokens: PositiveInt | None = None
+    """Longest answer; by default that of the recipe's `evaluation`."""
+    metrics: Annotated[Names, AfterValidator(_known)] | None = None
+    """By default those that the rows' own answers suit."""
+    before: bool = True
+    """Whether the base model is asked too."""
+    tasks: Names | None = None
+    """Benchmarks of lm-eval, in place of the held-out rows."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples in each prompt; by default what the task says."""
+    limit: PositiveInt | None = None
+    """Samples of each task, at most."""
+    include_path: str | None = None
+    """A folder with tasks of one's own."""
+    chat_template: bool | None = None
+    """Whether prompts are conversations; by default as the run's rows were."""
+
+    def problems(self) -> list[str]:
+        """Keys that would have no effect."""
+        rows, tasks = {"rows", "metrics", "max_new_tokens"}, {"num_fewshot", "limit", "include_path", "chat_template"}
+        ignored = sorted((rows if self.tasks else tasks) & self.model_fields_set)
+        which = "with" if self.tasks else "without"
+        return [f"{', '.join(ignored)} would be ignored {which} tasks"] if ignored else []
+
+
+def evaluate(run: Path, asked: Questions) -> Evaluation:
+    """Evaluates a run, and notes what was found beside what was found before."""
+    found = _noted(run / FILE)
+    if asked.tasks:
+        from toolkit.train.benchmarks import evaluate_tasks
+
+        new = evaluate_tasks(
+            run,
+            asked.tasks,
+            num_fewshot=asked.num_fewshot,
+            limit=asked.limit,
+            include_path=asked.include_path,
+            batch_size=asked.batch_size,
+            chat_template=asked.chat_template,
+            before=asked.before,
+        )
+        names = {task.name for task in new}
+        kept = [task for task in found.tasks if task.name not in names]
+        found, shown = found.model_copy(update={"tasks": [*kept, *new]}), Evaluation(tasks=new)
+    else:
+        from toolkit.train.held_out import evaluate_held_out
+
+        held_out = evaluate_held_out(
+            run, asked.rows, asked.batch_size, asked.max_new_tokens, asked.metrics, asked.before
+        )
+        found, shown = found.model_copy(update={"held_out": held_out}), Evaluation(held_out=held_out)
+    write_json(run / FILE, found.model_dump())
+    return shown
+
+
+def _noted(file: Path) -> Evaluation:
+    """What was found earlier; a file that cannot be read is set aside."""
+    try:
+        return Evaluation.model_validate_json(read_file(file))
+    except FileNotFoundError:
+        return Evaluation()
+    except (OSError, ValidationError):
+        set_aside(file)
+        return Evaluation()
