@@ -258,7 +258,7 @@ def test_more_device_memory_is_never_slower(name: str, only_shipped_traces: None
 
 
 def test_the_reason_says_what_recomputing_costs_and_why_it_must_be(only_shipped_traces: None) -> None:
-    made = estimate(undecided("llama_3_1_8b_lora", 4096), "x", find("l40s"), advice=False)
+    made = estimate(undecided("llama_3_1_8b_lora", 5376), "x", find("l40s"), advice=False)
     assert re.match(
         r"full: 1\d% slower than recomputing nothing, which might not fit "
         r"\(up to 4[4-9]\.\d of 44\.4 GiB of device memory\); "

@@ -36,6 +36,7 @@ from toolkit.planner.search import Changes, as_arguments, explore
 from toolkit.planner.speed.stages import stage_layers
 from toolkit.planner.speed.work import micro_load, work
 from toolkit.planner.trace import store
+from toolkit.planner.trace.every import every_nth
 from toolkit.planner.trace.setting import Setting, setting_of
 from toolkit.planner.trace.store import Tracing
 from toolkit.planner.trace.types import Trace
@@ -153,13 +154,19 @@ class _Question:
         """The same with what compiled layers keep for the backward pass, which is less. On an H200 (torch 2.11) 1.2B
         parameters trained in full allocated what this says, adapters on 1.2B and 8B 1% to 3% less; they were planned
         27%, 27% and 22% too large by uncompiled layers. Those that are recomputed keep nothing."""
-        if setting.device == "cpu" or setting.checkpointing != "none" or trace.origin != "traced":
+        every_layer = setting.checkpointing != "none" and setting.every_n_layers == 1
+        if setting.device == "cpu" or every_layer or trace.origin != "traced":
             return trace
-        compiled = dataclasses.replace(setting, compiled=True)
+        none, every = setting.ends()
+        compiled = dataclasses.replace(none, compiled=True)
         if setting.method.get("quantization") == "fp8" and "fp8" in device.flops:
             # Nothing is restored that could be kept: 0.9% more than was measured there.
             compiled = dataclasses.replace(compiled, method={**setting.method, "quantization": "none"})
-        found = store.obtain(compiled, self.tracing) if may_trace else store.find(compiled)
+        obtain = functools.partial(store.obtain, tracing=self.tracing) if may_trace else store.find
+        found = obtain(compiled)
+        if found and setting.every_n_layers > 1:
+            recomputed = obtain(every)
+            found = recomputed and every_nth(found, recomputed, setting.every_n_layers)
         return dataclasses.replace(trace, moments=found.moments) if found and found.origin == "traced" else trace
 
     def _backend(self, recipe: Recipe, hardware: Hardware) -> str:
