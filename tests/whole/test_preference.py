@@ -115,7 +115,7 @@ def test_an_engine_equals_one_process(
     assert run.answers == reference.answers
     for one, other in zip(run.held_out, reference.held_out, strict=True):
         assert one["eval_accuracy"] == other["eval_accuracy"]
-        assert one.get("eval_kl") == pytest.approx(other.get("eval_kl"), rel=1e-4, abs=1e-5)
+        assert one.get("eval_kl", 0.0) == pytest.approx(other.get("eval_kl", 0.0), rel=1e-4, abs=1e-5)
         assert one.get("eval_pairs") == other.get("eval_pairs") and one.get("eval_answers") == other.get("eval_answers")
 
 
