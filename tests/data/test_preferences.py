@@ -209,7 +209,7 @@ REFUSED: dict[str, Any] = {
         "`input` stands beside answers that are messages",
     ),
     "pictures": ({"prompt": "p", "chosen": "a", "rejected": "b", "images": ["1.jpg"]}, "`images` is pictures"),
-    "several answers": ({"prompt": "p", "answers": [{"answer": "a", "rank": 1}]}, "several answers to each prompt"),
+    "several answers": ({"prompt": "p", "answers": ["a", "b"]}, "several answers to each prompt"),
 }
 
 
@@ -305,7 +305,7 @@ def test_a_batch_holds_both_answers_of_each_pair_in_order(layout: Any) -> None:
     ]
     collator = AnswerCollator(Collator(0, layout))
     batch = collator(pairs)
-    assert batch["pairs"].tolist() == [9, 4] and batch["answer_tokens"] == [2, 1, 1, 1]
+    assert batch["rows"].tolist() == [9, 4] and batch["answer_tokens"] == [2, 1, 1, 1]
     trained = batch["labels"].flatten().roll(-1)[batch["label_positions"]]
     assert trained[: sum(batch["answer_tokens"])].tolist() == [6, 7, 8, 2, 4]
     if layout == "padded":

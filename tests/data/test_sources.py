@@ -413,14 +413,14 @@ def test_a_missing_file_is_told_from_what_lies_beside_it(tmp_path: Path) -> None
 
 
 def test_built_in_data_has_one_name_and_one_split() -> None:
-    assert "the built-in ones are `builtin:stdlib-docstrings` and `builtin:stdlib-docstring-pairs`" in refused(
-        "builtin:wikipedia"
-    )
+    assert "and `builtin:stdlib-docstring-pairs` and `builtin:stdlib-docstrings-judged`" in refused("builtin:wikipedia")
     assert "has only the split `train`, not `test`" in refused("builtin:stdlib-docstrings", split="test")
     (where, row), *_ = open_source(Source(path="builtin:stdlib-docstrings", max_samples=2)).rows()
     assert where == "builtin:stdlib-docstrings row 1" and list(row) == ["messages"]
     *_, (_, row) = open_source(Source(path="builtin:stdlib-docstring-pairs", max_samples=2)).rows()
     assert list(row) == ["prompt", "chosen", "rejected"] and row["chosen"] != row["rejected"]
+    *_, (_, row) = open_source(Source(path="builtin:stdlib-docstrings-judged", max_samples=2)).rows()
+    assert list(row) == ["prompt", "completion", "label"] and row["label"] is False
 
 
 def test_names_of_files_need_not_be_text(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.models.preference import pair_losses
-from toolkit.recipe.preference import PREFERENCES, Preference
+from toolkit.models.preference import judged_losses, pair_losses
+from toolkit.recipe.preference import PAIRED, Preference
 
 CHOSEN, REJECTED = [-31.0, -12.5, -70.25, -4.0], [-30.0, -15.5, -55.5, -40.0]
 REFERENCES = [[-33.0, -12.0, -68.0, -9.0], [-28.5, -13.5, -60.0, -33.0]]
@@ -86,13 +86,29 @@ def test_losses_without_a_reference_are_those_of_their_papers() -> None:
         assert rewards[number].tolist() == pytest.approx([c / n, r / m])
 
 
-@pytest.mark.parametrize("objective", PREFERENCES)
+@pytest.mark.parametrize("objective", PAIRED)
 def test_the_likelihood_of_the_chosen_answer_is_added_per_token_and_pair(objective: str) -> None:
     log_probs, reference, tokens = pairs()
     with_term, _ = pair_losses(objective, settings(sft_weight=0.5), log_probs, tokens, reference)
     without, _ = pair_losses(objective, settings(), log_probs, tokens, reference)
     wanted = [-0.5 * c / n for c, n in zip(CHOSEN, TOKENS[0], strict=True)]
     assert (with_term - without).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("divergence", [0.0, 1.5])
+def test_losses_of_judged_answers_are_those_of_the_paper(divergence: float) -> None:
+    gains, good = [2.0, -3.0, 1.5, 40.0], [True, True, False, False]
+    given = settings(beta=BETA, desirable_weight=1.3, undesirable_weight=0.7)
+    log_ratios = torch.tensor(gains, dtype=torch.float64, requires_grad=True)
+    losses = judged_losses(given, log_ratios, torch.tensor(good), torch.tensor(divergence, dtype=torch.float64))
+    wanted = [
+        weight * (1 - sigmoid(sign * BETA * (gain - divergence)))
+        for gain, weight, sign in zip(gains, (1.3, 1.3, 0.7, 0.7), (1, 1, -1, -1), strict=True)
+    ]
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-12)
+    losses.sum().backward()
+    # What a good answer gains lessens the loss, what a bad one gains adds to it.
+    assert log_ratios.grad is not None and log_ratios.grad.sign().tolist() == [-1, -1, 1, 1]
 
 
 def test_an_answer_that_is_certain_has_a_finite_loss_and_gradient() -> None:

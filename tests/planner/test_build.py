@@ -386,3 +386,24 @@ def test_a_pair_of_answers_is_planned_as_two_rows_and_its_reference_as_an_evalua
     # 80 pairs are drawn, and scored once before.
     reference = dpo.work.total_seconds.value - orpo.work.total_seconds.value
     assert 0 < reference < 10 * dpo.work.step_seconds.value
+
+
+def test_the_answers_that_judged_rows_borrow_are_planned_as_evaluations(traced: None) -> None:
+    counted = DataStatistics(1000, 200_000, 80_000, 1000, 40_000_000, (200.0,) * 1001)
+    steps = {"schedule.max_steps": 10, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
+    rows = recipe().with_values(steps)
+
+    def plan(given: Any) -> Any:
+        return estimate(given, "r", find("h100"), config=CONFIG, statistics=counted, advice=False)
+
+    sft, kto = plan(rows), plan(rows.with_values({"objective": "kto"}))
+    assert kto.memory[0].allocated == sft.memory[0].allocated and kto.answers == 1
+    assert kto.work.tokens_per_step == sft.work.tokens_per_step
+    assert kto.work.model_flops_per_step == sft.work.model_flops_per_step
+    # Of three passes, one forward, another forward makes at most a half more.
+    assert 1.1 < kto.work.step_seconds.value / sft.work.step_seconds.value < 1.5
+    assert 1.1 < kto.work.hardware_flops_per_step / sft.work.hardware_flops_per_step < 1.5
+    # 160 rows are drawn, and scored twice before: their own answers, and those that they borrow.
+    reference = kto.work.total_seconds.value - 10 * kto.work.step_seconds.value
+    before = sft.work.total_seconds.value - 10 * sft.work.step_seconds.value
+    assert 0 < reference - before < 10 * kto.work.step_seconds.value

@@ -256,7 +256,7 @@ def test_wrong_override(override: str, words: list[str]) -> None:
         ("schedule=3", "write schedule.num_epochs=3"),
         ("compile=true", "write compile=layers"),
         ("precision=float16", "write precision=fp16"),
-        ("objective=kto", "not supported yet"),
+        ("objective=ppo", "not supported yet"),
         ("data.eval_split=200", "write 'data={eval_split: 0.05, eval_max_samples: 200}'"),
         ("data={path: a}", "write 'data.sources=[a]'"),
         ("extra.model={a: 1}", "`model` stands at the top of a recipe"),

@@ -522,7 +522,10 @@ CASES = [
     ("warmup-too-long", ["max_steps=5", "warmup_steps=5"], ["schedule.warmup_steps=1"]),
     ("warmup-all", ["schedule.warmup_ratio=1"], ["schedule.warmup_ratio=0.03"]),
     ("preference-objective", ["preference.beta=0.2"], ["~preference.beta"]),
-    *(("preference-objective", ["preference.beta=0.2"], [f"objective={each}"]) for each in ("dpo", "cpo", "orpo")),
+    *(
+        ("preference-objective", ["preference.beta=0.2"], [f"objective={each}"])
+        for each in ("dpo", "cpo", "orpo", "kto")
+    ),
     *(
         (f"preference-{rule}", ["objective=orpo", f"preference.{key}={value}"], fix)
         for rule, key, value, instead in (
@@ -535,6 +538,14 @@ CASES = [
     ),
     ("preference-smoothing", [*DPO, "preference.label_smoothing=0.1"], ["preference.loss=robust"]),
     ("preference-length", [*DPO, "length_normalized=true", "preference.loss=ipo"], ["preference.loss=sigmoid"]),
+    *(
+        (f"preference-{kind}-weight", [*DPO, f"preference.{kind}_weight=2"], fix)
+        for kind in ("desirable", "undesirable")
+        for fix in ([f"~preference.{kind}_weight"], ["objective=kto"])
+    ),
+    ("preference-sft", ["objective=kto", "preference.sft_weight=0.1"], ["~preference.sft_weight"]),
+    ("preference-sft", ["objective=kto", "preference.sft_weight=0.1"], ["objective=dpo"]),
+    ("preference-packing", ["objective=kto", "data.packing=true"], ["data.packing=false"]),
     ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.label_smoothing=0.001"]),
     ("preference-exo", [*DPO, "preference.loss=exo_pair"], ["preference.loss=sigmoid"]),
     ("preference-packing", [*DPO, "data.packing=true"], ["data.packing=false"]),

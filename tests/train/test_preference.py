@@ -157,9 +157,9 @@ def test_a_run_says_how_its_pairs_fare(overrides: list[str]) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[-1]["accuracy"] > 0.7
     assert steps[0]["logp_chosen"] < 0
     page = (Path("runs") / name / "report.html").read_text(encoding="utf-8")
-    assert "Pairs preferred rightly" in page and "Rewards of answers" in page and "perplexity" not in page.lower()
+    assert "Answers preferred rightly" in page and "Rewards of answers" in page and "perplexity" not in page.lower()
     card = (Path("runs") / name / "final" / "README.md").read_text(encoding="utf-8")
-    assert "direct preference optimisation" in card and "pairs preferred rightly" in card
+    assert "direct preference optimisation" in card and "answers preferred rightly" in card
 
 
 @pytest.mark.parametrize("objective", ["cpo", "simpo", "orpo"])

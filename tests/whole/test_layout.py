@@ -25,6 +25,7 @@ ELSEWHERE = {
     "recipe/faults": "recipe/test_rules",
     "recipe/preference": "recipe/test_rules",
     "data/answers": "data/test_preferences",
+    "data/borrowed": "data/test_judged",
     "train/reference": "train/test_preference",
     "train/sealing": "train/test_staging",
     "train/left_parts": "train/test_fast_folder",

@@ -311,7 +311,7 @@ def data(options: argparse.Namespace) -> None:
     """Prepare and audit the data of a recipe."""
     loaded = _load(options)
     use_own(loaded.recipe.repositories)
-    from toolkit.data.audit import DataError, check_batch
+    from toolkit.data.audit import DataError, with_settings
     from toolkit.data.prepare import prepare
     from toolkit.data.preview import render, show
     from toolkit.models.load import ModelSource
@@ -324,7 +324,7 @@ def data(options: argparse.Namespace) -> None:
         print(render(error.audit))
         raise
     whole = str(prepared.path / "audit.json")
-    print(render(check_batch(prepared.audit, loaded.recipe.batch.sequences_per_step), whole))
+    print(render(with_settings(prepared.audit, loaded.recipe), whole))
     if options.show:
         rows = show(prepared, tokenizer, options.show, color=sys.stdout.isatty())
         print(f"\n{on_screen(rows, PAGED)}")

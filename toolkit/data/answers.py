@@ -1,4 +1,4 @@
-"""What an audit says of pairs of answers: whether they can teach a preference, and whether length alone tells it."""
+"""What an audit says of pairs of answers and of judged ones: whether they teach a preference, or length tells it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 LOPSIDED = 1.5
-"""Chosen answers that many times as long as rejected ones are warned of: a judgement, not a measurement."""
+"""Chosen answers that many times as long as rejected ones are warned of, and as many times more answers of one kind: a
+judgement, not a measurement."""
 
 
 class Pairs(BaseModel):
@@ -48,4 +49,41 @@ class Pairs(BaseModel):
         return (
             f"Chosen answers have {chosen:,.0f} tokens on average, rejected ones {rejected:,.0f}; the chosen one is "
             f"longer in {self.longer_chosen / pairs:.0%} of the pairs."
+        )
+
+
+class Verdicts(BaseModel):
+    """Figures of the judged answers that are trained."""
+
+    desirable: int
+    """Answers that are good; all others are bad."""
+    desirable_tokens: int
+    """Trained tokens of them."""
+    undesirable_tokens: int
+
+    def problems(self, answers: int, weights: tuple[float, float]) -> Iterator[tuple[str, str]]:
+        """What is wrong with so many answers, of which good and bad ones have these weights, and what to change."""
+        good, bad = self.desirable, answers - self.desirable
+        if not (good and bad):
+            yield (
+                f"all answers are {'good' if good else 'bad'}, so there is nothing to tell them from",
+                f"add {'bad' if good else 'good'} ones, or set `objective: sft` to imitate good ones",
+            )
+            return
+        share = good * weights[0] / (bad * weights[1])
+        if not 1 / LOPSIDED <= share <= LOPSIDED:
+            more, fewer = ("good", "undesirable") if share > 1 else ("bad", "desirable")
+            weight = weights[share > 1] * max(share, 1 / share)
+            yield (
+                f"{more} answers count {max(share, 1 / share):.1f} times as much as the others: {good:,} are good, "
+                f"{bad:,} bad",
+                f"set `preference.{fewer}_weight: {weight:.2g}`",
+            )
+
+    def in_a_sentence(self, answers: int) -> str:
+        """How many of so many answers are good, and how long they are."""
+        good, bad = max(self.desirable, 1), max(answers - self.desirable, 1)
+        return (
+            f"{self.desirable / answers:.0%} of the answers are good, with {self.desirable_tokens / good:,.0f} tokens "
+            f"on average; the bad ones have {self.undesirable_tokens / bad:,.0f}."
         )

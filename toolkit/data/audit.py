@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.common import UserError
-from toolkit.data.answers import Pairs
+from toolkit.data.answers import Pairs, Verdicts
+from toolkit.recipe import Recipe
 from toolkit.recipe.preference import PREFERENCES
 
 MIN_UNTRAINED_FATAL = 0.5
@@ -125,6 +126,7 @@ class Side(BaseModel):
     """Rows of which the chat template leaves out the system message, tools, or texts of `chat_template_kwargs`."""
     lengths: Lengths
     pairs: Pairs | None = None
+    verdicts: Verdicts | None = None
 
     @property
     def seen_rows(self) -> int:
@@ -305,6 +307,8 @@ def in_sentences(audit: Audit) -> list[str]:
         texts.append(f"{held_out.rows:,} rows of {held_out.tokens:,} tokens are held out for evaluation.")
     if train.pairs and train.rows:
         texts.append(train.pairs.in_a_sentence(train.rows))
+    if train.verdicts and train.rows:
+        texts.append(train.verdicts.in_a_sentence(train.rows))
     texts.append(_cut(audit))
     empty = f"{audit.untrained_rows:,} rows have no trained token and are left out."
     texts.append(empty if audit.untrained_rows else "Every row has a token to train.")
@@ -349,6 +353,20 @@ def check_batch(audit: Audit, global_batch_size: int) -> Audit:
     what = f"{rows:,} training {unit} do not fill one global batch of {global_batch_size:,}"
     problem = Problem("warning", what, f"lower `batch.global_batch_size`{or_else}")
     return audit.model_copy(update={"problems": [*audit.problems, problem]})
+
+
+def check_weights(audit: Audit, desirable: float, undesirable: float) -> Audit:
+    """The audit with a warning if, of judged answers with these weights, one kind counts much more than the other."""
+    train = audit.train
+    found = train.verdicts.problems(train.rows, (desirable, undesirable)) if train.verdicts and train.rows else ()
+    return audit.model_copy(update={"problems": [*audit.problems, *(Problem("warning", *each) for each in found)]})
+
+
+def with_settings(audit: Audit, recipe: Recipe) -> Audit:
+    """The audit with warnings of settings on which prepared data does not depend."""
+    preference = recipe.preference
+    audit = check_weights(audit, preference.desirable_weight, preference.undesirable_weight)
+    return check_batch(audit, recipe.batch.sequences_per_step)
 
 
 def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:

@@ -68,6 +68,14 @@ def docstring_pairs() -> list[dict[str, Any]]:
     ]
 
 
+def judged_docstrings() -> list[dict[str, Any]]:
+    """The same questions, in turn with its answer, which is good, and with that to the next question, which is not."""
+    return [
+        {"prompt": row["prompt"], "completion": row["rejected" if number % 2 else "chosen"], "label": number % 2 == 0}
+        for number, row in enumerate(docstring_pairs())
+    ]
+
+
 def _write_rows(folder: Path) -> None:
     rows: dict[str, dict[str, Any]] = {}
     answers: set[str] = set()

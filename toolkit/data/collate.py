@@ -162,7 +162,7 @@ class AnswerCollator:
 
     Beside what the documents become a batch has
 
-    - `pairs` (B), the number of each pair among all rows, for what is known of it from before training;
+    - `rows` (B), the number of each pair among all rows, for what is known of it from before training;
     - `answer_tokens`, host integers, the trained tokens of each of the 2 B answers, in the order of `label_positions`.
 
     Args:
@@ -184,14 +184,50 @@ class AnswerCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, and `row`, their number."""
-        answers = [answer for example in examples for answer in _answers(example)]
-        counts = [int(np.count_nonzero(np.asarray(answer["labels"]) != IGNORE)) for answer in answers]
-        rows = torch.tensor([int(example["row"]) for example in examples])
-        return self.whole(answers) | {"pairs": rows, "answer_tokens": counts}
+        return _counted(self.whole, [answer for each in examples for answer in _answers(each)]) | _rows(examples)
+
+
+@dataclass(frozen=True)
+class JudgedCollator:
+    """Lays out answers that are judged, and apart from them, as `others`, the same prompts with answers of other rows.
+
+    Beside what the documents become, both have `answer_tokens`, and a batch `rows`, as of an `AnswerCollator`; and
+    `desirable` (B), which of the answers are good.
+
+    Args:
+        whole: Lays out the documents.
+    """
+
+    whole: Collator
+
+    @property
+    def layout(self) -> Layout:
+        """That of the documents."""
+        return self.whole.layout
+
+    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As of the documents."""
+        return self.whole.width(lengths)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Tensors for rows with `input_ids`, `labels`, `seq_lengths` of both answers, `desirable`, and `row`."""
+        own, others = zip(*map(_answers, examples), strict=True)
+        desirable = torch.tensor([bool(example["desirable"]) for example in examples])
+        both = {"others": _counted(self.whole, list(others)), "desirable": desirable}
+        return _counted(self.whole, list(own)) | both | _rows(examples)
+
+
+def _counted(whole: Collator, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = [int(np.count_nonzero(np.asarray(answer["labels"]) != IGNORE)) for answer in answers]
+    return whole(answers) | {"answer_tokens": counts}
+
+
+def _rows(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {"rows": torch.tensor([int(example["row"]) for example in examples])}
 
 
 def _answers(pair: dict[str, Any]) -> list[dict[str, Any]]:
-    """The two documents of a pair."""
+    """The two documents of a row."""
     first = int(pair["seq_lengths"][0])
     return [{name: pair[name][part] for name in ("input_ids", "labels")} for part in (slice(first), slice(first, None))]
 

@@ -77,10 +77,10 @@ def _says_no(value: Any) -> bool:
 
 
 def _is_bad(value: Any) -> bool:
-    return _says_no(value) or _number(value) <= 0
+    return _says_no(value) or number(value) <= 0
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """A number, also in the text of a CSV; not a number otherwise."""
     try:
         return float(value)
@@ -119,12 +119,13 @@ def _each(names: Iterable[str], meaning: Meaning) -> dict[str, Meaning]:
     return dict.fromkeys(names, meaning)
 
 
+_TO_JUDGE = ", or set objective=kto to learn from both kinds"
 REFUSED: tuple[dict[str, Meaning], ...] = (
     _each(MEDIA, Meaning("pictures, sound or film, which this toolkit does not train on", "remove these rows", _ALL)),
     {
         name: Meaning(
             "whether the answer is good",
-            "keep the rows that are",
+            f"keep the rows that are{_TO_JUDGE if name in ('label', 'kto_tag') else ''}",
             _ANSWERS if name in ("label", "reward", "score", "rating", "feedback") else _ALL,
             is_meant,
         )
@@ -364,7 +365,10 @@ OTHER_FORMS = (
         ("prompt", "answers"),
         ("answers",),
         "several answers to each prompt",
-        _says('write the one to learn into `completion`: {"prompt": …, "completion": …}'),
+        _says(
+            'write the one to learn into `completion`: {"prompt": …, "completion": …}, or set objective=dpo if they '
+            "have scores"
+        ),
     ),
     OtherForm(
         ("role", "content"),

@@ -23,12 +23,14 @@ from toolkit.data.columns import (
     refuse_other_forms,
     value_at,
 )
+from toolkit.data.judged import ANSWERED, VERDICTS, judged, verdict_column
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.proposal import are_texts, proposal
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Preference, Row, Segments, Text, Tokens
-from toolkit.recipe.preference import PREFERENCES
+from toolkit.data.ratings import ANSWERS, SCORES, Ratings, find_ratings
+from toolkit.data.rows import IGNORE, Chat, Completion, Judged, Pair, Preference, Row, Segments, Text, Tokens
+from toolkit.recipe import preference
 from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
 
 _PLAIN = ("text", "segments", "tokens")
@@ -59,9 +61,14 @@ class Task:
         return self.objective == "language_modelling" or self.train_on == "all"
 
     @property
-    def prefers(self) -> bool:
+    def pairs(self) -> bool:
         """Whether rows are pairs of answers."""
-        return self.objective in PREFERENCES
+        return self.objective in preference.PAIRED
+
+    @property
+    def judges(self) -> bool:
+        """Whether rows are single answers, each of which is good or bad."""
+        return self.objective == preference.JUDGED
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,16 @@ class RowFormat:
     """Columns, and fields of messages, that are left out on purpose."""
     flags: tuple[str, ...] = FLAGS
     """Fields that say whether a message is trained."""
+    verdict: str | None = None
+    """The column that says whether the answer is good, where that is asked."""
+    ratings: Ratings | None = None
+    """Where the scores are of which pairs are made."""
 
     def used_columns(self) -> set[str]:
         """The columns in the data that are read; all others have no influence on training."""
         actual = {self.columns.get(name, name) for names in FORMATS[self.name] for name in names}
+        actual |= {self.verdict} if self.verdict else set()
+        actual |= self.ratings.columns() if self.ratings else set()
         return actual | {name.partition(".")[0] for name in actual}
 
     def convert(self, raw: Mapping[str, Any], where: str) -> Row:
@@ -90,6 +103,10 @@ class RowFormat:
             UserError: A column is missing, holds something else than it must, or would be left unused though it
                 changes what should be learnt; the message names `where`.
         """
+        row = self._converted(self.ratings.pair(raw, where) if self.ratings else raw, where)
+        return row if self.verdict is None else judged(row, value_at(raw, self.verdict), self.verdict, where)
+
+    def _converted(self, raw: Mapping[str, Any], where: str) -> Row:
         required, optional = FORMATS[self.name]
         for name in required:
             column = self.columns.get(name, name)
@@ -227,6 +244,8 @@ def is_empty(row: Row, task: Task) -> bool:
             return all(label == IGNORE for label in labels)
         case Preference(chosen, rejected):
             return is_empty(chosen, task) or is_empty(rejected, task)
+        case Judged(answer):
+            return is_empty(answer, task)
     if task.trains_prompts:
         return not row.messages
     roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
@@ -250,6 +269,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     columns, ignored = dict(source.columns or {}), frozenset(source.ignore or ())
     flag = columns.pop("train", None)  # Of messages, not of rows.
     known = sorted({column for required, optional in FORMATS.values() for column in required + optional})
+    known += [VERDICTS[0]] if task.judges else [ANSWERS[0], SCORES[0]] if task.pairs else []
     for expected, actual in columns.items():
         if expected not in known:
             raise UserError(
@@ -261,15 +281,22 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
                 f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
                 f"its columns are {_listing(present)}",
             )
-    if task.prefers:
+    ratings = find_ratings(columns, rows, ignored) if task.pairs else None
+    if ratings:
+        rows = [ratings.pair(row, source.path) for row in rows]
+        present = dict.fromkeys(name for row in rows for name in row)
+    if task.pairs:
         columns = preference_columns(columns, {name: rows[0].get(name) for name in present if name not in ignored})
-    rest = set(present) - set(columns.values()) - ignored
+    rest, verdict = set(present) - set(columns.values()) - ignored, None
+    if task.judges:
+        verdict = verdict_column(columns, rows, rest, source.path)
+        rest.discard(verdict)
     others = rest - {"role"} if source.format == "text" else rest
-    refuse_other_forms(rows[0], others, columns.values(), source.path, pairs=task.prefers)
+    refuse_other_forms(rows[0], others, columns.values(), source.path, pairs=task.pairs)
     names = rest | set(columns)
     name = source.format
     if name is None or name == "auto":
-        name = "preference" if task.prefers else _detect(names, set(columns), source, rows[0], present, task)
+        name = "preference" if task.pairs else _detect(names, set(columns), source, rows[0], present, task)
     if missing := [column for column in FORMATS[name][0] if column not in names]:
         raise UserError(
             f"data source `{source.path}` has no column `{missing[0]}`, which `data.format: {name}` needs; "
@@ -285,7 +312,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
         _refuse_written_chats(rows, name, columns, source)
     _check_task(name, source, task)
     if flag is None:
-        return RowFormat(name, columns, task, ignored)
+        return RowFormat(name, columns, task, ignored, verdict=verdict, ratings=ratings)
     places = [columns.get(column, column) for column in FORMATS[name][0]]
     if not any(flag in message for row in rows for place in places for message in dicts(value_at(row, place))):
         raise UserError(
@@ -293,7 +320,7 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
             "names for `train`",
             "name the field of messages that says whether they are trained, or remove `train` from `data.columns`",
         )
-    return RowFormat(name, columns, task, ignored, (*FLAGS, flag))
+    return RowFormat(name, columns, task, ignored, (*FLAGS, flag), verdict, ratings)
 
 
 def _detect(
@@ -348,10 +375,13 @@ def _refuse_written_chats(
 def _check_task(name: str, source: Source, task: Task) -> None:
     """Refuses rows that the objective or `data.train_on` cannot use."""
     where = f"data source `{source.path}` ({name})"
-    if task.prefers != (name == "preference"):
-        change = "it takes pairs, format preference" if task.prefers else "set `objective: dpo` to learn from pairs"
+    if task.pairs != (name == "preference"):
+        change = "it takes pairs, format preference" if task.pairs else "set `objective: dpo` to learn from pairs"
         raise UserError(f"{where} does not fit `objective: {task.objective}`", change)
-    if task.prefers:
+    if task.judges and name not in ANSWERED:
+        change = f"it takes answers, in format {', '.join(ANSWERED)}"
+        raise UserError(f"{where} does not fit `objective: {task.objective}`", change)
+    if task.pairs:
         return
     pairs = ("prompt_completion", "alpaca", "source_target")
     if task.objective == "seq2seq" and name not in pairs:

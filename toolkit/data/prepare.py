@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.cache import cache_dir
 from toolkit.common import UserError
 from toolkit.data import audit as auditing
-from toolkit.data.answers import Pairs
+from toolkit.data.answers import Pairs, Verdicts
+from toolkit.data.borrowed import with_others
 from toolkit.data.chat_template import variables
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
@@ -57,7 +58,8 @@ class Prepared:
 
     Attributes:
         train: Columns input_ids and labels, with packing, and of pairs of answers,
-            also seq_lengths (tokens of each row in a sequence, or of each answer with its prompt).
+            also seq_lengths (tokens of each row in a sequence, or of each answer with its prompt). Of judged answers
+            the second is that of another row, and there is a column desirable.
         eval: Held-out rows, never packed; None if the recipe has none.
         audit: The figures of `toolkit.data.audit`.
         samples: Rows to generate for, held out ones if there are any.
@@ -161,18 +163,21 @@ def sequence_lengths(rows: Dataset, pairs: bool = False) -> NDArray[np.int64]:
 
 
 def answer_lengths(rows: Dataset) -> NDArray[np.int64]:
-    """(rows, 2) tokens of the chosen and of the rejected answer of each pair, with their prompts."""
+    """(rows, 2) tokens of the chosen and of the rejected answer of each pair, or of each answer that is judged and of
+    the one from another row, with their prompts."""
     return pc.list_flatten(rows.with_format("arrow")[:]["seq_lengths"]).to_numpy().reshape(-1, 2).astype(np.int64)
 
 
 def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from the lengths of its rows."""
     train, pairs = Dataset.load_from_disk(str(path / "train")), audit.objective == "seq2seq"
-    of_sides = answer_lengths if audit.train.pairs else functools.partial(sequence_lengths, pairs=pairs)
+    of_sides: Callable[[Dataset], NDArray[np.int64]] = functools.partial(sequence_lengths, pairs=pairs)
+    if audit.train.pairs or audit.train.verdicts:
+        of_sides = answer_lengths
     both, held_out = of_sides(train), np.zeros((1, 1), np.int64)
-    lengths = sequence_lengths(train)[:, 0]
+    lengths = both[:, 0] if audit.train.verdicts else sequence_lengths(train)[:, 0]
     documents = lengths
-    if "seq_lengths" in train.column_names:
+    if "seq_lengths" in train.column_names and not audit.train.verdicts:
         documents = pc.list_flatten(train.with_format("arrow")[:]["seq_lengths"]).to_numpy()
     if (path / "eval").is_dir():
         held_out = of_sides(Dataset.load_from_disk(str(path / "eval")))
@@ -217,7 +222,7 @@ def _build(
 
     distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
     chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
-    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe.prefers)
+    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe)
     sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
     for number, figures in enumerate(sources):
@@ -257,13 +262,17 @@ def _build(
         )
     if not data.streaming:
         sequences = tokens.take(sides["train"])
+        if recipe.judges:
+            sequences = with_others(sequences, recipe.batch.seq_len, recipe.seed)
         if data.packing:
             sequences = pack(sequences, recipe.batch.seq_len)
             size = len(sequences) * recipe.batch.seq_len
             audit.packing = auditing.Packing(rows=len(sequences), efficiency=audit.train.tokens / size)
         sequences.save_to_disk(str(folder / "train"))
     if has_eval:
-        tokens.take(sides["eval"]).save_to_disk(str(folder / "eval"))
+        held = tokens.take(sides["eval"])
+        held = with_others(held, recipe.batch.seq_len, recipe.seed) if recipe.judges else held
+        held.save_to_disk(str(folder / "eval"))
     write_json(folder / "audit.json", audit.model_dump())
     sampled = tokens.usable(sides["eval" if has_eval else "train"])
     samples = _samples(rows.select(distinct[sampled]), chunker.encoder, _num_samples(recipe))
@@ -273,11 +282,10 @@ def _build(
 
 class _Tokens:
     """All distinct rows as tokens, by the number of the row; a row may be several chunks. `places` says where a row
-    stands in the data, `prefers` whether rows are pairs of answers. Figures but for length and over_long are those
-    after over-long rows were handled."""
+    stands in the data. Figures but for length and over_long are those after over-long rows were handled."""
 
-    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset, prefers: bool) -> None:
-        self.chunks, self.chunker, self.places, self.prefers = chunks, chunker, places, prefers
+    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset, recipe: Recipe) -> None:
+        self.chunks, self.chunker, self.places, self.recipe = chunks, chunker, places, recipe
         self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
         row, length, trained, stops, merged, prompt_lost = (
             chunks.data.column(name).to_numpy()
@@ -300,6 +308,7 @@ class _Tokens:
         self.answers = {
             name: np.asarray(chunks.data.column(name).to_numpy()) for name in ("chosen", "rejected", "equal", "apart")
         }
+        self.desirable = np.asarray(chunks.data.column("desirable").to_numpy())[self.start]
 
     def usable(self, numbers: Indices) -> Indices:
         """Those of the rows that have a trained token."""
@@ -310,7 +319,7 @@ class _Tokens:
         used, length = self.usable(numbers), self.length[numbers]
         over_long, action = int(self.over_long[numbers].sum()), self.chunker.over_long
         left_out = over_long if action == "drop" else 0
-        pairs = self._pairs(numbers, used) if self.prefers else None
+        pairs = self._pairs(numbers, used) if self.recipe.pairs else None
         left_out += pairs.equal if pairs else 0
         return auditing.Side(
             rows=len(used),
@@ -324,6 +333,16 @@ class _Tokens:
             prompt_lost_rows=int(np.count_nonzero(self.prompt_lost[used])),
             lengths=auditing.Lengths.of(length),
             pairs=pairs,
+            verdicts=self._verdicts(used) if self.recipe.judges else None,
+        )
+
+    def _verdicts(self, used: Indices) -> Verdicts:
+        """Figures of judged answers."""
+        good, trained = self.desirable[used], self.trained[used]
+        return Verdicts(
+            desirable=int(np.count_nonzero(good)),
+            desirable_tokens=int(trained[good].sum()),
+            undesirable_tokens=int(trained[~good].sum()),
         )
 
     def _pairs(self, numbers: Indices, used: Indices) -> Pairs:
@@ -339,11 +358,13 @@ class _Tokens:
         )
 
     def take(self, numbers: Indices) -> Dataset:
-        """The usable chunks of the rows, in their order: columns input_ids and labels, of pairs seq_lengths too."""
+        """The usable chunks of the rows, in their order: columns input_ids and labels, of pairs seq_lengths too, of
+        judged answers desirable."""
         count = self.count[numbers]
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
-        columns = ["input_ids", "labels", *(["seq_lengths"] if self.prefers else [])]
+        further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
+        columns = ["input_ids", "labels", *further]
         return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])
 
 

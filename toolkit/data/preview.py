@@ -12,7 +12,7 @@ from toolkit.common import brief, fitted, printable, table
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
 from toolkit.data.rows import IGNORE
-from toolkit.recipe.preference import PREFERENCES
+from toolkit.recipe.preference import PAIRED
 
 _OF_A_CHARACTER = 3
 """Bytes of UTF-8 that are not yet one, each of which may be decoded as a mark of its own."""
@@ -33,10 +33,14 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             lines += [_delimited(tokenizer, ids, [False] * len(ids), color), "──▸"]
             lines += [_delimited(tokenizer, labels, trained, color)]
         else:
-            lengths, pair = row.get("seq_lengths") or [len(ids)], prepared.audit.objective in PREFERENCES
+            lengths, pair = row.get("seq_lengths") or [len(ids)], prepared.audit.objective in PAIRED
+            if "desirable" in row:  # Behind it stands the answer of another row.
+                lengths = lengths[:1]
+                ids, trained = ids[: lengths[0]], trained[: lengths[0]]
             numbered = (f"document {number}" for number in itertools.count(1))
             parts = iter(("the chosen answer", "the rejected answer")) if pair else numbered
             what = f" in {len(lengths)} {'answers' if pair else 'documents'}" if "seq_lengths" in row else ""
+            what = f" with a {'good' if row['desirable'] else 'bad'} answer" if "desirable" in row else what
             lines = [f"── row {number}: {len(ids):,} tokens{what}, {sum(trained):,} trained"]
             for part, (a, b) in zip(parts, itertools.pairwise(itertools.accumulate(lengths, initial=0)), strict=False):
                 lines += [f"┄┄ {part}: {b - a:,} tokens"] if a or pair else []

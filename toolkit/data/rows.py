@@ -76,8 +76,16 @@ class Preference:
     rejected: Chat | Completion
 
 
+@dataclass(frozen=True)
+class Judged:
+    """An answer, as a row of its own, and whether it is a good one."""
+
+    answer: Chat | Completion
+    desirable: bool
+
+
 Single = Text | Completion | Chat | Pair | Segments | Tokens
-Row = Single | Preference
+Row = Single | Preference | Judged
 
 
 class Sample(Partial):
@@ -109,18 +117,22 @@ def from_json(text: str) -> Row:
 
 
 def sides(row: Row) -> tuple[Single, ...]:
-    """The rows that are encoded: both answers of a preference, any other row itself."""
-    return (row.chosen, row.rejected) if isinstance(row, Preference) else (row,)
+    """The rows that are encoded: both answers of a preference, the one that is judged, any other row itself."""
+    if isinstance(row, Preference):
+        return row.chosen, row.rejected
+    return (row.answer,) if isinstance(row, Judged) else (row,)
 
 
 def _listed(row: Row) -> list[Any]:
-    fields = map(_listed, sides(row)) if isinstance(row, Preference) else vars(row).values()
-    return [type(row).__name__, *fields]
+    fields = map(_listed, sides(row)) if isinstance(row, Preference | Judged) else vars(row).values()
+    return [type(row).__name__, *fields, *([row.desirable] if isinstance(row, Judged) else [])]
 
 
 def _row(listed: list[Any]) -> Row:
     kind, *fields = listed
     if kind == Preference.__name__:
         return Preference(*map(_row, fields))  # type: ignore[arg-type]
+    if kind == Judged.__name__:
+        return Judged(_row(fields[0]), fields[1])  # type: ignore[arg-type]
     kinds: dict[str, type[Single]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}
     return kinds[kind](*fields)

@@ -77,8 +77,8 @@ class _Counter:
     def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         """Of each row: tokens, those that carry loss, and those of a pair's target; of two answers both, and the tokens
         of the longer one with its prompt."""
-        if not self.task.prefers:
-            yield from self._count(rows)
+        if not self.task.pairs:
+            yield from self._count([side for row in rows for side in sides(row)])
             return
         counted = self._count([side for row in rows for side in sides(row)])
         for chosen, rejected in zip(counted, counted, strict=True):
@@ -197,9 +197,9 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         used = used - held
     held *= min(1.0, (data.eval_max_samples or np.inf) / max(held.sum(), 1))
     # Sequences in a row.
-    count = 2 if recipe.prefers else 1
-    longest = targets if recipe.prefers else np.maximum(lengths, targets)
-    held_longest = held_targets if recipe.prefers else np.maximum(held_lengths, held_targets)
+    count = 2 if recipe.pairs else 1
+    longest = targets if recipe.pairs else np.maximum(lengths, targets)
+    held_longest = held_targets if recipe.pairs else np.maximum(held_lengths, held_targets)
     order = np.argsort(longest)
     quantiles = np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), longest[order])
     rows, documents = used.sum(), count * used.sum()
@@ -230,10 +230,10 @@ def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArra
     used, whole, trained, targets = np.concatenate([np.zeros((4, 0)), *columns], axis=1)
     seq_len = recipe.batch.seq_len
     if recipe.data.over_long == "drop":
-        kept = (targets if recipe.prefers else np.maximum(whole, targets)) <= seq_len
+        kept = (targets if recipe.pairs else np.maximum(whole, targets)) <= seq_len
         used, whole, trained, targets = used[kept], whole[kept], trained[kept], targets[kept]
     elif recipe.data.over_long == "split":
         parts = np.maximum(1, np.ceil(whole / seq_len))
         used, whole, trained = used * parts, whole / parts, trained / parts
-    most = 2 * seq_len if recipe.prefers else seq_len
+    most = 2 * seq_len if recipe.pairs else seq_len
     return np.vstack([used, whole.clip(0, most), trained.clip(0, most), targets.clip(0, seq_len)])

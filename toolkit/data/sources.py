@@ -163,7 +163,11 @@ class _Builtin(Reader):
     def _load(self) -> list[dict[str, Any]]:
         from toolkit.data import builtin
 
-        known = {"docstrings": builtin.docstring_rows, "docstring-pairs": builtin.docstring_pairs}
+        known = {
+            "docstrings": builtin.docstring_rows,
+            "docstring-pairs": builtin.docstring_pairs,
+            "docstrings-judged": builtin.judged_docstrings,
+        }
         load = known.get(self.source.path.removeprefix("builtin:stdlib-"))
         if load is None:
             raise UserError(

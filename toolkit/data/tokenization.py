@@ -34,7 +34,7 @@ from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
 from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Preference, Row, from_json, sides, to_json
+from toolkit.data.rows import IGNORE, Chat, Judged, Preference, Row, from_json, sides, to_json
 from toolkit.data.sources import Reader
 
 _Encoded = TypeVar("_Encoded")
@@ -55,7 +55,7 @@ FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("in
 TOKENS_FEATURES = Features(
     {**FEATURES, "kind": Value("string")}
     | dict.fromkeys(("row", "length", "trained", "chosen", "rejected"), Value("int64"))
-    | dict.fromkeys(("stops", "merged", "prompt_lost", "equal", "apart"), Value("bool"))
+    | dict.fromkeys(("stops", "merged", "prompt_lost", "equal", "apart", "desirable"), Value("bool"))
     | {"seq_lengths": List(Value("int32"))}
 )
 _NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": []}
@@ -174,16 +174,15 @@ class Chunker:
         ]
         encoded = ((row, [_named(self.encoder, text, row, where) for text in texts]) for row, texts, where in rendered)
         return [
-            [self._pair(type(row.chosen).__name__, *both)]
-            if isinstance(row, Preference)
-            else self._chunks(type(row).__name__, *both)
+            [self._pair(type(row.chosen).__name__, *both)] if isinstance(row, Preference) else self._chunks(row, *both)
             for row, both in encoded
         ]
 
-    def _chunks(self, kind: str, encoded: Encoded) -> list[dict[str, Any]]:
+    def _chunks(self, row: Row, encoded: Encoded) -> list[dict[str, Any]]:
+        kind, desirable = type(sides(row)[0]).__name__, isinstance(row, Judged) and row.desirable
         ids, labels = encoded.input_ids, encoded.labels
         length = max(len(ids), len(labels))
-        whole = {"kind": kind, "length": length, "merged": encoded.boundary_merged}
+        whole = {"kind": kind, "length": length, "merged": encoded.boundary_merged, "desirable": desirable}
         whole["prompt_lost"] = encoded.prompt_lost
         starts, end = range(1), length
         if length > self.seq_len and self.over_long == "truncate":
@@ -210,6 +209,7 @@ class Chunker:
         equal = ids[0] == ids[1]
         return {
             "kind": kind,
+            "desirable": False,
             "input_ids": [*ids[0], *ids[1]],
             "labels": [*labels[0], *labels[1]],
             "seq_lengths": [*map(len, ids)],

@@ -235,7 +235,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
 
 
 def _answers(recipe: Recipe) -> int:
-    return 2 if recipe.prefers else 1
+    return 2 if recipe.pairs else 1
 
 
 def _replicas(world_size: int, together: int, key: str) -> int:

@@ -1,4 +1,4 @@
-"""Losses of objectives that prefer one answer to another, each of one pair by itself.
+"""Losses of objectives that prefer one answer to another, each of one pair, or of one judged answer, by itself.
 
 What is known of a pair are log-probabilities: of its chosen and its rejected answer, by the model in training and, for
 DPO, by the reference. A loss of a pair never reads another pair, so that the mean over a batch does not depend on how
@@ -127,7 +127,7 @@ def pair_losses(
     """Losses of pairs, and the rewards of their answers.
 
     Args:
-        objective: One of `recipe.preference.PREFERENCES`.
+        objective: One of `recipe.preference.PAIRED`.
         log_probs: (pairs, 2) sums over the tokens of the chosen and of the rejected answer.
         tokens: (pairs, 2) how many tokens these are.
         reference: (pairs, 2) the same sums by the reference; of DPO alone.
@@ -150,3 +150,21 @@ def pair_losses(
         # Per token of each pair, as in Pang et al. 2024, arXiv:2404.19733, equation 1.
         losses = losses - settings.sft_weight * log_probs[:, 0] / tokens[:, 0]
     return losses, (scores if objective == "orpo" else settings.beta * scores).detach()
+
+
+def judged_losses(
+    settings: Preference, gains: torch.Tensor, desirable: torch.Tensor, divergence: torch.Tensor
+) -> torch.Tensor:
+    """Losses of answers that are judged one by one: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
+
+    Args:
+        gains: (answers,) logarithms of how much likelier than for the reference they are.
+        desirable: (answers,) which are good.
+        divergence: () how far the model has moved from the reference, at least 0; carries no gradient.
+
+    Returns:
+        (answers,) losses, each from 0 to the weight of its kind.
+    """
+    lead = settings.beta * (gains - divergence)
+    good, bad = settings.desirable_weight * sigmoid(-lead), settings.undesirable_weight * sigmoid(lead)
+    return torch.where(desirable, good, bad)

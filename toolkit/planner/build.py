@@ -189,7 +189,7 @@ class _Question:
         counted, size = self.statistics, recipe.evaluation.batch_size or layout.micro_batch_size
         if counted is None:
             return layout.seq_len
-        if recipe.objective == "dpo":  # The reference is asked of all rows, the longest ones together.
+        if recipe.refers:  # The reference is asked of all rows, the longest ones together.
             return math.ceil(max(counted.longest_eval, counted.quantiles[-1]))
         length, answers = counted.longest_eval * min(1.0, counted.eval_rows / size), layout.answers
         return math.ceil(min(length, counted.eval_tokens / size / answers) if backend in attention.VARLEN else length)

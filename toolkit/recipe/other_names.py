@@ -110,7 +110,7 @@ LISTS = (
     "method.target_modules",
 )
 _OWN_TEMPLATE = "remove it: the tokenizer's own template is taken; model.chat_template names a file, or `chatml`"
-_NO_REWARDS = "remove it: training on rewards or single judgements (KTO, PPO, GRPO, reward models) is not supported yet"
+_NO_REWARDS = "remove it: training on rewards (PPO, GRPO, reward models) is not supported yet"
 _STEPS = "set {place} to a number of steps: a share of them is not taken"
 VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
@@ -174,8 +174,8 @@ _PRECISIONS = {
 _OBJECTIVES = {
     "sft": "objective: sft",
     **dict.fromkeys(("pt", "clm", "causal_lm", "pretrain"), "objective: language_modelling"),
-    **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo")},
-    **dict.fromkeys(("kto", "ppo", "rm", "grpo"), _NO_REWARDS),
+    **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo", "kto")},
+    **dict.fromkeys(("ppo", "rm", "grpo"), _NO_REWARDS),
 }
 _STAGES = {"0": "strategy.name: ddp", **{str(stage): f"strategy.name: zero{stage}" for stage in (1, 2, 3)}}
 _CHECKPOINTING = {

@@ -8,8 +8,13 @@ from pydantic import Field
 
 from toolkit.recipe.base import Section
 
-PREFERENCES = ("dpo", "cpo", "simpo", "orpo")
+PAIRED = ("dpo", "cpo", "simpo", "orpo")
 """Objectives whose rows are pairs of answers, a chosen one and a rejected one."""
+JUDGED = "kto"
+"""The objective whose rows are single answers, each of which is good or bad."""
+PREFERENCES = (*PAIRED, JUDGED)
+REFERRING = ("dpo", JUDGED)
+"""Objectives that compare with a reference, the model as it is before training."""
 OF_DIFFERENCES = ("sigmoid", "hinge", "robust", "exo_pair")
 """Losses of DPO that read nothing but how much more the chosen answer has gained than the rejected one."""
 LOSSES = (*OF_DIFFERENCES, "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
@@ -22,15 +27,15 @@ _SFT_WEIGHT = {"cpo": 1.0, "orpo": 1.0}
 
 
 class Preference(Section):
-    """What objectives of preference do with a pair of answers; the others read nothing here."""
+    """What objectives of preference do with answers; the others read nothing here."""
 
     loss: Literal[LOSSES] = "sigmoid"  # type: ignore[valid-type]
     """The loss of `objective: dpo`, by TRL's names: `sigmoid` is that of the DPO paper, `hinge` SLiC's, `ipo` squared
     and always per token, `robust` for labels of which some are wrong, `exo_pair`, `nca_pair`, `bco_pair`, `sppo_hard`
     and `apo_zero` or `apo_down`, where the chosen answers are better or worse than the model's own."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much a change of log-probability counts: of DPO, against the reference (larger ones stay nearer to it; tau of
-    IPO), of CPO and SimPO without one; of ORPO the weight of its odds ratio. With `simpo` 2.0 by default."""
+    """How much a change of log-probability counts: of DPO and KTO, against the reference (larger ones stay nearer to
+    it; tau of IPO), of CPO and SimPO without one; of ORPO the weight of its odds ratio. With `simpo` 2.0 by default."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """The share of pairs that are taken to be labelled the wrong way round, for `objective: cpo` and the losses
     `robust` and `exo_pair` of DPO."""
@@ -42,6 +47,13 @@ class Preference(Section):
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a further loss, the negative log-likelihood of the chosen answer per token, in each pair. With `cpo`
     and `orpo`, to whose losses it belongs, 1.0 by default."""
+
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """How much the loss of a good answer counts, for `objective: kto`."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """How much that of a bad one does. Where there are more of one kind, the other is given more weight: good answers
+    with their weight should come to as much as bad ones with theirs, or up to a third more (Ethayarajh et al. 2024,
+    arXiv:2402.01306, equation 8)."""
 
     def of(self, objective: str) -> Preference:
         """This section with an objective's own defaults, which count as such."""

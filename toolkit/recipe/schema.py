@@ -15,7 +15,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.faults import Faults
 from toolkit.recipe.parallel import Parallel
-from toolkit.recipe.preference import PREFERENCE_LEARNING_RATES, PREFERENCES, Preference
+from toolkit.recipe.preference import (
+    JUDGED,
+    PAIRED,
+    PREFERENCE_LEARNING_RATES,
+    PREFERENCES,
+    REFERRING,
+    Preference,
+)
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     FP8_SCALING,
@@ -99,7 +106,8 @@ class Source(Section):
 
     path: Place
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
-    `builtin:stdlib-docstrings`, or the same as pairs of answers, `builtin:stdlib-docstring-pairs`."""
+    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, or with answers that
+    are judged, `builtin:stdlib-docstrings-judged`."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
@@ -209,10 +217,11 @@ class Recipe(Section):
     """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
     data: Data
-    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto"] = "sft"
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
-    one to the other: `dpo` by how far the model moves from what it was before training, the others without that."""
+    one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`
+    learns from single answers, each of which is good or bad."""
     preference: Preference = Preference()
     method: Method = Method()
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
@@ -256,8 +265,23 @@ class Recipe(Section):
 
     @property
     def prefers(self) -> bool:
-        """Whether rows are pairs of answers, of which one is preferred."""
+        """Whether rows say which answers are preferred, in pairs or one by one."""
         return self.objective in PREFERENCES
+
+    @property
+    def pairs(self) -> bool:
+        """Whether rows are pairs of answers, of which one is preferred."""
+        return self.objective in PAIRED
+
+    @property
+    def judges(self) -> bool:
+        """Whether rows are single answers, each of which is good or bad."""
+        return self.objective == JUDGED
+
+    @property
+    def refers(self) -> bool:
+        """Whether the objective compares with the model as it is before training."""
+        return self.objective in REFERRING
 
     @property
     def undecided(self) -> tuple[str, ...]:

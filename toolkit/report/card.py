@@ -35,12 +35,13 @@ _OBJECTIVES = {
     "cpo": "contrastive preference optimisation (CPO)",
     "simpo": "simple preference optimisation (SimPO)",
     "orpo": "odds ratio preference optimisation (ORPO)",
+    "kto": "Kahneman-Tversky optimisation (KTO)",
 }
 _TAGS = {"language_modelling": "continued-pretraining"}
 _METRICS = (
     ("eval_loss", "loss", "loss"),
     ("eval_perplexity", "perplexity", "perplexity"),
-    ("eval_accuracy", "accuracy", "pairs preferred rightly"),
+    ("eval_accuracy", "accuracy", "answers preferred rightly"),
     ("eval_reward_margin", "reward_margin", "reward margin"),
     ("eval_bleu", "bleu", "BLEU"),
     ("eval_chrf", "chrf", "chrF"),
@@ -120,7 +121,7 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
         return []
     first, last = (
         {key: number(value) for key, value in row.items()}
-        | ({} if "eval_pairs" in row else {"eval_perplexity": _perplexity(row)})
+        | ({} if "eval_accuracy" in row else {"eval_perplexity": _perplexity(row)})
         for row in (record.evaluations[0], record.result)
     )
     return [
@@ -184,7 +185,7 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.prefers:
         rows.append(("preference", _preference(recipe)))
     if batch := record.manifest.batch:
-        what = "pairs" if recipe.prefers else "sequences"
+        what = "pairs" if recipe.pairs else "sequences"
         rows.append(("global batch size", f"{batch.global_batch_size:,} {what}"))
     if record.training:
         last = record.training[-1]
@@ -215,6 +216,8 @@ def _preference(recipe: Recipe) -> str:
     parts.append(f"beta {settings.beta:g}")
     shown = ("label_smoothing", "sft_weight", *(("margin",) if recipe.objective == "simpo" else ()))
     parts += [f"{name} {value:g}" for name in shown if (value := getattr(settings, name))]
+    kinds = ("desirable_weight", "undesirable_weight") if recipe.judges else ()
+    parts += [f"{name} {getattr(settings, name):g}" for name in kinds]
     parts += ["per token"] if settings.length_normalized else []
     return f"{recipe.objective}, {', '.join(parts)}"
 

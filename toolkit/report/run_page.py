@@ -180,7 +180,7 @@ def _tiles(record: Record) -> list[Tile]:
         tiles.append(Tile("Held-out loss", text, notes, change, last < first, main=True))
         if accuracies:
             before = (f"from {accuracies[0]:.1%}",) if len(accuracies) > 1 else ()
-            tiles.append(Tile("Pairs preferred rightly", f"{accuracies[-1]:.1%}", (*before, "of those held out")))
+            tiles.append(Tile("Answers preferred rightly", f"{accuracies[-1]:.1%}", (*before, "of those held out")))
         for key, title in (("eval_bleu", "BLEU"), ("eval_chrf", "chrF"), ("eval_exact_match", "Exact match")):
             if values := finite(rows, key):
                 before = (f"from {values[0]:.4g}",) if len(values) > 1 else ()
@@ -220,7 +220,7 @@ def _charts(record: Record) -> list[dict[str, Any]]:
     experts = [loads] if any(each.x for each in loads) else []
     return [
         chart("Loss", [*_smoothed(rows, "loss"), held_out], height=260, form=lambda value: f"{value:.4g}"),
-        *_charts_of_pairs(record),
+        *_charts_of_answers(record),
         chart("Learning rate", [_series(rows, "learning_rate", "", "line")], from_zero=True, form=_rate_text),
         chart(
             "Gradient norm before clipping", _smoothed(rows, "grad_norm"), from_zero=True, may_log=True, form=compact
@@ -236,15 +236,15 @@ def _charts(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def _charts_of_pairs(record: Record) -> list[dict[str, Any]]:
-    """Of a training on pairs: how often the chosen answer is preferred, and what both are worth."""
+def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
+    """Of a training on preferences: how often the right answer is preferred, and what both kinds are worth."""
     rows = record.training
     if not finite(rows, "reward_margin"):
         return []
     accuracy = [*_smoothed(rows, "accuracy"), _series(record.evaluations, "eval_accuracy", "held-out", "points")]
     rewards = [_series(rows, f"reward_{name}", name, "line") for name in ("chosen", "rejected", "margin")]
     return [
-        chart("Share of pairs preferred rightly", accuracy, form=lambda value: f"{value:.3g}"),
+        chart("Share of answers preferred rightly", accuracy, form=lambda value: f"{value:.3g}"),
         chart("Rewards of answers", rewards, form=lambda value: f"{value:.3g}"),
     ]
 

@@ -110,7 +110,7 @@ class Progress:
         """Prints the result of an evaluation; it stays above the live line.
 
         Args:
-            accuracy: Share of pairs whose chosen answer is preferred; without it the loss is one of tokens, and has a
+            accuracy: Share of answers that are preferred rightly; without it the loss is one of tokens, and has a
                 perplexity.
         """
         self._evaluating = ""

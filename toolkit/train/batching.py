@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches
-from toolkit.data.collate import AnswerCollator, Collator, Layout, PartCollator
+from toolkit.data.collate import AnswerCollator, Collator, JudgedCollator, Layout, PartCollator
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device
@@ -15,7 +15,7 @@ from toolkit.models.sequence_parallel import exchange
 from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
 
-Collates = Collator | PartCollator | AnswerCollator
+Collates = Collator | PartCollator | AnswerCollator | JudgedCollator
 
 
 def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collates:
@@ -29,7 +29,7 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
     if recipe.prefers:
         rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
         assert isinstance(rows, Collator), "whole answers are compared"
-        return AnswerCollator(rows)
+        return JudgedCollator(rows) if recipe.judges else AnswerCollator(rows)
     if recipe.objective == "seq2seq":
         return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
     layout: Layout = "packed" if recipe.data.packing else "padded"
@@ -67,6 +67,8 @@ def score_parts(trainer: Any, shares_by: str) -> None:
 def micro_batches(recipe: Recipe, train: Any, collates: Collates, layout: BatchLayout, steps: int) -> MicroBatches:
     """The micro-batches of a run of so many steps over rows that are tokenised already."""
     lengths = answer_lengths(train) if recipe.prefers else sequence_lengths(train, recipe.objective == "seq2seq")
+    # The answers of other rows are scored before, without gradients.
+    lengths = lengths[:, :1] if recipe.judges else lengths
     return MicroBatches(
         order=FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle),
         lengths=lengths,

@@ -28,7 +28,7 @@ from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
-from toolkit.train.preference import OF_PAIRS
+from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
@@ -124,7 +124,7 @@ class Meter(TrainerCallback):
             row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
-        row |= {name: round(logs[name], 6) for name in OF_PAIRS if name in logs}
+        row |= {name: round(logs[name], 6) for name in OF_ANSWERS if name in logs}
         row |= self._further()
         if slow := found():
             row["stragglers"] = slow

@@ -1,4 +1,4 @@
-"""The reference of DPO: what the model itself says before its first step, of every pair, once.
+"""The reference of DPO and KTO: what the model itself says before its first step, of both answers of every row, once.
 
 It is taken by the engine's own evaluation pass, so that it costs no memory beside the training. Of adapters that begin
 by adding nothing it is the base; of those that are trained on, and of full fine-tuning, the weights as they were, which
@@ -119,12 +119,13 @@ def _read(file: Path, known: dict[str, str]) -> torch.Tensor | None:
 
 
 def _computed(session: Session) -> torch.Tensor:
-    """(rows, 2) log-probabilities of both answers of all pairs, on all processes."""
+    """(rows, 2) log-probabilities of both answers of all rows, on all processes."""
     trainer = session.trainer
     datasets = [trainer.train_dataset.select(_drawn(session))]
     datasets += [trainer.eval_dataset] if trainer.eval_dataset is not None else []
     rows, scored = len(trainer.train_dataset) + sum(map(len, datasets[1:])), sum(map(len, datasets))
-    session.progress.message(f"Scoring {scored:,} pairs once by the model as it is, which is the reference")
+    what = "pairs" if session.recipe.pairs else "answers"
+    session.progress.message(f"Scoring {scored:,} {what} once by the model as it is, which is the reference")
     table = torch.zeros(rows, 2, dtype=torch.float64, device=trainer.args.device)
     size = session.recipe.evaluation.batch_size or session.layout.micro_batch_size
     with before_training(session):
@@ -132,6 +133,6 @@ def _computed(session: Session) -> torch.Tensor:
             for inputs, is_own in batches_of(trainer, dataset, size, session.progress.evaluating):
                 log_probs, _, _ = trainer.answers(trainer.model_wrapped, inputs)
                 if is_own:
-                    table[inputs["pairs"]] = log_probs
+                    table[inputs["rows"]] = log_probs
     reduced: torch.Tensor = trainer.accelerator.reduce(table, reduction="sum") / dividing()
     return reduced

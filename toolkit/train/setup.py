@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, set_seed
 
 from toolkit.common import in_background
-from toolkit.data.audit import Audit, DataError, check_batch
+from toolkit.data.audit import Audit, DataError, with_settings
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
 from toolkit.data.streaming import Stream
@@ -53,8 +53,9 @@ from toolkit.train.callbacks import CleanStop, Evaluator, Meter, Seal
 from toolkit.train.completion import Completion, source_of
 from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
+from toolkit.train.judged import JudgedTrainer
 from toolkit.train.plan_guard import PlanGuard, plan_run
-from toolkit.train.preference import PreferenceTrainer, numbered
+from toolkit.train.preference import PairTrainer, numbered
 from toolkit.train.profiler import Profiler
 from toolkit.train.reference import Reference
 from toolkit.train.rehearsal import Rehearsal
@@ -108,7 +109,8 @@ def set_up(
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     of_tokens = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
-    trains = PreferenceTrainer if recipe.prefers else of_tokens
+    of_answers = JudgedTrainer if recipe.judges else PairTrainer
+    trains = of_answers if recipe.prefers else of_tokens
     kind: Any = functools.partial(trains, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
@@ -303,7 +305,7 @@ def _prepare(
     except DataError as error:
         show(error.audit)
         raise
-    show(check_batch(prepared.audit, source.recipe.batch.sequences_per_step))
+    show(with_settings(prepared.audit, source.recipe))
     return prepared
 
 
@@ -366,7 +368,7 @@ class Callbacks:
         finite = BatchGuard(session) if session.recipe.faults.judges_steps else Finite(session)
         choosing = (self.selection, EarlyStopping(session), self.evaluator)
         watching = (experts, self.meter, finite, *choosing, self.stop, profiler, start_up, rehearsal, Pace(session))
-        reference = Reference(session) if session.recipe.objective == "dpo" else None
+        reference = Reference(session) if session.recipe.refers else None
         for each in (
             self.completion,
             EndOfReading(),

@@ -305,7 +305,7 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
         rows.append(("held-out loss", text))
         if (accuracy := evaluator.last.get("eval_accuracy")) is not None:
             earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""
-            rows.append(("held-out pairs preferred rightly", f"{earlier}{accuracy:.1%}"))
+            rows.append(("held-out answers preferred rightly", f"{earlier}{accuracy:.1%}"))
     if callbacks.meter and callbacks.meter.last:
         rows.append(("training loss", f"{callbacks.meter.last['loss']:.4f}"))
     rows.append(("steps", f"{session.trainer.state.global_step}"))

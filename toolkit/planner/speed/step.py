@@ -169,12 +169,15 @@ class Step:
         passes = {name: self._pass_seconds(self._trace.passes[name], load, left) for name in ("forward", "backward")}
         self.passing = passes
         update = self._update_seconds(on_host)
-        self.compute = every * sum(passes.values()) + self._accumulation_seconds() + (0.0 if on_host else update)
+        # Of judged answers, those of other rows are scored before.
+        before = every * self.evaluation_seconds(load) if self._recipe.judges else 0.0
+        self.compute = before + every * sum(passes.values()) + self._accumulation_seconds()
+        self.compute += 0.0 if on_host else update
         host = [each for each in sent if each.to_host]
         offload = self._exposed(host, passes)
         # Without NVLink a GPU has one link, for its neighbours and for the host: they take turns.
-        before, taken = (host, offload) if inner_link(self._hardware) == "PCIe" else ([], 0.0)
-        self.communication = self._exposed([*before, *(each for each in sent if not each.to_host)], passes) - taken
+        shared, taken = (host, offload) if inner_link(self._hardware) == "PCIe" else ([], 0.0)
+        self.communication = self._exposed([*shared, *(each for each in sent if not each.to_host)], passes) - taken
         self.offload = offload + (update if on_host else 0.0)
         self.contention = self._contended(passes)
         self.bubble = self._waiting(passes) if workload.place is not None else 0.0

@@ -136,7 +136,8 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
 
     The first are what model FLOPs utilisation counts (Chowdhery et al. 2022, appendix B): no padding, nothing twice,
     attention within documents, of a causal mask's pairs the visible half, and of the output head's products those of
-    trained tokens. The second have recomputed layers, padding and the pairs that the kernel does not skip.
+    trained tokens. The second have recomputed layers, padding, the pairs that the kernel does not skip, and what is
+    scored beside judged answers.
     """
     passes, layers, share = trace.passes, trace.layers, load.scored / load.tokens
     # A decoder's mask hides half of the pairs. Of an encoder-decoder all are counted: most of it is not causal.
@@ -145,7 +146,7 @@ def flops(recipe: Recipe, trace: Trace, load: Load) -> tuple[float, float]:
     for name, sign in (("forward", 1), ("backward", 1), ("recompute", -1)):
         useful += sign * passes[name].attention.of(layers, load.tokens, pairs, load.longest)
     done = 0.0
-    for each in (passes["forward"], passes["backward"]):
+    for each in (passes[name] for name in ("forward", "backward", *(["evaluation"] if recipe.judges else []))):
         done += each.matmul.of(layers, load.padded, load.grid, load.longest, load.scored / load.padded)
         done += each.attention.of(layers, load.padded, load.attended, load.longest)
     return useful, done
@@ -220,7 +221,7 @@ def load_of(
         kernel, stretch = DOCUMENTS, within / tokens
     elif backend == "flex":
         attended = within / 2
-    elif backend == "sdpa" and not recipe.data.packing and size == 1 and not recipe.prefers:
+    elif backend == "sdpa" and not recipe.data.packing and size == 1 and not recipe.pairs:
         # Where nothing is padded Transformers passes `is_causal`; a mask makes the kernel work through all pairs.
         attended = grid / 2
     # Targets are taken to be as long as their sources.
@@ -253,8 +254,8 @@ def _total(
     drives: Disk,
     compiling: Mapping[str, float],
 ) -> Range:
-    """Compiling, steps, evaluations, the reference of DPO, checkpoints and kept models. Loading and answers to prompts
-    are left out."""
+    """Compiling, steps, evaluations, the reference of DPO and KTO, checkpoints and kept models. Loading and answers to
+    prompts are left out."""
     recipe, layout, steps = workload.recipe, workload.layout, length.total_steps
     settings = recipe.evaluation
     seconds = {end: steps * step.seconds for end, step in ends.items()}
@@ -264,11 +265,14 @@ def _total(
         # Before the first step, every so many steps, and at the end.
         evaluations = settings.at_start + (math.ceil(steps / settings.every_steps) if settings.every_steps else 1)
         passes.append((evaluations, counted.eval_rows, counted.eval_tokens))
-    if counted and recipe.objective == "dpo":
+    if counted and recipe.refers:
         # The reference, once of each row that is drawn.
         drawn = min(1.0, steps * layout.global_batch_size / counted.rows)
         number, tokens = drawn * counted.rows + counted.eval_rows, drawn * counted.tokens + counted.eval_tokens
         passes.append((1, number, tokens))
+    if recipe.judges:
+        # There, and when held-out rows are scored, the answers of other rows are as well.
+        passes = [(2 * times, number, tokens) for times, number, tokens in passes]
     for times, number, tokens in passes:
         assert counted is not None
         rows = settings.batch_size or layout.micro_batch_size

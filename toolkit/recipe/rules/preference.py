@@ -1,4 +1,4 @@
-"""Rules on objectives that learn from pairs of answers."""
+"""Rules on objectives that learn from pairs of answers, or from answers that are judged one by one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _unread(key: str, reads: Callable[[Recipe], bool], why: str, instead: str) -
     return Rule(path, lambda r, _: broken(r), why, f"remove {path}, or set {instead}")
 
 
-def _no_pairs(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:
-    """What does not go with pairs of answers."""
+def _no_answers(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:
+    """What does not go with answers that are compared."""
     return Rule(path, lambda r, _: r.prefers and bool(broken(r)), why, change)
 
 
@@ -37,7 +37,7 @@ PREFERENCE_RULES = {
     "preference-objective": Rule(
         "preference",
         lambda r, _: not r.prefers and r.preference.changed(),
-        "objective {r.objective} has no pairs of answers to prefer one of",
+        "objective {r.objective} does not learn which answers are preferred",
         f"remove {{preference_keys}}, or set objective={' or '.join(PREFERENCES)}",
         keys=preference_keys,
     ),
@@ -59,61 +59,70 @@ PREFERENCE_RULES = {
     "preference-margin": _unread(
         "margin", lambda r: r.objective == "simpo", "only SimPO has a target margin", "objective=simpo"
     ),
+    **{
+        f"preference-{key.replace('_', '-')}": _unread(
+            key, lambda r: r.judges, "only judged answers are good or bad by themselves", "objective=kto"
+        )
+        for key in ("desirable_weight", "undesirable_weight")
+    },
+    "preference-sft": _unread(
+        "sft_weight", lambda r: r.pairs, "judged answers have no chosen one whose likelihood is learnt", "objective=dpo"
+    ),
     "preference-exo": Rule(
         "preference.label_smoothing",
         lambda r, _: _of_dpo("exo_pair")(r) and r.preference.label_smoothing == 0,
         "the loss exo_pair takes the logarithm of the share of wrong labels, which is 0",
         "set preference.label_smoothing=0.001, as its paper does, or preference.loss=sigmoid",
     ),
-    "preference-packing": _no_pairs(
+    "preference-packing": _no_answers(
         "data.packing",
         lambda r: r.data.packing,
-        "a pair's two answers stand in one micro-batch, and sequences of several rows would part them",
+        "whole answers are compared, those of a pair in one micro-batch, and sequences of several rows would part them",
         "set data.packing=false: rows of like length go together, and varlen attention pads nothing",
     ),
-    "preference-streaming": _no_pairs(
+    "preference-streaming": _no_answers(
         "data.streaming",
         lambda r: r.data.streaming,
-        "the reference's log-probabilities are computed once, of all pairs before the first step",
+        "the reference's log-probabilities are computed once, of all rows before the first step",
         "set data.streaming=false",
     ),
-    "preference-tokens": _no_pairs(
+    "preference-tokens": _no_answers(
         "batch.tokens_per_step",
         lambda r: r.batch.tokens_per_step is not None,
-        "counts sequences of batch.seq_len tokens, and a pair of answers is two of different lengths",
-        "remove batch.tokens_per_step, and set batch.global_batch_size to the pairs of a step",
+        "counts sequences of batch.seq_len tokens, and answers have different lengths",
+        "remove batch.tokens_per_step, and set batch.global_batch_size to the rows of a step",
     ),
-    "preference-train-on": _no_pairs(
+    "preference-train-on": _no_answers(
         "data.train_on",
         lambda r: r.data.train_on != "auto",
-        "of pairs the two answers are compared, and nothing else is trained",
+        "answers are compared, and nothing else is trained",
         "remove data.train_on",
     ),
-    "preference-dropout": _no_pairs(
+    "preference-dropout": _no_answers(
         "method.lora_dropout",
         lambda r: r.method.name == "lora" and r.method.lora_dropout > 0,
-        "pairs are trained without dropout, whose noise would pass for a change of preference",
+        "answers are compared without dropout, whose noise would pass for a change of preference",
         "set method.lora_dropout=0",
     ),
-    "preference-eva": _no_pairs(
+    "preference-eva": _no_answers(
         "method.init_lora_weights",
         lambda r: r.method.name == "lora" and r.method.init_lora_weights == "eva",
-        "EVA reads single rows before the first step, and these are pairs",
+        "EVA reads single rows before the first step, and these hold two answers",
         "set method.init_lora_weights=default",
     ),
     **{
-        f"preference-{way}": _no_pairs(
+        f"preference-{way}": _no_answers(
             f"parallel.{way}",
             lambda r, way=way: getattr(r.parallel, way) > 1,  # type: ignore[misc]
-            "a pair is scored by whole answers, and a process would have parts of them",
+            "whole answers are scored, and a process would have parts of them",
             f"remove parallel.{way}, or set parallel.tensor instead",
         )
         for way in ("sequence", "context")
     },
-    "preference-pipeline": _no_pairs(
+    "preference-pipeline": _no_answers(
         "parallel.pipeline",
         lambda r: r.parallel.pipeline > 1,
-        "pairs have not been tried with layers that are spread over processes",
+        "answers have not been compared with layers that are spread over processes",
         "remove parallel.pipeline, or set parallel.tensor instead",
     ),
 }

@@ -342,7 +342,7 @@ TRAINING_RULES = {
     "best-accuracy": Rule(
         "checkpoint.keep_best",
         lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not r.prefers,
-        "is the share of pairs preferred rightly, which only objectives of preference have",
+        "is the share of answers preferred rightly, which only objectives of preference have",
         "set checkpoint.keep_best=eval_loss, or objective=dpo",
     ),
     "best-or-mean": Rule(
