@@ -1,8 +1,8 @@
 """What a model says before its first step, kept by all that it follows from: runs that begin alike ask it once.
 
 Held-out loss and answers of the untrained model are a good third of the time to a short run's first step, and those of
-a sweep's runs are all the same. The cache names them by a hash of weights, rows, settings, versions and device, so nothing
-is taken that would be computed otherwise.
+a sweep's runs are all the same. The cache names them by a hash of weights, rows, settings, versions and device, so that
+nothing is taken that would be computed otherwise.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _ALWAYS = 4
 _LIMIT = 60
 """Seconds of processor time; models of 70 billion parameters take 20."""
 _DIVIDES = "aot_eager_decomp_partition"
-"""Of torch's compilers the one that decides as Inductor does what is kept for the backward pass, and compiles nothing."""
+"""Of torch's compilers the one that keeps for the backward pass what Inductor does, and compiles nothing."""
 _SHORT = 24
 """Tokens of a row that is shorter than the blocks of any model."""
 _ACTIVATIONS, _CHUNKS, _GRADIENTS = map(CATEGORIES.index, ("activations", "chunks", "gradients"))
