@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from recipes import recipe_of
 from toolkit.data.collate import Collator, PartCollator, isolates
 from toolkit.data.rows import IGNORE
+from toolkit.train import batching
 
 SIZE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROPE = {**SIZE, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
@@ -290,3 +293,14 @@ def test_a_part_of_two_pieces_is_told_what_each_of_them_sees() -> None:
     assert (front["first"], front["end"], end["first"], end["end"]) == (3, 8, 3, 12)
     assert (front["cu_seq_lens_q"].tolist(), front["cu_seq_lens_k"].tolist()) == ([0, 4], [0, 5])
     assert (end["max_length_q"], end["max_length_k"]) == (4, 9)
+
+
+def test_tokens_of_a_flat_batch_fill_the_units_of_fp8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching.device, "kind", lambda: "cuda")
+    rows = [{"input_ids": [5] * length, "labels": [IGNORE] + [5] * (length - 1)} for length in (9, 4)]
+    for precision, tokens in (("bf16", 13), ("fp8", 16), ("fp8_rowwise", 16)):
+        recipe = recipe_of("data.packing=true", f"precision={precision}")
+        batch = batching.collator(recipe, "torch_varlen", SimpleNamespace(pad_token_id=0), compiles=True)(rows)
+        assert batch["input_ids"].shape == (1, tokens)
+        # What fills it up is a document of its own.
+        assert batch["cu_seq_lens_q"].tolist() == [0, 9, 13, *([16] if tokens > 13 else [])]

@@ -121,3 +121,10 @@ def test_the_page_shows_every_run_in_a_colour_of_its_own_and_loads_nothing(tmp_p
         assert text in page.text, text
     for number in (1, 2):
         assert f'class="points nth{number}"' in html and f'class="line nth{number}"' in html
+
+
+def test_the_page_draws_a_line_for_each_of_several_runs(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"run-{at}", 1e-4 * 2**at, 2.5 - at / 8) for at in range(4)]
+    page = comparison_page(compare(runs))
+    assert page.count("<title>run-") == 1 + 4 and "run-2: learning_rate 0.0004, held-out loss 2.2500" in page
+    assert comparison_page(compare(runs[:2])).count("<title>run-") == 1, "that of the page"

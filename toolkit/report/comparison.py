@@ -21,6 +21,7 @@ from toolkit.recipe.dotted import inline, parts
 from toolkit.recipe.files import read
 from toolkit.report import page, plan_view
 from toolkit.report.charts import Series, chart, smooth
+from toolkit.report.coordinates import Dimension, coordinates
 from toolkit.report.evaluation import Score
 from toolkit.report.load import Manifest, Record, finite, number, read_run
 
@@ -29,6 +30,8 @@ _OF_THE_RUN = ("output.", "description")
 """Keys of a recipe that change nothing of what is trained."""
 _ABREAST = 4
 """Most runs that a terminal shows in columns; more are shown in rows, the best first."""
+_FEW_LINES = 2
+"""Up to so many runs the tables say more than a line for each across the axes of its settings."""
 _DIGITS = 12
 """So much of a hash is shown."""
 
@@ -119,12 +122,36 @@ def comparison_page(compared: Comparison) -> str:
         title=" · ".join(names),
         heading=f"{len(names)} runs compared",
         compared=compared,
+        figure=_figure(compared) if len(names) > _FEW_LINES else None,
         charts=[
             chart("Held-out loss", curves("eval_loss", True), height=260, form=lambda value: f"{value:.4g}"),
             chart("Training loss", curves("loss"), form=lambda value: f"{value:.4g}"),
             chart("Tokens per second", curves("tokens_per_second"), from_zero=True, form=compact),
         ],
     )
+
+
+def _figure(compared: Comparison) -> dict[str, Any] | None:
+    """Settings that differ beside what came out; None where no setting does."""
+    records = compared.records
+    values = [_recipe_values(record) for record in records]
+    own = [
+        Dimension(row.name.removesuffix(".name").rpartition(".")[2], [_plain(each.get(row.name)) for each in values])
+        for row in compared.differences.get("recipe", [])
+    ]
+    came_out = [
+        Dimension("held-out loss", [_last_loss(record) for record in records], _loss),
+        Dimension("training loss", [_newest(record, "loss") for record in records], _loss),
+        Dimension("tokens/s", [_or_nan(record.tokens_per_second) for record in records], compact, True),
+    ]
+    results = [each for each in came_out if len(set(filter(math.isfinite, each.values))) > 1]  # type: ignore[arg-type]
+    if not own or not results:
+        return None
+    return coordinates("A line for each run", compared.names, own, results)
+
+
+def _plain(value: Any) -> float | str | None:
+    return value if value is None or isinstance(value, int | float) else inline(value)
 
 
 def _abreast(title: str, names: Sequence[str], rows: Sequence[Row], columns: int) -> Text:

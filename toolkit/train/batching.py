@@ -14,6 +14,7 @@ from toolkit.models.context_parallel import gather
 from toolkit.models.sequence_parallel import exchange
 from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
+from toolkit.recipe.sections import FP8_SCALING
 
 Collates = Collator | PartCollator | AnswerCollator | JudgedCollator
 
@@ -36,7 +37,9 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
     on_cpu = device.kind() == "cpu"
     if backend in attention.VARLEN:
         parts, chunks = recipe.parallel.sharing, 2 if recipe.parallel.context > 1 else 1
-        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts * chunks, ALIGNED if on_cpu else 1))
+        # Gradients of weights in fp8 are summed over units of 16 tokens, to which torchao would copy all that is fewer.
+        unit = ALIGNED if on_cpu else 16 if recipe.precision in FP8_SCALING else 1
+        flat = Collator(tokenizer.pad_token_id, "flat", math.lcm(parts * chunks, unit))
         return flat if parts == 1 else PartCollator(flat, part, parts, chunks)
     if backend == "flex":
         return Collator(tokenizer.pad_token_id, layout, attention.FLEX_BLOCK)
