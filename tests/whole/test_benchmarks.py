@@ -37,7 +37,7 @@ def test_throughput(tmp_path: Path) -> None:
     import material
     import throughput
 
-    bench = throughput.Bench(tmp_path, 20, throughput.CPU_JOBS, False)
+    bench = throughput.Bench(tmp_path, 20, 20, throughput.CPU_JOBS, False)
     for job in (*throughput.CPU_JOBS, *throughput.CUDA_JOBS):
         shape = material.SHAPES.get(job.model, ("HuggingFaceTB/SmolLM2-135M-Instruct", {}))
         model = config(tmp_path / "models" / job.model, *shape)

@@ -31,6 +31,7 @@ from toolkit.models import device
 from toolkit.models.layer_sums import dividing
 from toolkit.train.evaluate import batches_of, before_training
 from toolkit.train.session import Session
+from toolkit.train.untrained import beginning
 
 FILE = "reference.safetensors"
 """In the run folder: `log_probs` (rows, 2), training rows before those held out; zero of rows that no step comes to."""
@@ -80,23 +81,14 @@ class Reference(TrainerCallback):
 
 def _key(session: Session) -> str:
     """A hash of what the log-probabilities follow from: weights, how they are stored and computed with, and rows."""
-    recipe, method = session.recipe, session.recipe.method
     if session.hashed:
         session.hashed.exception()  # Ended; whether it could is said elsewhere.
-    hashes = session.folder.manifest().hashes
-    as_it_is = method.name == "full" or (method.init_lora_weights in ("default", "orthogonal", "gaussian"))
     content = {
         # Without the hash of the weights nothing is the same.
-        "weights": hashes.get("model", secrets.token_hex()),
-        "others": [hashes.get("adapter"), hashes.get("data")],
-        "model": recipe.model.model_dump(mode="json", exclude={"path", "adapter", "tokenizer", "chat_template"}),
-        "dtypes": [session.dtypes.load, session.dtypes.compute, recipe.precision],
+        **(beginning(session) or {"weights": secrets.token_hex()}),
+        "data": session.prepared.fingerprint,
         "drawn": hashlib.sha256(_drawn(session).tobytes()).hexdigest(),
-        "attention": session.attention,
         "device": device.kind(),
-        "quantization": [method.quantization, method.double_quantization],
-        # What begins at random, or by a part of the base.
-        "begins": None if as_it_is and not recipe.model.new_tokens else [method.model_dump(mode="json"), recipe.seed],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
