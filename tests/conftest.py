@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,6 +63,20 @@ def nothing_concealed() -> None:
     """What one test took from the environment may stand in what the next one shows."""
     common._CONCEALED.clear()
     common._concealed_texts.cache_clear()
+
+
+_GROUPS = {"expert_parallel": "_GROUP", "layer_sums": "_GROUP", "pipeline": "_GROUPS", "shared_rows": "_GROUP"}
+"""Where modules of `toolkit.models` note the groups of processes that they have made."""
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    """A forked process that drops a group of the process it was forked from waits for threads that it has not: it
+    crashes."""
+    yield
+    for name, groups in _GROUPS.items():
+        if module := sys.modules.get(f"toolkit.models.{name}"):
+            getattr(module, groups).clear()
 
 
 @pytest.fixture
