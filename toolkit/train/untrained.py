@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -92,15 +93,17 @@ def beginning(session: Session) -> dict[str, Any] | None:
     hashes = session.folder.manifest().hashes
     if "model" not in hashes:
         return None
-    plain = method.init_lora_weights in _AS_IT_IS and not method.use_dora and not recipe.model.new_tokens
+    adds = method.use_dora or method.modules_to_save or recipe.model.new_tokens
+    plain = method.name == "lora" and method.init_lora_weights in _AS_IT_IS and not adds
     return {
         "weights": [hashes["model"], hashes.get("adapter")],
         "model": recipe.model.model_dump(mode="json", exclude={"path", "adapter"}),
-        "dtypes": [session.dtypes.load, session.dtypes.compute, recipe.precision, recipe.tf32],
+        # Of trained weights forward passes see other types than of frozen ones.
+        "dtypes": [dataclasses.asdict(session.dtypes), method.name, recipe.precision, recipe.tf32],
         "attention": session.attention,
         "quantization": [method.quantization, method.double_quantization],
         # What begins at random, or by a part of the base.
-        "begins": None if method.name == "full" or plain else [method.model_dump(mode="json"), recipe.seed],
+        "begins": None if plain or method.name == "full" else [method.model_dump(mode="json"), recipe.seed],
     }
 
 
