@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import ROOT
 from tiny import shrink, tiny_model
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,6 +229,15 @@ def test_compiled_layers_keep_what_is_traced_of_them(model: str, method: dict[st
     planned = traced(dataclasses.replace(cpu, compiled=True))
     assert _of_a_layer(planned) == pytest.approx(measured, rel=0.01)
     assert _of_a_layer(traced(cpu)) > 1.1 * measured
+
+
+def test_of_compiled_layers_one_graph_serves_rows_of_every_length() -> None:
+    """Most of what their trace costs is to make a graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = shrunk(dict(setting().config))
+    traced(dataclasses.replace(setting(), config=config, compiled=True))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def _of_a_layer(planned: Trace) -> float:
