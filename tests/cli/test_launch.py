@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from harness import environment, losses, write_recipe
 from small import RECIPE, populate
 
 from toolkit.cli.main import main
+from toolkit.recipe import split_arguments
+from toolkit.recipe.rules import load_checked
 
 BATCH = "batch.global_batch_size=96"
 
@@ -309,6 +312,27 @@ def test_batch_script_queues_itself_again_after_what_may_pass(
     assert done.returncode == status and done.stderr.count("\n") == starts - 1 + requeued, done.stderr
     assert (folder / "started-1").read_text().split("\n") == ["", *map(str, range(1, starts)), ""]
     assert ("requeue" in (folder / "scontrol.log").read_text()) == requeued
+
+
+def test_an_array_of_jobs_has_one_for_each_run_of_a_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = folder / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text('#!/usr/bin/env bash\nprintf "%q " "$@" > "started-$SLURM_ARRAY_TASK_ID"\n')
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    asked = ["recipe=small", BATCH, "output.name=it's mine", "seed=3,4,5"]
+    assert main(["sweep", *asked, "--slurm", "--gpus", "2", "--parallel", "2", "--output", "job.sbatch"]) == 0
+    script = (folder / "job.sbatch").read_text()
+    assert "#SBATCH --array=0-2%2\n" in script and "#SBATCH --output=it-s-mine-sweep-%A_%a.out\n" in script
+    for task in range(3):
+        env = stand_ins(folder) | {"SLURM_ARRAY_TASK_ID": str(task)}
+        assert subprocess.run(["bash", "job.sbatch"], env=env, timeout=30).returncode == 0
+        words = shlex.split((folder / f"started-{task}").read_text())
+        options = understood(["accelerate", "launch", *words[2:]])[1]
+        loaded = load_checked(*split_arguments(cast("list[str]", options["training_script_args"])))
+        assert loaded.recipe.seed == 3 + task
+        assert loaded.run_folder == Path(f"runs/it's mine-sweep/seed-{3 + task}")
+    assert main(["sweep", *asked, "--slurm"]) == 1, "the GPUs of other machines have to be said"
 
 
 @pytest.mark.matrix

@@ -116,9 +116,13 @@ def test_nine_runs_killed_half_way_go_on_where_they_were(place: Path) -> None:
 
 def test_a_run_that_fails_does_not_stop_the_others(place: Path) -> None:
     Path("broken.jsonl").write_text(json.dumps({"messages": []}) + "\n")
-    asked = command("data.sources=[broken.jsonl],[chat.jsonl]", "output.dir=failing")
+    asked = command("data.sources=[broken.jsonl],[chat.jsonl]", "output.dir=failing", "--parallel", "2")
     done = subprocess.run(asked, env=environment(), capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed" in done.stderr and "the same command tries them again" in done.stderr
-    statuses = {read_manifest(each)[0].status for each in (place / "failing" / "small-sweep").glob("*/")}
+    folder = place / "failing" / "small-sweep"
+    statuses = {read_manifest(each)[0].status for each in folder.glob("*/")}
     assert "finished" in statuses
+    # Trainings that run at once do not write over each other in the terminal.
+    (log,) = folder.glob("*broken*.log")
+    assert "broken.jsonl" in log.read_text() and "broken.jsonl:1" not in done.stderr

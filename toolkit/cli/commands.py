@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,19 +239,14 @@ def launch(options: argparse.Namespace) -> int | None:
     if options.recipes:
         arguments += ["--recipes", options.recipes]
     arguments += [f"--{name}" for name in ("force", "verbose", "quiet") if getattr(options, name)]
-    unread = [name for name, _ in _SLURM if getattr(options, name.removeprefix("--")) is not None]
-    if unread and not options.slurm:
-        raise UserError(f"{' and '.join(unread)} would be ignored", "add --slurm, or leave them out")
+    _check_slurm(options)
     if options.restarts and options.print and not options.slurm:
         raise UserError("--restarts is no part of the line that is printed", "leave out one of the two")
     where = (options.gpus, options.nodes, options.head, options.port, options.rank, options.slurm)
     cluster = launch.cluster(recipe, *where)
     launch.check(recipe, cluster, options.recipes)
     if options.slurm:
-        name = re.sub(r"[^\w.-]+", "-", recipe.output.name or loaded.name)
-        requests = {key: getattr(options, key) for key in ("time", "partition", "account")}
-        text = launch.sbatch(loaded, cluster, arguments, name, options.cores, options.restarts or 0, **requests)
-        print(text if options.print else launch.save(text, Path(options.output or f"{name}.sbatch")))
+        _write_slurm(options, [(loaded, arguments)], cluster, recipe.output.name or loaded.name, options.restarts or 0)
     elif options.print:
         ranks = range(cluster.nodes) if options.rank is None else [options.rank]
         print("\n".join(launch.shell_line(cluster, rank, arguments) for rank in ranks))
@@ -263,27 +259,71 @@ def launch(options: argparse.Namespace) -> int | None:
     return None
 
 
+def _check_slurm(options: argparse.Namespace, *further: str) -> None:
+    """Refuses options of a batch script where none is written."""
+    names = [name.removeprefix("--") for name, _ in _SLURM] + [*further]
+    unread = [f"--{name}" for name in names if getattr(options, name) is not None]
+    if unread and not options.slurm:
+        raise UserError(f"{' and '.join(unread)} would be ignored", "add --slurm, or leave them out")
+
+
+def _write_slurm(
+    options: argparse.Namespace, runs: Sequence[Any], cluster: Any, name: str, restarts: int = 0, **settings: Any
+) -> None:
+    """Writes or prints a batch script, see `launch.sbatch`."""
+    from toolkit.cli import launch
+
+    name = re.sub(r"[^\w.-]+", "-", name)
+    requests = {key: getattr(options, key) for key in ("time", "partition", "account")}
+    text = launch.sbatch(runs, cluster, name, options.cores, restarts, **settings, **requests)
+    print(text if options.print else launch.save(text, Path(options.output or f"{name}.sbatch")))
+
+
 @command(
     _RECIPE,
     _FOLDER,
     option("--gpus", "N", "GPUs of this machine, a process each (default: all)", type=count),
+    option("--parallel", "N", "so many at once, each on its share of the GPUs (1; with --slurm all)", type=positive),
+    option("--trials", "N", "train so many, with values that Optuna chooses", type=positive),
+    flag("--prune", "with --trials: end those early that do worse than half of the others"),
     flag("--print", "only print what would be trained"),
+    flag("--slurm", "write an sbatch file with a job for each instead; the options below are its"),
+    option("--nodes", "N", "number of machines of each (1)", type=positive),
+    *_SLURM,
 )
 def sweep(options: argparse.Namespace) -> int:
-    """Train every combination of values: toolkit sweep recipe=NAME key=1,2."""
-    from toolkit.cli import sweep
+    """Train every combination of values, or search among them: toolkit sweep recipe=NAME key=1,2."""
+    from toolkit.cli import jobs, sweep
     from toolkit.report import terminal
     from toolkit.report.comparison import comparison_text
     from toolkit.report.plan_text import width
 
-    found = sweep.trials(options.arguments, options.recipes)
-    if options.print:
-        print(printable("\n".join(sweep.shell_lines(found))))
-        return 0
-    status = sweep.run(found, options.gpus, sweep.told)
-    if compared := sweep.compare_all(found):
-        page = found[0].folder.parent / sweep.PAGE
-        print(f"\n{len(compared.names)} of {len(found)} runs, the best first" if len(found) > 4 else "")
+    _check_slurm(options, "nodes")
+    if options.prune and not options.trials:
+        raise UserError("--prune ends runs of a search early", "say how many it has with --trials N")
+    if options.trials and (options.print or options.slurm):
+        what = "--print" if options.print else "--slurm"
+        raise UserError(f"{what}: what a search trains is chosen on the way", f"leave out {what} or --trials")
+    if options.trials:
+        from toolkit.cli.search import Search
+
+        search = Search(options.arguments, options.recipes, options.trials, options.prune, sweep.told)
+        status, folders = search.run(jobs.shares(options.parallel or 1, options.gpus))
+    else:
+        found = sweep.trials(options.arguments, options.recipes)
+        folders = [each.folder for each in found]
+        if options.slurm:
+            runs = [(each.loaded, each.arguments) for each in found]
+            cluster = sweep.nodes(found, options.gpus, options.nodes or 1)
+            _write_slurm(options, runs, cluster, folders[0].parent.name, at_once=options.parallel)
+            return 0
+        if options.print:
+            print(printable("\n".join(sweep.shell_lines(found))))
+            return 0
+        status = sweep.run(found, jobs.shares(options.parallel or 1, options.gpus), sweep.told)
+    if compared := sweep.compare_all(folders):
+        page = folders[0].parent / sweep.PAGE
+        print(f"\n{len(compared.names)} of {len(folders)} runs, the best first" if len(folders) > 4 else "")
         terminal.write(comparison_text(compared, width()), terminal.console_of(sys.stdout), str(page))
         print(printable(f"\npage: {page}"))
     return status

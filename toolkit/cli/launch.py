@@ -191,27 +191,29 @@ def _ranks(nodes: int) -> str:
 
 
 def sbatch(
-    loaded: Loaded,
+    runs: Sequence[tuple[Loaded, Sequence[str]]],
     cluster: Cluster,
-    arguments: Sequence[str],
     name: str,
     cores: int | None,
-    restarts: int,
+    restarts: int = 0,
+    at_once: int | None = None,
     **requests: str | None,
 ) -> str:
-    """The text of a batch script for Slurm.
+    """The text of a batch script for Slurm; of several runs each is a job of one array.
 
     Args:
-        arguments: `recipe=NAME key=value …`.
+        runs: Recipes, and what starts them: `recipe=NAME key=value …`.
         name: Of the job.
         cores: CPU cores of each machine.
         restarts: How often the job starts a failed training again before it is queued again.
+        at_once: How many jobs of an array run at the same time at most.
         requests: Slurm's further options; None leaves one to the site's default.
 
     Raises:
-        UserError: If the recipe would start again from the beginning after every requeue.
+        UserError: If a recipe would start again from the beginning after every requeue.
     """
-    check_resume(loaded.recipe, "a job that Slurm requeues")
+    for loaded, _ in runs:
+        check_resume(loaded.recipe, "a job that Slurm requeues")
     text = Path(__file__).with_name("launch.sbatch.j2").read_text(encoding="utf-8")
     return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         name=name,
@@ -219,10 +221,10 @@ def sbatch(
         cores=cores or _CORES_PER_GPU * cluster.world.local_world_size,
         requests=requests,
         restarts=restarts,
-        run_folder=shlex.quote(str(loaded.run_folder)),
+        at_once=at_once,
+        runs=[(shlex.quote(str(loaded.run_folder)), shlex.join(arguments)) for loaded, arguments in runs],
         python=shlex.quote(sys.executable),
         config=shlex.quote(str(_CONFIG)),
-        arguments=shlex.join(arguments),
     )
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from toolkit.cli import launch
 from toolkit.cli.launch import Cluster
@@ -71,11 +72,11 @@ class _GivenUp(UserError):
 
 
 class Group:
-    """The processes of one attempt after the other, and whether somebody has stopped them."""
+    """The processes that a command starts, and whether somebody has stopped them."""
 
     def __init__(self) -> None:
         self.stopped = False
-        self._running: subprocess.Popen[bytes] | None = None
+        self._running: list[subprocess.Popen[bytes]] = []
         for number in _STOPPED:
             # `nohup` has SIGHUP ignored, also by what is started.
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -83,17 +84,35 @@ class Group:
 
     def run(self, line: Sequence[str], variables: dict[str, str], restarts: int) -> int:
         """The exit code of a launcher, as shells count it."""
+        process = self.start(line, variables, restarts)
+        status = process.wait()
+        self.forget(process)
+        return status if status >= 0 else 128 - status
+
+    def start(
+        self, line: Sequence[str], variables: dict[str, str], restarts: int, **streams: Any
+    ) -> subprocess.Popen[bytes]:
+        """A launcher that is at work.
+
+        Args:
+            streams: As `Popen` takes them, where it is not to have this process's.
+        """
         take_terminal()
         environment = {**os.environ, **variables, "TOOLKIT_RESTARTS": str(restarts)}
-        self._running = subprocess.Popen(line, env=environment, preexec_fn=end_with_parent)
-        status = self._running.wait()
-        return status if status >= 0 else 128 - status
+        process = subprocess.Popen(line, env=environment, preexec_fn=end_with_parent, **streams)
+        self._running.append(process)
+        return process
+
+    def forget(self, process: subprocess.Popen[bytes]) -> None:
+        """Of a process that has ended."""
+        self._running.remove(process)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
         # A terminal sends the others to all of its processes itself.
-        if number == signal.SIGTERM and self._running:
-            self._running.send_signal(number)
+        if number == signal.SIGTERM:
+            for process in self._running:
+                process.send_signal(number)
 
 
 def _may_pass(status: int) -> bool:

@@ -12,14 +12,13 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.cli import launch
-from toolkit.cli.restarts import Group
+from toolkit.cli.jobs import Share, Trial, train
 from toolkit.common import UserError, printable
 from toolkit.files import write_atomically
-from toolkit.recipe import Loaded, split_arguments
+from toolkit.recipe import split_arguments
 from toolkit.recipe.hydra_habits import UNSUPPORTED, swept_values
 from toolkit.recipe.rules import load_checked
 from toolkit.report.comparison import Comparison, compare, comparison_page
@@ -28,24 +27,6 @@ from toolkit.train.run_folder import claim
 
 PAGE = "comparison.html"
 """In the folder of a sweep."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One combination of values.
-
-    Args:
-        loaded: The recipe with them.
-        arguments: What starts it: `recipe=NAME key=value …`.
-    """
-
-    loaded: Loaded
-    arguments: tuple[str, ...]
-
-    @property
-    def folder(self) -> Path:
-        """Its run folder."""
-        return self.loaded.run_folder
 
 
 def trials(arguments: Sequence[str], recipes: str | None = None) -> list[Trial]:
@@ -61,23 +42,18 @@ def trials(arguments: Sequence[str], recipes: str | None = None) -> list[Trial]:
     swept = [(text.partition("=")[0], [*values]) for text in arguments if (values := swept_values(text))]
     if endless := [text for text in arguments if swept_values(text) is None]:
         raise UserError(
-            f"{' '.join(endless)}: {UNSUPPORTED}", "write the values: learning_rate=1e-4,2e-4, or seed=range(1,5)"
+            f"{' '.join(endless)}: {UNSUPPORTED}",
+            "write the values: learning_rate=1e-4,2e-4, or have them chosen with --trials 20",
         )
     if not swept:
         raise UserError("no key has several values", "separate them by commas: learning_rate=1e-4,2e-4 method.r=8,16")
-    keys = [key for key, _ in swept]
-    written = [text.partition("=")[0] for text in arguments]
-    if twice := [key for key in keys if written.count(key) > 1]:
-        raise UserError(f"{twice[0]} is written twice", "write all of its values once")
-    kept = [text for text, key in zip(arguments, written, strict=True) if key not in keys]
-    short = [key.rpartition(".")[2] for key in keys]
+    keys = swept_keys(arguments, lambda text: bool(swept_values(text)))
+    kept = [text for text in arguments if text.partition("=")[0] not in keys]
     found, wrong = list[Trial](), list[str]()
     for combined in itertools.product(*(dict.fromkeys(each) for _, each in swept)):
-        named = zip(short if len(set(short)) == len(short) else keys, combined, strict=True)
-        name = "_".join(f"{key}-{_in_name(value)}" for key, value in named)
         changes = [f"{key}={value}" for key, value in zip(keys, combined, strict=True)]
         try:
-            found.append(_trial([*kept, *changes], name, recipes))
+            found.append(trial(kept, changes, named(changes), recipes))
         except UserError as error:
             wrong.append(f"{shlex.join(changes)}: {error}")
     if wrong:
@@ -88,19 +64,47 @@ def trials(arguments: Sequence[str], recipes: str | None = None) -> list[Trial]:
     return found
 
 
-def _trial(arguments: Sequence[str], name: str, recipes: str | None) -> Trial:
+def swept_keys(arguments: Sequence[str], sweeps: Callable[[str], bool]) -> list[str]:
+    """The keys of the arguments that stand for several values.
+
+    Raises:
+        UserError: If one of them is written twice.
+    """
+    written = [text.partition("=")[0] for text in arguments]
+    keys = [key for key, text in zip(written, arguments, strict=True) if sweeps(text)]
+    if twice := [key for key in keys if written.count(key) > 1]:
+        raise UserError(f"{twice[0]} is written twice", "write all of its values once")
+    return keys
+
+
+def trial(kept: Sequence[str], changes: Sequence[str], name: str, recipes: str | None) -> Trial:
+    """One combination, in a folder of this name among the others.
+
+    Args:
+        kept: What holds for all of them.
+        changes: Its own values.
+        recipes: The user's recipes folder.
+
+    Raises:
+        UserError: If it cannot be trained.
+    """
+    arguments = [*kept, *changes]
     base = load_checked(*split_arguments(arguments), recipes)
     launch.check_resume(base.recipe, "a sweep that was stopped")
     folder = base.run_folder.with_name(f"{base.run_folder.name}-sweep")
     places = [f"output.dir={_quoted(str(folder))}", f"output.name={_quoted(name)}"]
     started = [text for text in arguments if not text.startswith(("output.dir=", "output.name="))] + places
     loaded = load_checked(*split_arguments(started), recipes)
-    return Trial(loaded, (*started, *(["--recipes", recipes] if recipes else [])))
+    return Trial(loaded, (*started, *(["--recipes", recipes] if recipes else [])), tuple(changes))
 
 
-def _in_name(value: str) -> str:
-    """A value in the name of a folder."""
-    return re.sub(r"[^\w.+-]+", "-", value).strip("-")
+def named(changes: Sequence[str]) -> str:
+    """The name of a folder for values, `key=value` each."""
+    pairs = [text.partition("=")[::2] for text in changes]
+    short = [key.rpartition(".")[2] for key, _ in pairs]
+    keys = short if len(set(short)) == len(short) else [key for key, _ in pairs]
+    values = (re.sub(r"[^\w.+-]+", "-", value).strip("-") for _, value in pairs)
+    return "_".join(f"{key}-{value}" for key, value in zip(keys, values, strict=True))
 
 
 def _quoted(text: str) -> str:
@@ -119,47 +123,59 @@ def finished(trial: Trial) -> bool:
     return claim(trial.loaded, 1).finished
 
 
-def run(found: Sequence[Trial], gpus: int | None, say: Callable[[str], None]) -> int:
+def run(found: Sequence[Trial], places: list[Share], say: Callable[[str], None]) -> int:
     """Trains what is not finished yet; a run that fails does not stop the others. Returns 0 if all are finished.
 
     Args:
-        gpus: Of this machine; None for all.
         say: Takes a line about each run.
 
     Raises:
         UserError: Before anything is started, if a run's folder holds another run or this machine cannot train it.
     """
-    done = {each.folder: finished(each) for each in found}
-    clusters = {}
-    for each in found:
-        if not done[each.folder]:
-            clusters[each.folder] = launch.cluster(each.loaded.recipe, gpus, 1, None, None, None, False)
-            launch.check(each.loaded.recipe, clusters[each.folder])
-    group, page = Group(), found[0].folder.parent / PAGE
-    for number, each in enumerate(found, start=1):
-        what = f"run {number} of {len(found)}, {each.folder.name}"
-        if done[each.folder]:
-            say(f"{what}: finished before")
-            continue
-        say(what)
-        cluster = clusters[each.folder]
-        status = group.run(launch.line(cluster, None, each.arguments), launch.variables(cluster), 0)
-        if group.stopped or status in (130, 143):
+    done = {each.folder for each in found if finished(each)}
+    what = {each.folder: f"run {at} of {len(found)}, {each.folder.name}" for at, each in enumerate(found, start=1)}
+    left = [each for each in found if each.folder not in done]
+    for each in left:
+        places[0].cluster(each.loaded.recipe)
+    for folder in done:
+        say(f"{what[folder]}: finished before")
+
+    def ended(each: Trial, status: int) -> None:
+        if status in (130, 143):
             say(f"stopped in {each.folder.name}: the same command goes on there")
-            return status or 130
-        if status:
-            say(f"{what}: failed with exit code {status}, the others go on")
-        if compared := compare_all(found):
-            write_atomically(page, comparison_page(compared))
+        elif status:
+            say(f"{what[each.folder]}: failed with exit code {status}, the others go on")
+        write_page([each.folder for each in found])
+
+    if status := train(iter(left), places, lambda each: say(what[each.folder]), ended):
+        return status
     failed = [each.folder.name for each in found if read_manifest(each.folder)[0].status != "finished"]
     if failed:
         say(f"{len(failed)} of {len(found)} runs failed: {', '.join(failed)}; the same command tries them again")
     return 1 if failed else 0
 
 
-def compare_all(found: Sequence[Trial]) -> Comparison | None:
+def nodes(found: Sequence[Trial], gpus: int | None, count: int) -> launch.Cluster:
+    """So many of Slurm's machines for each run.
+
+    Raises:
+        UserError: If one cannot be trained on them.
+    """
+    clusters = [launch.cluster(each.loaded.recipe, gpus, count, None, None, None, True) for each in found]
+    for each, cluster in zip(found, clusters, strict=True):
+        launch.check(each.loaded.recipe, cluster)
+    return clusters[0]
+
+
+def write_page(folders: Sequence[Path]) -> None:
+    """The page that compares those runs of a sweep that have begun."""
+    if compared := compare_all(folders):
+        write_atomically(folders[0].parent / PAGE, comparison_page(compared))
+
+
+def compare_all(folders: Sequence[Path]) -> Comparison | None:
     """Those runs that have begun; None where it is none."""
-    begun = [each.folder for each in found if (each.folder / "recipe.yaml").is_file()]
+    begun = [each for each in folders if (each / "recipe.yaml").is_file()]
     return compare(begun) if begun else None
 
 

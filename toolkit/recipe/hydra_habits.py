@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 
 from toolkit.common import UserError
@@ -92,6 +94,34 @@ def swept_values(argument: str) -> list[str] | None:
         return None
     # As they were typed: Hydra would make 0.001 of 1e-3.
     return [value.strip() for value in _VALUE.findall(re.sub(r"^choice\((.*)\)$", r"\1", text))]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`key=interval(a,b)`: any number between two, both included.
+
+    Args:
+        whole: Whether it is a whole number, as of `int(interval(1,8))`.
+        log: Whether each factor counts alike, as in `tag(log, interval(1e-5,1e-3))`, instead of each difference.
+    """
+
+    low: float
+    high: float
+    whole: bool
+    log: bool
+
+
+def interval(argument: str) -> Interval | None:
+    """The interval that an argument gives; None if it gives something else."""
+    try:
+        parsed = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+    value = parsed.value()
+    if not isinstance(value, IntervalSweep) or value.start is None or value.end is None:
+        return None
+    whole = isinstance(value.start, int) and isinstance(value.end, int)
+    return Interval(value.start, value.end, whole, "log" in value.tags)
 
 
 def hint(argument: str) -> str:

@@ -45,7 +45,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int) -> tupl
 _LIBRARY = torch.library.Library(STAND_INS, "DEF")
 for _schema, _function in {
     "flash_attn(Tensor q, Tensor k, Tensor v, SymInt keys) -> (Tensor, Tensor)": _flash,
-    "flash_attn_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor lse, SymInt keys) -> (Tensor, Tensor, Tensor)": (
+    "flash_attn_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor l, SymInt keys) -> (Tensor, Tensor, Tensor)": (
         lambda grad, q, k, v, lse, keys: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     ),
     "grouped_mm(Tensor a, Tensor b) -> Tensor": lambda a, b: a.new_empty((a.shape[0], b.shape[-1])),
