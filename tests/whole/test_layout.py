@@ -7,6 +7,7 @@ from harness import ROOT
 TESTS = ROOT / "tests"
 ELSEWHERE = {
     # Tested by what a user does with them.
+    "cli/jobs": "cli/test_search",
     "cli/keys": "cli/test_evaluate",
     "cli/local_data": "cli/test_commands",
     "cli/main": "cli/test_commands",

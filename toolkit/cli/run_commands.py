@@ -120,12 +120,15 @@ def merge(options: argparse.Namespace) -> None:
 class Export(Keys):
     """The keys of `toolkit export`."""
 
-    format: Literal["int8", "fp8", "nf4"]
+    format: Literal["int8", "fp8", "nf4", "gguf", "gguf_q8_0"]
     output: str | None = None
     """The folder; by default that of the run with the format's name."""
 
 
-@command(_RUN, option("arguments", "key=value", "format=int8, fp8 or nf4, output=DIR: docs/use.md", nargs="*"))
+@command(
+    _RUN,
+    option("arguments", "key=value", "format=int8, fp8, nf4, gguf or gguf_q8_0, output=DIR: docs/use.md", nargs="*"),
+)
 def export(options: argparse.Namespace) -> None:
     """Write a run's model in fewer bits, and compare it with the run's."""
     run, wanted = _run_folder(options.run), read_keys(Export, options.arguments, "docs/use.md")
@@ -133,6 +136,31 @@ def export(options: argparse.Namespace) -> None:
     from toolkit.train.quantized import export
 
     print(export(run, wanted.format, Path(wanted.output or run / wanted.format)))
+
+
+class Push(Keys):
+    """The keys of `toolkit push`."""
+
+    license: str | None = None
+    """By the Hub's list; by default the base model's."""
+    public: bool = False
+    branch: str | None = None
+
+
+@command(
+    _RUN,
+    option("repository", "OWNER/NAME", "on the Hugging Face Hub; it is made, private, if there is none"),
+    option("arguments", "key=value", "license=apache-2.0, public=true, branch=NAME: docs/use.md", nargs="*"),
+)
+def push(options: argparse.Namespace) -> None:
+    """Publish a run's model on the Hub, once its card and licence are in order."""
+    run, wanted = _run_folder(options.run), read_keys(Push, options.arguments, "docs/use.md")
+    from toolkit.train.push import push
+
+    where = push(
+        run, options.repository, wanted.license, wanted.public, wanted.branch, lambda line: print(printable(line))
+    )
+    print(printable(where))
 
 
 def _sample(options: argparse.Namespace) -> dict[str, float] | None:

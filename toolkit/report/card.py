@@ -68,7 +68,7 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
         description=_description(recipe, base_model),
         results=_results_table(record),
         held_out_rows=record.audit.eval.rows if record.audit and record.audit.eval else 0,
-        base_on_hub=_is_hub_id(base_model),
+        base_on_hub=is_hub_id(base_model),
         gguf=f", gguf_file={gguf!r}" if gguf else "",
         chat=_is_chat(folder, record, recipe),
         served=_served(record, recipe, base_model),
@@ -82,7 +82,7 @@ def write_card(folder: Path, run: Path, recipe: Recipe, base_model: str) -> Path
 def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
     """What the Hub reads. No license: that of the base model and the data is not known here."""
     adapter, sources = recipe.method.name == "lora", list(dict.fromkeys(_source_paths(recipe)))
-    datasets = [path for path in sources if _is_hub_id(path)]
+    datasets = [path for path in sources if is_hub_id(path)]
     task = "text2text-generation" if recipe.objective == "seq2seq" else "text-generation"
     results = [
         EvalResult(
@@ -96,7 +96,7 @@ def _metadata(record: Record, recipe: Recipe, base_model: str) -> ModelCardData:
         for metric, _, _, value in _results(record)
         if value is not None and math.isfinite(value)
     ]
-    on_hub = _is_hub_id(base_model)
+    on_hub = is_hub_id(base_model)
     return ModelCardData(
         base_model=base_model if on_hub else None,
         base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
@@ -161,7 +161,7 @@ def _served(record: Record, recipe: Recipe, base_model: str) -> list[str]:
         return []
     if recipe.method.name == "full":
         return [vllm_line(recipe, ".", record.name), transformers_line(recipe, ".")]
-    return [vllm_line(recipe, ".", record.name)] if on_base(recipe) and _is_hub_id(base_model) else []
+    return [vllm_line(recipe, ".", record.name)] if on_base(recipe) and is_hub_id(base_model) else []
 
 
 def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
@@ -239,7 +239,7 @@ def _source_paths(recipe: Recipe) -> list[str]:
     return [concealed(source.path) for source in recipe.data.training_sources()]
 
 
-def _is_hub_id(path: str) -> bool:
+def is_hub_id(path: str) -> bool:
     return bool(_HUB_ID.fullmatch(path)) and not _FILE.search(path) and not Path(path).exists()
 
 
@@ -247,6 +247,6 @@ def _shown(path: str) -> str:
     """A name that may be published: the hub id, or the last part of anything else."""
     return (
         f"[{path}](https://huggingface.co/{path})"
-        if _is_hub_id(path)
+        if is_hub_id(path)
         else f"`{Path(path.removeprefix('builtin:')).name}`"
     )

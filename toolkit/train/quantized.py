@@ -26,6 +26,7 @@ from toolkit.files import write_json
 from toolkit.models import attention
 from toolkit.models.load import ModelSource, auto_class
 from toolkit.recipe.load import load_resolved
+from toolkit.train import gguf
 from toolkit.train.export import final_model, load_trained, on_device
 from toolkit.train.merge import merge, proof_rows
 
@@ -73,9 +74,10 @@ FORMATS = {
 
 
 def export(run: Path, form: str, output: Path) -> str:
-    """Writes a run's model in one of `FORMATS`, which Transformers loads as it is.
+    """Writes a run's model in fewer bits, or for llama.cpp; Transformers loads it as it is.
 
     Args:
+        form: One of `FORMATS` or of `gguf.FORMATS`.
         output: The folder; there is nothing yet.
 
     Returns:
@@ -85,9 +87,11 @@ def export(run: Path, form: str, output: Path) -> str:
         UserError: If a package is missing, the output exists, the adapter cannot be merged, or the files do not give
             the logits of what was quantized; then nothing is written.
     """
-    package = FORMATS[form].package
+    package = FORMATS[form].package if form in FORMATS else "gguf"
     if not importlib.util.find_spec(package):
         raise UserError(f"format={form}: {package} is not installed", f"run `pip install {package}`")
+    if form in gguf.FORMATS:
+        gguf.converter()
     if output.exists():
         raise UserError(f"{output} exists already", "name another folder with output=DIR")
     source = ModelSource.open(load_resolved(run / "recipe.yaml"))
@@ -109,12 +113,21 @@ def export(run: Path, form: str, output: Path) -> str:
         if recipe.method.name == "lora":
             whole = folder / "merged"
             merge([run], whole)
-        model = kind.from_pretrained(whole, quantization_config=FORMATS[form].config(dtype), **settings).eval()
-        # Before the first pass: on CPUs bitsandbytes then repacks weights, with scales of 16 bits.
-        model.save_pretrained(folder)
-        quantized = _logits(model, rows)
-        tokenizer.save_pretrained(folder)
-        del model
+        saved: list[torch.Tensor] | None = None
+        if form in FORMATS:
+            model = kind.from_pretrained(whole, quantization_config=FORMATS[form].config(dtype), **settings).eval()
+            # Before the first pass: on CPUs bitsandbytes then repacks weights, with scales of 16 bits.
+            model.save_pretrained(folder)
+            saved = _logits(model, rows)
+            tokenizer.save_pretrained(folder)
+            del model
+        else:
+            gguf.convert(whole, folder / gguf.FILE, form, dtype)
+            # Transformers makes fp32 of what a GGUF file holds. Where nothing was rounded it has to be the same model.
+            settings["dtype"] = torch.float32
+            if form == "gguf":
+                saved = _logits(kind.from_pretrained(whole, **settings).eval(), rows)
+            settings["gguf_file"] = gguf.FILE
         _free()
         proof["bytes"], proof["bytes_before"] = _size(folder), _size(whole)
         if whole != final:
@@ -126,7 +139,7 @@ def export(run: Path, form: str, output: Path) -> str:
                 f"Transformers cannot read the {form} weights of this model back: {in_a_line(error)}",
                 "nothing was written; take another format",
             ) from error
-        proof.update(_compared(wanted, quantized), distance_as_saved=_distance(quantized, again))
+        proof.update(_compared(wanted, again), distance_as_saved=_distance(saved or again, again))
         if not proof["distance_as_saved"] <= READ_BACK:  # NaN is not equal to anything.
             raise UserError(
                 f"the saved {form} model differs from the one that was saved: logits by "
@@ -177,7 +190,7 @@ def _distance(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> 
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf"))
 
 
 def _free() -> None:

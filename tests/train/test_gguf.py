@@ -1,0 +1,59 @@
+"""GGUF files by llama.cpp's converter: what is said where it is missing or fails; where it is there, equal logits."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.cli.main import main
+from toolkit.common import UserError
+from toolkit.train import gguf
+
+
+def script(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "convert_hf_to_gguf.py").write_text(text)
+    monkeypatch.setenv("LLAMA_CPP", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import not_there_at_all", ["needs not_there_at_all", "pip install not_there_at_all"]),
+        ("import sys; sys.exit('Model XForCausalLM is not supported')", ["XForCausalLM is not supported", "newer"]),
+        ("", ["does not take this model"]),
+    ],
+)
+def test_a_converter_that_fails_says_what_to_do(
+    text: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, text, monkeypatch)
+    with pytest.raises(UserError) as caught:
+        gguf.convert(tmp_path, tmp_path / gguf.FILE, "gguf", torch.float32)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_without_a_converter_it_is_said_where_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    with pytest.raises(UserError, match=r"git clone(.|\n)*LLAMA_CPP"):
+        gguf.converter()
+    monkeypatch.delenv("LLAMA_CPP")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="not in the PATH"):
+        gguf.converter()
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="takes a checkout of llama.cpp, named by LLAMA_CPP")
+def test_files_hold_the_runs_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    from toolkit.train.main import main as train
+
+    assert train(["recipe=smollm2_135m_lora_demo", "max_steps=2"]) == 0
+    for form, apart in (("gguf", 1e-4), ("gguf_q8_0", 0.1)):
+        assert main(["export", "runs/smollm2_135m_lora_demo", f"format={form}"]) == 0
+        proof = json.loads(Path(f"runs/smollm2_135m_lora_demo/{form}/export_proof.json").read_text())
+        assert proof["distance"] < apart and proof["distance_as_saved"] < 1e-4

@@ -1,0 +1,179 @@
+"""`toolkit push`: what reaches the Hub, and what is refused before anything does."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from small import LORA, place_with, trained
+
+from toolkit.cli.main import main
+
+place = place_with("llama")
+
+
+class Hub(ThreadingHTTPServer):
+    """What of the Hub's API a push talks to.
+
+    Attributes:
+        asked: Method and path of every request.
+        files: Content of what was committed.
+        made: What was asked for when a repository was made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.made: list[dict[str, Any]] = []
+        self.refuses = False
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *args: Any) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"GET {self.path}")
+        if self.path.startswith("/api/models/"):
+            owner, name = self.path.split("/")[3:5]
+            self._answer({"id": f"{owner}/{name}", "cardData": {"license": "mit"}, "siblings": [], "tags": []})
+        else:
+            self._answer({"name": "me", "type": "user", "orgs": [], "auth": {}})
+
+    def do_POST(self) -> None:
+        self.server.asked.append(f"POST {self.path}")
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif self.path == "/api/repos/create":
+            self.server.made.append(json.loads(content))
+            self._answer({"url": f"{self.server.address}/me/x"})
+        elif self.server.refuses:
+            self._answer({"error": "no"})
+        elif "/preupload/" in self.path:
+            asked = json.loads(content)["files"]
+            modes = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
+            self._answer({"files": modes})
+        else:
+            for line in content.decode().splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            url = f"{self.server.address}/me/x/commit/1"
+            self._answer({"success": True, "commitUrl": url, "commitOid": "1" * 40})
+
+    def _answer(self, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(403 if "error" in content else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def full(place: Path) -> Path:
+    return trained("pushed")
+
+
+@pytest.fixture(scope="module")
+def adapter(place: Path) -> Path:
+    return trained("pushed-lora", *LORA)
+
+
+@pytest.fixture(autouse=True)
+def reachable(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Read from the environment when the library is imported.
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+
+
+def test_a_run_is_sent_with_its_licence_to_a_private_repository(
+    full: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(full), "me/x", "license=apache-2.0"]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1] == f"{hub.address}/me/x/commit/1"
+    sent = {str(file.relative_to(full / "final")) for file in (full / "final").rglob("*") if file.is_file()}
+    assert hub.files.keys() == sent and "model.safetensors" in sent
+    assert hub.files["model.safetensors"] == (full / "final" / "model.safetensors").read_bytes()
+    assert b"license: apache-2.0" in hub.files["README.md"]
+    assert hub.made[0]["visibility"] == "private"
+    assert "under apache-2.0, as me to me/x" in told
+    # The card is checked by the Hub before a repository is made.
+    checked, made = (next(at for at, each in enumerate(hub.asked) if word in each) for word in ("yaml", "create"))
+    assert checked < made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["me/x"], ["under which licence", "license=NAME"]),
+        (["me/x", "license=Apache 2"], ["none of the Hub's names"]),
+        (["x", "license=mit"], ["names no owner", "OWNER/x"]),
+        (["me/x", "licence=mit"], ["unknown key `licence`", "did you mean `license`"]),
+    ],
+)
+def test_what_is_not_in_order_is_said_before_anything_is_sent(
+    arguments: list[str], words: list[str], full: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(full), *arguments]) == 1
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+    assert not any(each.startswith("POST") for each in hub.asked)
+
+
+def test_an_adapter_takes_its_bases_licence_and_goes_nowhere_without_a_base_on_the_hub(
+    adapter: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(adapter), "me/x"]) == 1
+    assert "nobody else could load it" in capsys.readouterr().err and not hub.asked
+
+    recipe = adapter / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("path: llama", "path: a/base"))
+    assert main(["push", str(adapter), "me/x", "public=true"]) == 0
+    assert b"license: mit" in hub.files["README.md"] and hub.made[0]["visibility"] == "public"
+
+
+def test_a_damaged_model_is_not_sent(full: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = full / "final" / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1])
+    assert main(["push", str(full), "me/x", "license=mit"]) == 1
+    weights.write_bytes(before)
+    assert "model.safetensors" in capsys.readouterr().err and not hub.asked
+
+
+def test_what_the_hub_refuses_is_said(
+    full: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.refuses = True
+    assert main(["push", str(full), "me/x", "license=mit"]) == 1
+    assert "hf auth login" in capsys.readouterr().err and not hub.files
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(full / "none"))
+    assert main(["push", str(full), "me/x", "license=mit"]) == 1
+    assert "nobody is logged in" in capsys.readouterr().err

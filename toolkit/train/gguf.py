@@ -1,0 +1,61 @@
+"""GGUF files, which llama.cpp and what is built on it load, by llama.cpp's own converter."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from toolkit.common import UserError, brief, printable
+
+FILE = "model.gguf"
+FORMATS = ("gguf", "gguf_q8_0")
+"""By the names that a user gives: weights as they are, or 8-bit integers in blocks of 32."""
+_OUTTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_SCRIPT = "convert_hf_to_gguf.py"
+_VARIABLE = "LLAMA_CPP"
+
+
+def converter() -> Path:
+    """llama.cpp's converter on this machine.
+
+    Raises:
+        UserError: If there is none.
+    """
+    folder = os.environ.get(_VARIABLE)
+    found = str(Path(folder) / _SCRIPT) if folder else shutil.which(_SCRIPT)
+    if not found or not Path(found).is_file():
+        where = f"{_VARIABLE}={folder}" if folder else "the PATH"
+        raise UserError(
+            f"format=gguf is written by llama.cpp's {_SCRIPT}, which is not in {where}",
+            f"get it with `git clone https://github.com/ggml-org/llama.cpp`, and set {_VARIABLE} to that folder",
+        )
+    return Path(found)
+
+
+def convert(model: Path, file: Path, form: str, dtype: torch.dtype) -> None:
+    """Writes the weights and the tokenizer of a folder as one GGUF file.
+
+    Args:
+        form: One of `FORMATS`.
+        dtype: Of the weights.
+
+    Raises:
+        UserError: If there is no converter, or it cannot convert this model.
+    """
+    kind = _OUTTYPES[dtype] if form == "gguf" else form.removeprefix("gguf_")
+    command = [sys.executable, str(converter()), str(model), "--outfile", str(file), "--outtype", kind]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not file.is_file():
+        last = next((line for line in done.stderr.splitlines()[::-1] if line.strip()), f"exit code {done.returncode}")
+        if missing := re.search(r"No module named '(\w+)", last):
+            raise UserError(f"llama.cpp's converter needs {missing[1]}", f"run `pip install {missing[1]}`")
+        raise UserError(
+            f"llama.cpp's converter does not take this model: {brief(printable(last), 1)}",
+            "nothing was written; a newer llama.cpp may know it, or take another format",
+        )
