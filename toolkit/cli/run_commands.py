@@ -138,6 +138,20 @@ def export(options: argparse.Namespace) -> None:
     print(export(run, wanted.format, Path(wanted.output or run / wanted.format)))
 
 
+@command(
+    option("sweeps", "sweep", "folders of `toolkit sweep`, each of a model of its own size", nargs="+"),
+    option("--for", "NAME", "the recipe that is to be trained", required=True, dest="target"),
+    option("--recipes", "DIR", "your recipes folder (recipes/)"),
+)
+def transfer(options: argparse.Namespace) -> None:
+    """Offer the learning rate that sweeps of small models found for a larger one."""
+    from toolkit.cli.transfer import transfer
+    from toolkit.recipe.rules import load_checked
+
+    folders = [Path(each) for each in options.sweeps]
+    print(printable(transfer(folders, load_checked(options.target, [], options.recipes))))
+
+
 class Push(Keys):
     """The keys of `toolkit push`."""
 

@@ -1,0 +1,93 @@
+"""`toolkit transfer SWEEP … recipe=NAME`: the learning rate that sweeps of small models found, for a larger one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.recipe import Loaded, Recipe, model_configs
+from toolkit.recipe.dotted import inline, value_at
+from toolkit.recipe.load import load_resolved
+from toolkit.report.learning_rate import Estimate, Point, best_rate, for_width
+from toolkit.report.load import number, read_run
+
+_SAME = ("objective", "method.name", "optimizer.name")
+"""What has to be the same for a learning rate to mean the same."""
+_NOTED = ("batch.global_batch_size", "batch.seq_len", "schedule.max_steps", "schedule.epochs", "schedule.name")
+"""What moves the best learning rate by less, and is said."""
+
+
+def transfer(sweeps: Sequence[Path], target: Loaded) -> str:
+    """What a larger model's recipe could have as its learning rate.
+
+    Args:
+        sweeps: Folders of `toolkit sweep`, each of a model of its own width.
+        target: The recipe of the model that is to be trained.
+
+    Raises:
+        UserError: If a sweep says nothing of the learning rate, or not of this kind of training.
+    """
+    width, lines, found = _width(target.recipe, target.name), list[str](), list[tuple[int, Estimate]]()
+    noted = dict[str, None]()
+    for folder in sweeps:
+        recipe, points = _points(folder)
+        differ = [text for key in _SAME if (text := _difference(recipe, target.recipe, key))]
+        if differ:
+            raise UserError(
+                f"{folder} says nothing of {target.name}: {'; '.join(differ)}", "sweep with the same settings"
+            )
+        try:
+            estimate = best_rate(points)
+        except UserError as error:
+            raise UserError(f"{folder}: {error.what}", error.change) from None
+        size = _width(recipe, str(folder))
+        found.append((size, estimate))
+        lines.append(f"{len(points)} runs in {folder}, hidden size {size:,}: {estimate.text()}")
+        noted |= dict.fromkeys(text for key in _NOTED if (text := _difference(recipe, target.recipe, key)))
+    offered = for_width(found, width)
+    lines.append(f"{target.name}, hidden size {width:,}: {offered.text()}")
+    if {size for size, _ in found} != {width} and len({size for size, _ in found}) == 1:
+        lines.append(
+            "How it falls with the width was not measured: it may be not at all, or in inverse proportion.\n"
+            "Name a sweep of a model of another width as well to measure it."
+        )
+    lines += [f"not the same: {text}" for text in noted]
+    lines.append(f"to train with it: toolkit launch recipe={target.name} learning_rate={offered.ends[1]:.2g}")
+    return "\n".join(lines)
+
+
+def _points(folder: Path) -> tuple[Recipe, list[Point]]:
+    """The finished runs of a sweep, and the recipe of the first."""
+    recipes, points = list[Recipe](), list[Point]()
+    for run in sorted(place.parent for place in folder.glob("*/recipe.yaml")):
+        record = read_run(run)
+        loss = number((record.result or {}).get("eval_loss"))
+        if record.manifest.status != "finished" or loss is None or not math.isfinite(loss):
+            continue
+        recipe = load_resolved(run / "recipe.yaml")
+        values: dict[str, Any] = recipe.model_dump(mode="json", exclude={"output", "description"})
+        rate = values["optimizer"].pop("learning_rate")
+        recipes.append(recipe)
+        points.append(Point(rate, loss, json.dumps(values, sort_keys=True)))
+    if not points:
+        raise UserError(f"{folder} holds no finished run with a held-out loss", "name a folder of `toolkit sweep`")
+    return recipes[0], points
+
+
+def _width(recipe: Recipe, where: str) -> int:
+    config = model_configs.config_of(recipe.model)
+    width = model_configs.width(config) if config else None
+    if width is None:
+        raise UserError(
+            f"the hidden size of {recipe.model.path} ({where}) is not known here", "download its config.json"
+        )
+    return width
+
+
+def _difference(one: Recipe, other: Recipe, key: str) -> str:
+    values = [value_at(each.model_dump(mode="json"), key.split(".")) for each in (one, other)]
+    return "" if values[0] == values[1] else f"{key} is {inline(values[0])} there, {inline(values[1])} here"

@@ -1,0 +1,126 @@
+"""The learning rate that a sweep of a small model found, offered for a larger one, with how sure it is.
+
+Near its least the loss is a parabola over the logarithm of the learning rate, the same for every group of runs that
+differ in something else, such as the seed, but for a constant. Where it is least, and how sure that is, follows from
+least squares. How it changes with the width of a model is either measured, by sweeps of two widths or more, or it is
+only known to lie between not at all and in inverse proportion, as for matrices trained with Adam in the limit of width
+(Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.common import UserError
+
+SHARE = 0.9
+"""Of what an interval holds."""
+_DRAWS = 20_000
+_NEIGHBOURS = 2
+"""Rates on either side of the best that are fitted: further away the loss is no parabola."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of a sweep.
+
+    Args:
+        rate: Its learning rate.
+        loss: On held-out rows.
+        group: What else its recipe says; runs of one group differ in the rate alone.
+    """
+
+    rate: float
+    loss: float
+    group: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A learning rate, and the ends of its interval; `draws` are equally likely natural logarithms of it."""
+
+    draws: np.ndarray
+
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """Low end, median, high end."""
+        low, middle, high = np.exp(np.quantile(self.draws, [(1 - SHARE) / 2, 0.5, (1 + SHARE) / 2]))
+        return float(low), float(middle), float(high)
+
+    def text(self) -> str:
+        """`2.1e-3 (90%: 1.5e-3 to 3e-3)`."""
+        low, middle, high = self.ends
+        return f"{middle:.2g} ({SHARE:.0%}: {low:.2g} to {high:.2g})"
+
+
+def best_rate(points: Sequence[Point], seed: int = 0) -> Estimate:
+    """Where the loss of a sweep is least.
+
+    Args:
+        points: At least three rates.
+        seed: Of the draws.
+
+    Raises:
+        UserError: If the least is not between the rates, or nothing like a least is to be seen.
+    """
+    by_rate = defaultdict(list)
+    for point in points:
+        by_rate[point.rate].append(point.loss)
+    rates = sorted(by_rate)
+    if len(rates) < 3:
+        raise UserError(f"{len(rates)} learning rates were tried", "sweep three or more, each twice the one before")
+    best = min(range(len(rates)), key=lambda at: sum(by_rate[rates[at]]) / len(by_rate[rates[at]]))
+    if best in (0, len(rates) - 1):
+        raise UserError(
+            f"the {'lowest' if best == 0 else 'highest'} learning rate that was tried, {rates[best]:g}, is the best",
+            f"sweep {'lower' if best == 0 else 'higher'} ones too",
+        )
+    near = rates[max(0, best - _NEIGHBOURS) : best + _NEIGHBOURS + 1]
+    used = [point for point in points if point.rate in near]
+    groups = sorted({point.group for point in used})
+    center = math.log(rates[best])
+    x = np.array([math.log(point.rate) - center for point in used])
+    matrix = np.column_stack([x**2, x, *([point.group == name for point in used] for name in groups)]).astype(float)
+    losses = np.array([point.loss for point in used])
+    solution, *_ = np.linalg.lstsq(matrix, losses, rcond=None)
+    freedom = len(used) - np.linalg.matrix_rank(matrix)
+    if solution[0] <= 0:
+        raise UserError(
+            "the losses near the best learning rate have no least between them", "sweep more rates or seeds"
+        )
+    draw = np.random.default_rng(seed)
+    if freedom < 1:
+        # Three runs say nothing of their noise: anything between the neighbours may be the best.
+        return Estimate(draw.uniform(math.log(rates[best - 1]), math.log(rates[best + 1]), _DRAWS))
+    variance = float(((losses - matrix @ solution) ** 2).sum()) / freedom
+    spread = np.linalg.cholesky(np.linalg.pinv(matrix.T @ matrix)[:2, :2] * variance + 1e-18 * np.eye(2))
+    # Student's distribution: the noise is estimated as well.
+    scale = np.sqrt(draw.chisquare(freedom, _DRAWS) / freedom)
+    bends, slopes = solution[:2, None] + spread @ draw.standard_normal((2, _DRAWS)) / scale
+    # A least that lies further out than the rates that were tried was not seen.
+    ends = math.log(near[0]) - center, math.log(near[-1]) - center
+    least = np.where(bends > 0, -slopes / (2 * np.where(bends > 0, bends, 1.0)), np.sign(-slopes) * math.inf)
+    return Estimate(center + np.clip(least, *ends))
+
+
+def for_width(found: Sequence[tuple[int, Estimate]], width: int, seed: int = 0) -> Estimate:
+    """The same for a model of another width.
+
+    Args:
+        found: Hidden size of a model, and what its sweep found.
+        width: Hidden size of the model that is to be trained.
+    """
+    logs = np.log([size for size, _ in found])
+    draws = np.array([estimate.draws for _, estimate in found])
+    far = math.log(width)
+    if len(set(logs)) > 1:
+        centered = logs - logs.mean()
+        slopes = (centered @ (draws - draws.mean(0))) / (centered @ centered)
+        return Estimate(draws.mean(0) + slopes * (far - logs.mean()))
+    exponents = np.random.default_rng(seed + 1).uniform(0.0, 1.0, draws.shape[1])
+    return Estimate(draws.mean(0) - exponents * (far - logs[0]))
