@@ -108,10 +108,10 @@ def prepare(
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
-    task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template))
+    task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template), recipe.rollout.system)
     train_on = "all" if task.objective == "language_modelling" else data.train_on
     encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
-    chunker = Chunker(encoder, recipe.batch.seq_len, data.over_long)
+    chunker = Chunker(encoder, recipe.longest_row, data.over_long)
     audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
@@ -364,6 +364,7 @@ class _Tokens:
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
         further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
+        further += ["columns"] if self.recipe.reinforces else []
         columns = ["input_ids", "labels", *further]
         return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])
 
@@ -372,12 +373,13 @@ def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
     for text in rows.select(range(min(len(rows), 10 * count)))["row"]:
-        row = sides(from_json(text))[0]
+        known = from_json(text)
+        row = sides(known)[0]
         with suppress(UserError):
-            asked, reference = encoder.prompt_text(row)
+            asked, reference = encoder.prompt_text(known)
             turns = reversed(row.messages) if isinstance(row, Chat) else ()
             prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), asked)
-            samples.append(Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference))
+            samples.append(Sample(prompt=prompt, input_ids=encoder.prompt_ids(known), reference=reference))
         if len(samples) == count:
             break
     return samples
@@ -399,6 +401,7 @@ def _fingerprint(
         "vocab_size": vocab_size,
         "seed": recipe.seed,
         "samples": _num_samples(recipe),
+        **({"rollout": recipe.rollout.model_dump(include={"system"}), "longest": recipe.longest_row} if recipe.reinforces else {}),
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "stop": sorted(stop_token_ids),

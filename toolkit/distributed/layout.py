@@ -145,7 +145,7 @@ class BatchLayout:
     """Processes over which the layers are spread, see `parallel.pipeline`. Those that have the same layers are of
     neighbouring ranks: where a pipeline goes from node to node, gradients are averaged within nodes."""
     answers: int = 1
-    """Sequences of a row: two of a pair of answers, of which sizes count as one."""
+    """Sequences of a row: two of a pair of answers, as many as a prompt is given, of which sizes count as one."""
 
     @property
     def sharing(self) -> int:
@@ -235,6 +235,8 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
 
 
 def _answers(recipe: Recipe) -> int:
+    if recipe.reinforces:
+        return recipe.rollout.num_generations
     return 2 if recipe.pairs else 1
 
 
@@ -300,6 +302,8 @@ def run_length(recipe: Recipe, num_rows: int | None, layout: BatchLayout) -> Len
     """
     schedule = recipe.schedule
     per_epoch = num_rows / layout.global_batch_size if num_rows else None
+    if per_epoch and recipe.reinforces:
+        per_epoch *= recipe.policy.num_iterations
     total = schedule.max_steps or math.ceil((schedule.num_epochs or 1.0) * (per_epoch or 0))
     warmup = schedule.warmup_steps
     if warmup is None:

@@ -36,6 +36,8 @@ _OBJECTIVES = {
     "simpo": "simple preference optimisation (SimPO)",
     "orpo": "odds ratio preference optimisation (ORPO)",
     "kto": "Kahneman-Tversky optimisation (KTO)",
+    "grpo": "group relative policy optimisation (GRPO)",
+    "rloo": "REINFORCE leave-one-out (RLOO)",
 }
 _TAGS = {"language_modelling": "continued-pretraining"}
 _METRICS = (

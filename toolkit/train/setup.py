@@ -19,6 +19,7 @@ from toolkit.common import in_background
 from toolkit.data.audit import Audit, DataError, with_settings
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
+from toolkit.data.rewards import Scorer
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import batch_layout, run_length
@@ -55,10 +56,12 @@ from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
 from toolkit.train.judged import JudgedTrainer
 from toolkit.train.plan_guard import PlanGuard, plan_run
+from toolkit.train.policy import PolicyTrainer
 from toolkit.train.preference import PairTrainer, numbered
 from toolkit.train.profiler import Profiler
 from toolkit.train.reference import Reference
 from toolkit.train.rehearsal import Rehearsal
+from toolkit.train.rollouts import Asker
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
@@ -109,8 +112,8 @@ def set_up(
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     of_tokens = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
-    of_answers = JudgedTrainer if recipe.judges else PairTrainer
-    trains = of_answers if recipe.prefers else of_tokens
+    of_answers = JudgedTrainer if recipe.judges else PolicyTrainer if recipe.reinforces else PairTrainer
+    trains = of_answers if recipe.prefers or recipe.reinforces else of_tokens
     kind: Any = functools.partial(trains, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
@@ -179,7 +182,7 @@ def set_up(
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     held_out = prepared.eval
-    if recipe.prefers:
+    if recipe.prefers or recipe.reinforces:
         train, held_out = numbered(train, held_out)
     trainer: Any = kind(
         model=model,
@@ -191,7 +194,10 @@ def set_up(
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule
-    trainer.objective, trainer.settings = recipe.objective, recipe.preference
+    trainer.objective, trainer.settings = recipe.objective, recipe.policy if recipe.reinforces else recipe.preference
+    if recipe.reinforces:
+        trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
+        trainer.resumed = folder.resume_from
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
