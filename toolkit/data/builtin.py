@@ -84,11 +84,11 @@ def arithmetic() -> list[dict[str, Any]]:
     learn from.
     """
     example = [
-        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "user", "content": "2 + 2"},
         {"role": "assistant", "content": "<answer>4</answer>"},
     ]
     sums = {
-        f"What is {one} {sign} {other}?": str(one + other if sign == "+" else one - other)
+        f"{one} {sign} {other}": str(one + other if sign == "+" else one - other)
         for one, other, sign in itertools.product(range(1, 21), range(1, 21), "+-")
     }
     return [

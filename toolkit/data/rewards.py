@@ -230,6 +230,7 @@ class Scorer:
 
     Args:
         rewards: The section, which names one reward at least.
+        runs_code: Whether the user's own file is run; without it there are no scores of its function.
 
     Attributes:
         names: Of the rewards, in the order in which scores stand.
@@ -239,9 +240,9 @@ class Scorer:
         UserError: The user's own file or function cannot be loaded.
     """
 
-    def __init__(self, rewards: Rewards) -> None:
+    def __init__(self, rewards: Rewards, runs_code: bool = True) -> None:
         self._parts, weights = rewards.parts(), rewards.weights()
-        self._own = _function(rewards) if rewards.file else None
+        self._own = _function(rewards) if rewards.file and runs_code else None
         self.names, self.weights = list(weights), np.array([*weights.values()], dtype=np.float64)
 
     def __call__(self, answers: Sequence[Answer]) -> NDArray[np.float64]:

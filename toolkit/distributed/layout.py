@@ -231,13 +231,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         )
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
     divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert, parallel.pipeline)
-    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided, _answers(recipe))
-
-
-def _answers(recipe: Recipe) -> int:
-    if recipe.reinforces:
-        return recipe.rollout.num_generations
-    return 2 if recipe.pairs else 1
+    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided, recipe.answers)
 
 
 def _replicas(world_size: int, together: int, key: str) -> int:
@@ -261,7 +255,7 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     parallel = recipe.parallel
     replicas = world_size // (parallel.together * parallel.pipeline)
     share = max(1, recipe.batch.sequences_per_step // max(1, replicas))
-    row_tokens = row_tokens or _answers(recipe) * recipe.batch.seq_len
+    row_tokens = row_tokens or recipe.answers * recipe.batch.seq_len
     largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / row_tokens))
     sizes = [size for size in range(1, min(share, largest) + 1) if share % size == 0]
     taken = [size for size in sizes if divides(parallel.schedule, parallel.pipeline, share // size)]

@@ -295,6 +295,11 @@ class Recipe(Section):
         return self.objective in REINFORCED
 
     @property
+    def answers(self) -> int:
+        """Sequences of a row: two of a pair of answers, and as many as a prompt is given."""
+        return self.rollout.num_generations if self.reinforces else 2 if self.pairs else 1
+
+    @property
     def longest_row(self) -> int:
         """Tokens that a row may have: those of a sequence, without those of the answer that a prompt is given."""
         answer = self.rollout.max_completion_tokens if self.reinforces else 0

@@ -26,6 +26,7 @@ from toolkit.models.layer_sums import dividing
 from toolkit.models.lora_products import without_adapters
 from toolkit.models.policy import advantages, divisor, policy_losses
 from toolkit.recipe.reinforcement import Policy
+from toolkit.report.rewards import MARGIN
 from toolkit.train.evaluate import evaluating
 from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, uniform
@@ -49,6 +50,7 @@ class PolicyTrainer(AnswerTrainer):
     """The first prompt of the newest rollout on this process, with its answers and their scores."""
     _kept: list[list[Rollout]] = []
     _told: dict[str, float] = {}
+    _computed: int = 0
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step, with the answers to its prompts; and what its losses are divided by."""
@@ -68,9 +70,21 @@ class PolicyTrainer(AnswerTrainer):
         longest = self.asker.recipe.rollout.max_completion_tokens
         count = divisor(self.objective, self.settings, answers, int(tokens), longest) * dividing()
         self.waiting.trained = self.waiting.trained + self._tokens
+        asked = self._sum([sum(len(each.asked) * len(each.answers) for each in every)])[0]
+        self._computed += self._tokens + int(asked)
         if step % times == 0:
             self._note(every)
         return [self._laid_out(batch) for batch in self._kept], torch.tensor(count, device=self.args.device)
+
+    @property
+    def said(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `_note` and `told`."""
+        return (*self._told, "clipped", "kl")
+
+    def take_tokens(self) -> int:
+        """Tokens of prompts and answers that were trained on since this was last asked, of all processes."""
+        taken, self._computed = self._computed, 0
+        return taken
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Known when the answers are."""
@@ -123,7 +137,7 @@ class PolicyTrainer(AnswerTrainer):
 
         Returns:
             `eval_loss` (minus the mean reward, so that less is better), `eval_reward` and `eval_reward_…` of each
-            reward, with the half width of their 95% intervals as `…_margin`, `eval_answers`, `eval_answer_tokens` and
+            reward, with the half width of their 95% intervals as `…_plus_minus`, `eval_answers`, `eval_answer_tokens` and
             `eval_cut`, the share that their limit ended.
         """
         scorer = self.asker.scorer
@@ -134,7 +148,7 @@ class PolicyTrainer(AnswerTrainer):
         every |= {f"reward_{name}": scores[:, place] for place, name in enumerate(scorer.names)}
         for name, values in every.items():
             spread = float(values.std(ddof=1)) if count > 1 else 0.0
-            found |= {f"eval_{name}": float(values.mean()), f"eval_{name}_margin": Z * spread / math.sqrt(count)}
+            found |= {f"eval_{name}": float(values.mean()), f"eval_{name}{MARGIN}": Z * spread / math.sqrt(count)}
         tokens, cut = table[:, -2:].mean(axis=0).tolist()
         beside = {"eval_answers": count, "eval_answer_tokens": tokens, "eval_cut": cut}
         return {"eval_loss": -found["eval_reward"]} | found | beside

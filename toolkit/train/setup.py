@@ -6,6 +6,7 @@ the process group, and those exist before the model is loaded, because ZeRO-3 an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from toolkit.common import in_background
 from toolkit.data.audit import Audit, DataError, with_settings
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
-from toolkit.data.rewards import Scorer
+from toolkit.data.rewards import Scorer, code_hash
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import batch_layout, run_length
@@ -223,6 +224,12 @@ def set_up(
     if model_hash:
         for note in notes:
             _log.warning("%s", note)
+        if found := _rewards_hash(recipe):
+            (hashed_code,) = found.values()
+            progress.message(
+                f"The reward `{recipe.rewards.function}` is code of {recipe.rewards.file} (SHA-256 {hashed_code}), "
+                "which runs as you"
+            )
         if scaling:
             progress.message(f"{inner:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
         if recipe.method.name == "lora":
@@ -231,7 +238,7 @@ def set_up(
         folder.describe(
             loaded,
             layout,
-            {"data": prepared.fingerprint, **_adapter_hash(recipe)}
+            {"data": prepared.fingerprint, **_adapter_hash(recipe), **_rewards_hash(recipe)}
             # What is continued must be the same before it goes on.
             | ({"model": model_hash.result()} if folder.resume_from else {}),
             parameters=counts,
@@ -296,6 +303,13 @@ def _adapter_hash(recipe: Recipe) -> dict[str, str]:
     return {"adapter": hash_files(Path(recipe.model.adapter).glob("adapter_*"))}
 
 
+def _rewards_hash(recipe: Recipe) -> dict[str, str]:
+    """Of the user's own reward, which must be the same when the run is continued."""
+    if not (recipe.reinforces and (found := code_hash(recipe.rewards))):
+        return {}
+    return {"rewards.file": found}
+
+
 def _prepare(
     source: ModelSource, tokenizer: Any, stops: frozenset[int], folder: RunFolder | None, progress: Progress
 ) -> Prepared:
@@ -347,7 +361,7 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
         )
     if first and not choice.balances:
         _log.warning("this model computes no loss for the balance of its routers, and none is added")
-    return choice
+    return dataclasses.replace(choice, temperature=source.recipe.rollout.temperature) if source.recipe.reinforces else choice
 
 
 class Callbacks:
