@@ -389,6 +389,12 @@ def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:
         f"the longest has {lengths['max']:,} tokens ({side.longest})"
     )
     change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
+    if side.prompts:
+        what = (
+            f"`rollout.max_completion_tokens` leaves {seq_len:,} tokens to a prompt in `batch.seq_len`, and "
+            f"{side.over_long.rows:,} of {side.seen_rows:,} {name} prompts are longer, the longest with "
+            f"{lengths['max']:,} tokens ({side.longest})"
+        )
     if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
         yield Problem("warning", f"{what}; {effect}", f"{change} to keep them whole")
     elif action == "split":

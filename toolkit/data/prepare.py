@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.cache import cache_dir
-from toolkit.common import UserError, in_a_line
+from toolkit.common import UserError
 from toolkit.data import audit as auditing
 from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.data.borrowed import with_others
@@ -361,7 +361,7 @@ class _Tokens:
             without_reference=sum(not columns[ANSWER] for _, columns in known),
             needs_reference=any(map(needs_reference, self.recipe.rewards.parts().values())),
             unrewarded={name: int(wrong.sum()) for name, wrong in lacking.items()},
-            example={name: f"{known[at][0]}: {in_a_line(repr(known[at][1][ANSWER]))}" for name, at in places.items()},
+            example={name: f"{known[at][0]}: {known[at][1][ANSWER][:80]!r}" for name, at in places.items()},
         )
 
     def _pairs(self, numbers: Indices, used: Indices) -> Pairs:

@@ -65,7 +65,12 @@ class PromptFormat:
         # What JSON has no form for, such as dates, is kept as text.
         columns = json.loads(json.dumps({name: raw[name] for name in raw if name not in left}, default=str))
         reference: Any = None if self.reference is None else value_at(raw, self.reference)
-        if reference is None and isinstance(asked, Chat) and asked.messages and asked.messages[-1]["role"] == "assistant":
+        if (
+            reference is None
+            and isinstance(asked, Chat)
+            and asked.messages
+            and asked.messages[-1]["role"] == "assistant"
+        ):
             *before, last = asked.messages
             asked, reference = Chat(before, asked.tools, asked.template_kwargs), last["content"]
         if isinstance(reference, bool | dict | list):

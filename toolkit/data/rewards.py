@@ -39,6 +39,8 @@ from toolkit.recipe.reinforcement import (
 
 ANSWER = "answer"
 """What a reference is called among the columns of a row."""
+_SHOWN = 200
+"""Characters of an answer in an error."""
 FULL = 1.0 - 1e-9
 """From here on a score of a built-in reward is a full one."""
 _NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
@@ -280,7 +282,7 @@ class Scorer:
         except UserError:
             raise
         except Exception as error:
-            raise _wrong(name, answer, f"raises {type(error).__name__}: {in_a_line(error)}") from error
+            raise _wrong(name, answer, f"raises {in_a_line(error)}") from error
 
     def _of_function(self, answers: Sequence[Answer]) -> list[float]:
         """The user's own scores."""
@@ -291,23 +293,29 @@ class Scorer:
         try:
             found = self._own([each.text for each in answers], [each.prompt for each in answers], **columns)
         except Exception as error:
-            raise _wrong(name, answers[0], f"raises {type(error).__name__}: {in_a_line(error)}", "one of") from error
+            raise _wrong(name, answers[0], f"raises {in_a_line(error)}", "one of") from error
         if not isinstance(found, list | tuple | np.ndarray) or len(found) != len(answers):
-            given = f"{len(found)} scores" if hasattr(found, "__len__") else in_a_line(repr(found))
+            given = f"{len(found)} scores" if hasattr(found, "__len__") else _short(found)
             raise _wrong(name, answers[0], f"returns {given} for {len(answers)} answers", "one of")
         for answer, score in zip(answers, found, strict=True):
             if isinstance(score, bool | int | float | np.number) and math.isfinite(score):
                 continue
-            raise _wrong(name, answer, f"returns {in_a_line(repr(score))}, which is no finite number")
+            raise _wrong(name, answer, f"returns {_short(score)}, which is no finite number")
         return [float(score) for score in found]
 
 
 def _wrong(name: str, answer: Answer, what: str, of: str = "") -> UserError:
     place = f"{of} {answer.where or 'a row'} and those beside it" if of else answer.where or "a row"
     return UserError(
-        f"the reward `{name}` {what}, for {place}: {in_a_line(repr(answer.text))}",
+        f"the reward `{name}` {what}, for {place}: {_short(answer.text)}",
         "correct the reward: no answer is given 0 where it cannot be scored",
     )
+
+
+def _short(value: Any) -> str:
+    """A value in an error."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _source(path: str) -> bytes:
@@ -326,7 +334,7 @@ def _function(rewards: Rewards) -> Callable[..., Any]:
     except UserError:
         raise
     except Exception as error:
-        what = f"rewards.file: {rewards.file} does not run: {type(error).__name__}: {in_a_line(error)}"
+        what = f"rewards.file: {rewards.file} does not run: {in_a_line(error)}"
         raise UserError(what, "correct the file") from error
     if not callable(found := names.get(rewards.function)):
         own = [name for name, value in names.items() if callable(value) and not name.startswith("_")]

@@ -33,8 +33,8 @@ from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
-from toolkit.data.prompts import PromptFormat
 from toolkit.data.messages import further_fields
+from toolkit.data.prompts import PromptFormat
 from toolkit.data.readers import RawRow
 from toolkit.data.rows import IGNORE, Chat, Judged, Preference, Prompted, Row, from_json, sides, to_json
 from toolkit.data.sources import Reader

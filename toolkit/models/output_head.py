@@ -131,7 +131,9 @@ def at(each: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def from_logits(outputs: Any, following: torch.Tensor, temperature: float = 1.0) -> FusedCausalLMOutput:
     """Scores as the fused head returns them, of the labels (1, positions) that follow each of the logits."""
     following = following.to(outputs.logits.device)
-    losses = F.cross_entropy(outputs.logits[0].float() / temperature, following[0], ignore_index=IGNORE, reduction="none")
+    losses = F.cross_entropy(
+        outputs.logits[0].float() / temperature, following[0], ignore_index=IGNORE, reduction="none"
+    )
     return FusedCausalLMOutput(
         log_probs=-losses[None],
         label_mask=following.ne(IGNORE),

@@ -98,7 +98,7 @@ class FormatMatch(Reward):
     """How well the answer keeps to a frame of tags: for each of them half of its share for one opening and half for one
     closing, and all of it only if they stand once each, in order, with nothing outside of them."""
 
-    tags: Annotated[list[str], Field(min_length=1)] = ["think", "answer"]
+    tags: Annotated[list[str], Field(default_factory=lambda: ["think", "answer"], min_length=1)]
     """Names of the tags in their order: `[think, answer]` asks for `<think>…</think><answer>…</answer>`."""
     partial: Share = 0.5
     """What all tags together count where the frame is not kept; 0 for all or nothing."""

@@ -218,7 +218,9 @@ class Recipe(Section):
     """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
     data: Data
-    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto", "grpo", "rloo"] = "sft"
+    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto", "grpo", "rloo"] = (
+        "sft"
+    )
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
     one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`

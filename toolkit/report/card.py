@@ -21,8 +21,8 @@ from toolkit.recipe.preference import PREFERENCES
 from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
-from toolkit.report.run_page import percent_change
 from toolkit.report.rewards import held_out
+from toolkit.report.run_page import percent_change
 from toolkit.report.run_view import step_times, token_rates
 from toolkit.report.serving import on_base, transformers_line, vllm_line
 

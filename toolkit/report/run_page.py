@@ -172,7 +172,9 @@ def _tiles(record: Record) -> list[Tile]:
             first = (f"from {rewards[0][place][1]:.3f}",) if len(rewards) > 1 else ()
             title = f"Held-out reward{name and f', {name}'}"
             better = value > rewards[0][place][1]
-            tiles.append(Tile(title, f"{value:.3f} ± {margin:.3f}", (*first, "95% interval"), "", better, main=not name))
+            tiles.append(
+                Tile(title, f"{value:.3f} ± {margin:.3f}", (*first, "95% interval"), "", better, main=not name)
+            )
     elif losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps = f"{last:.3f}", f"step {last_step:,}"
@@ -270,7 +272,9 @@ def _charts_of_rewards(record: Record) -> list[dict[str, Any]]:
         return f"{value:.3g}"
 
     return [
-        chart("Reward", [*_smoothed(rows, "reward"), _series(evaluations, "eval_reward", "held-out", "points")], form=form),
+        chart(
+            "Reward", [*_smoothed(rows, "reward"), _series(evaluations, "eval_reward", "held-out", "points")], form=form
+        ),
         *([chart("Rewards by part", parts, form=form)] if parts else []),
         chart("Reward among answers to a prompt", spread, from_zero=True, form=form),
         chart("Shares", [_series(rows, key, name, "line") for key, name in shares], from_zero=True, form=form),

@@ -7,8 +7,8 @@ from typing import Any
 
 from toolkit.common import bytes_text, compact
 from toolkit.data.audit import Audit, Bucket, Lengths
-from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
 from toolkit.report import plan_view
+from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
 from toolkit.report.plan_view import flops_text, pipeline_text, seconds_text
 
 Row = tuple[str, ...]

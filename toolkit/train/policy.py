@@ -46,11 +46,14 @@ class PolicyTrainer(AnswerTrainer):
     data_collator: PromptCollator
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
-    shown: list[dict[str, Any]] = []
-    """The first prompt of the newest rollout on this process, with its answers and their scores."""
-    _kept: list[list[Rollout]] = []
-    _told: dict[str, float] = {}
     _computed: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shown: list[dict[str, Any]] = []
+        """The first prompt of the newest rollout on this process, with its answers and their scores."""
+        self._kept: list[list[Rollout]] = []
+        self._told: dict[str, float] = {}
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step, with the answers to its prompts; and what its losses are divided by."""
@@ -106,9 +109,7 @@ class PolicyTrainer(AnswerTrainer):
             parts = iter(before.split(counts))
             for each in kept:
                 each.before = [next(parts).tolist() for _ in each.answers]
-        found = policy_losses(
-            self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts
-        )
+        found = policy_losses(self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts)
         tokens = torch.tensor(float(sum(counts)), dtype=torch.float64, device=log_probs.device)
         self.see(torch.stack([tokens, found.clipped.double(), found.divergence]))
         return found.losses.sum().float(), torch.tensor(float(len(counts)), device=log_probs.device), balance
@@ -120,7 +121,7 @@ class PolicyTrainer(AnswerTrainer):
         return said | ({"kl": divergence / tokens} if self.settings.beta and self.objective == "grpo" else {})
 
     def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """(held-out rows x (rewards + 2)): scores of the likeliest answer to each prompt, its tokens, and whether it was
+        """(held-out rows x (rewards + 2)): scores of the likeliest answer to each prompt, its tokens, and whether it is
         cut; those of the batch are filled in."""
         first, width = len(self.train_dataset), len(self.asker.scorer.names) + 2
         table = torch.zeros(len(self.eval_dataset), width, dtype=torch.float64)
@@ -137,8 +138,8 @@ class PolicyTrainer(AnswerTrainer):
 
         Returns:
             `eval_loss` (minus the mean reward, so that less is better), `eval_reward` and `eval_reward_…` of each
-            reward, with the half width of their 95% intervals as `…_plus_minus`, `eval_answers`, `eval_answer_tokens` and
-            `eval_cut`, the share that their limit ended.
+            reward, with half the width of their 95% intervals as `…_plus_minus`, `eval_answers`, `eval_answer_tokens`
+            and `eval_cut`, the share that their limit ended.
         """
         scorer = self.asker.scorer
         table = np.array(sums).reshape(len(self.eval_dataset), -1)

@@ -361,7 +361,9 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
         )
     if first and not choice.balances:
         _log.warning("this model computes no loss for the balance of its routers, and none is added")
-    return dataclasses.replace(choice, temperature=source.recipe.rollout.temperature) if source.recipe.reinforces else choice
+    if not source.recipe.reinforces:
+        return choice
+    return dataclasses.replace(choice, temperature=source.recipe.rollout.temperature)
 
 
 class Callbacks:

@@ -77,7 +77,7 @@ PREFERENCE_RULES = {
     "preference-packing": _no_answers(
         "data.packing",
         lambda r: r.data.packing,
-        "whole answers are compared, those to a prompt in one micro-batch, and sequences of several rows would part them",
+        "whole answers are compared, those to a prompt side by side, and sequences of several rows would part them",
         "set data.packing=false: rows of like length go together, and varlen attention pads nothing",
     ),
     "preference-streaming": Rule(

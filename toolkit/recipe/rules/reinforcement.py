@@ -56,7 +56,9 @@ def reward_figures(recipe: Recipe) -> dict[str, str]:
     return keys | {"half_length": str(max(1, room)), "twice_completion": str(2 * recipe.rollout.max_completion_tokens)}
 
 
-_BUILT_IN = [name for name in Rewards.model_fields if name not in ("file", "function", "function_weight", "trust_python")]
+_BUILT_IN = [
+    name for name in Rewards.model_fields if name not in ("file", "function", "function_weight", "trust_python")
+]
 
 REINFORCEMENT_RULES = {
     **{f"{section}-objective": _unasked(section) for section in _SECTIONS},
