@@ -38,7 +38,7 @@ OWN = """
 def reward(completions, prompts, level, **columns):
     return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
 """
-NOT_A_NUMBER = "def nan(completions, prompts, **columns):\n    return [float('nan')] * len(completions)\n"
+NOT_A_NUMBER = "def wrong(completions, prompts, **columns):\n    return [float('nan')] * len(completions)\n"
 ROWS = [{"prompt": f"{n}: " + "word " * (1 + n % 3), "answer": str(n), "level": n} for n in range(30)]
 LORA = ["method.name=lora", "optimizer.learning_rate=1e-2"]
 
@@ -193,11 +193,12 @@ def test_advantages_are_those_of_the_rewards_by_weight() -> None:
 
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
 def test_a_run_learns_and_says_how(objective: str) -> None:
-    more = ["max_steps=24", "evaluation.every_steps=12", "evaluation.num_prompts=1", f"objective={objective}", *LORA]
-    folder = run(f"learns-{objective}", "policy.beta=0.01", *more)
+    more = ["max_steps=16", "evaluation.every_steps=8", "evaluation.num_prompts=1", "optimizer.learning_rate=1e-2"]
+    more += [f"objective={objective}", "policy.beta=0", "rollout.num_generations=8"]
+    folder = run(f"learns-{objective}", *more)
     rows = metrics(folder)
     first, *_, last = [row for row in rows if "eval_loss" in row]
-    assert last["eval_reward"] > first["eval_reward"] + 0.1 and last["eval_loss"] == -last["eval_reward"]
+    assert last["eval_reward"] > first["eval_reward"] + 0.2 and last["eval_loss"] == -last["eval_reward"]
     assert first["eval_answers"] == 6 and {"eval_reward_length", "eval_reward_reward_plus_minus"} <= first.keys()
     steps = [row for row in rows if "loss" in row]
     said = {
@@ -212,9 +213,9 @@ def test_a_run_learns_and_says_how(objective: str) -> None:
     }
     assert all(said <= row.keys() for row in steps)
     assert steps[0]["reward"] == pytest.approx(steps[0]["reward_length"] + steps[0]["reward_reward"], abs=1e-5)
-    assert objective == "rloo" or steps[0]["kl"] == pytest.approx(0, abs=1e-6) < steps[-1]["kl"]
-    # Four answers to each of four prompts, counted as they are.
-    assert steps[0]["tokens"] > 16 * steps[0]["answer_tokens"] and steps[1]["tokens"] > steps[0]["tokens"]
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.2
+    # Eight answers to each of four prompts, counted as they are.
+    assert steps[0]["tokens"] > 32 * steps[0]["answer_tokens"] and steps[1]["tokens"] > steps[0]["tokens"]
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Held-out reward, length" in page and "Rewards by part" in page and "perplexity" not in page.lower()
     card = (folder / "final" / "README.md").read_text(encoding="utf-8")
@@ -222,6 +223,20 @@ def test_a_run_learns_and_says_how(objective: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert len(manifest["hashes"]["rewards.file"]) == 64
     assert manifest["plan"]["work"]["generation_seconds"] > 0
+
+
+def test_the_reference_is_the_base_without_its_adapters() -> None:
+    steps = [row for row in metrics(run("refers", "policy.beta=0.01", "max_steps=6", *LORA)) if "loss" in row]
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[-1]["kl"] > 1e-4
+    trainer = set_up("policy.beta=0.01", "method.name=lora").trainer
+    inputs = trainer._laid_out(trainer._rollouts([[3, 7]], 0)[0])
+    moved(trainer.model, 1)
+    with trainer.model.disable_adapter(), torch.no_grad():
+        wanted = trainer._of_tokens(trainer.model, inputs)[0]
+    with torch.no_grad():
+        own = trainer._of_tokens(trainer.model, inputs)[0]
+    assert trainer._by_reference(inputs).tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert (own - wanted).abs().max() > 1e-3
 
 
 def test_training_does_not_depend_on_how_prompts_fall_into_micro_batches() -> None:
@@ -238,7 +253,13 @@ def test_training_does_not_depend_on_how_prompts_fall_into_micro_batches() -> No
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_run_goes_on_as_if_it_had_not_stopped(times: int) -> None:
-    saving = ["checkpoint.save_steps=1", "checkpoint.rehearse=false", f"policy.num_iterations={times}", *LORA]
+    saving = [
+        "checkpoint.save_steps=1",
+        "checkpoint.save_total_limit=5",
+        "checkpoint.rehearse=false",
+        f"policy.num_iterations={times}",
+        *LORA,
+    ]
     folder = run(f"straight-{times}", *saving)
     wanted, manifest = losses(folder), json.loads((folder / "manifest.json").read_text())
     tokens = [row["tokens"] for row in metrics(folder) if "loss" in row]
@@ -272,9 +293,9 @@ def test_a_reward_of_ones_own_that_fails_or_has_changed_ends_the_run(capsys: Any
     assert main(["recipe=small", *saving]) != 0
     assert "the rewards.file of runs/own changed since the run began" in " ".join(capsys.readouterr().err.split())
     Path("own.py").write_text(NOT_A_NUMBER, encoding="utf-8")
-    assert main(["recipe=small", "output.name=nan", "rewards.function=nan"]) != 0
+    assert main(["recipe=small", "output.name=wrong", "rewards.function=wrong"]) != 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "the reward `nan` returns nan, which is no finite number, for prompts.jsonl:" in said
+    assert "the reward `wrong` returns nan, which is no finite number, for prompts.jsonl:" in said
     Path("own.py").write_text(OWN, encoding="utf-8")
 
 
@@ -284,8 +305,8 @@ def test_the_plan_counts_what_is_generated(capsys: Any) -> None:
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
-    less, more = planned("rollout.num_generations=4"), planned("rollout.num_generations=8")
-    assert less["answers"] == 4 and more["work"]["tokens_per_step"] == pytest.approx(
+    less, more = planned("rollout.num_generations=5"), planned("rollout.num_generations=10")
+    assert less["answers"] == 5 and more["work"]["tokens_per_step"] == pytest.approx(
         2 * less["work"]["tokens_per_step"]
     )
     caches = [each["memory"][0]["phases"]["generation"]["cache"] for each in (less, more)]

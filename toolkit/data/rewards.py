@@ -342,4 +342,4 @@ def _function(rewards: Rewards) -> Callable[..., Any]:
             f"rewards.file: {rewards.file} has no function `{rewards.function}`",
             f"set rewards.function to one of {', '.join(own) or 'none'}",
         )
-    return found  # type: ignore[no-any-return]
+    return found

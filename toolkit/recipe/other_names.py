@@ -110,7 +110,7 @@ LISTS = (
     "method.target_modules",
 )
 _OWN_TEMPLATE = "remove it: the tokenizer's own template is taken; model.chat_template names a file, or `chatml`"
-_NO_REWARDS = "remove it: training on rewards (PPO, GRPO, reward models) is not supported yet"
+_NO_REWARDS = "remove it: training with a model of rewards (PPO, reward models) is not supported yet"
 _STEPS = "set {place} to a number of steps: a share of them is not taken"
 VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
@@ -174,8 +174,8 @@ _PRECISIONS = {
 _OBJECTIVES = {
     "sft": "objective: sft",
     **dict.fromkeys(("pt", "clm", "causal_lm", "pretrain"), "objective: language_modelling"),
-    **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo", "kto")},
-    **dict.fromkeys(("ppo", "rm", "grpo"), _NO_REWARDS),
+    **{name: f"objective: {name}" for name in ("dpo", "cpo", "orpo", "simpo", "kto", "grpo", "rloo")},
+    **dict.fromkeys(("ppo", "rm"), _NO_REWARDS),
 }
 _STAGES = {"0": "strategy.name: ddp", **{str(stage): f"strategy.name: zero{stage}" for stage in (1, 2, 3)}}
 _CHECKPOINTING = {
@@ -238,7 +238,7 @@ _OPTIONS = {
 _UPLOAD = "remove it; upload the folder `final` of the run with `hf upload`"
 _EVALUATION = "set evaluation.every_steps, and data.eval_split for held-out rows"
 ADVICE = {
-    **dict.fromkeys(("num_generations", "max_completion_length", "reward_funcs"), _NO_REWARDS),
+    "reward_funcs": "name rewards instead, e.g. rewards.numeric=true, or a Python file of your own in rewards.file",
     "max_prompt_length": "remove it: batch.seq_len bounds prompt and answer together",
     **dict.fromkeys(
         ("precompute_ref_log_probs", "dpo_use_logits_to_keep"),

@@ -108,19 +108,25 @@ class Rewards(Section):
     """How answers are scored, for `objective: grpo` and `rloo`: the sum of all rewards that are named, each by its
     weight, e.g. `rewards: {format: {tags: [answer]}, numeric: {weight: 2}}`."""
 
-    exact_match: Annotated[ExactMatch | None, BeforeValidator(_on)] = None
+    exact_match: Annotated[ExactMatch | None, BeforeValidator(_on, json_schema_input_type=ExactMatch | bool | None)] = (
+        None
+    )
     """Whether the answer is the reference."""
-    numeric: Annotated[NumericMatch | None, BeforeValidator(_on)] = None
+    numeric: Annotated[NumericMatch | None, BeforeValidator(_on, json_schema_input_type=NumericMatch | bool | None)] = (
+        None
+    )
     """Whether its number is the reference's."""
     regex: RegexMatch | None = None
     """Whether a regular expression is found in it."""
-    json_schema: Annotated[JsonMatch | None, BeforeValidator(_on)] = None
+    json_schema: Annotated[JsonMatch | None, BeforeValidator(_on, json_schema_input_type=JsonMatch | bool | None)] = (
+        None
+    )
     """Whether it is JSON, and fits a schema."""
-    length: Annotated[LengthMatch | None, BeforeValidator(_on)] = None
+    length: Annotated[LengthMatch | None, BeforeValidator(_on, json_schema_input_type=LengthMatch | bool | None)] = None
     """Whether it is as long as it should be."""
     language: LanguageMatch | None = None
     """Whether it is in a language."""
-    format: Annotated[FormatMatch | None, BeforeValidator(_on)] = None
+    format: Annotated[FormatMatch | None, BeforeValidator(_on, json_schema_input_type=FormatMatch | bool | None)] = None
     """Whether it keeps to a frame of tags."""
     file: Place | None = None
     """Python file with a function of your own, which is run as it is: it takes `trust_python`."""

@@ -125,10 +125,20 @@ def markdown() -> str:
             word = "A word that is no option" if shipped else "A word"
             lines += ["", f"{word}, `{name}: WORD`, sets `{name}.{section.main_key}`."]
         lines += ["", *_table(definition["properties"])]
+        for key, nested in _nested(definition, schema):
+            lines += ["", f"### {name}.{key}", "", _plain(nested["description"]), "", *_table(nested["properties"])]
         if name == "data":
             source = schema["$defs"]["Source"]
             lines += ["", "### A source", "", _plain(source["description"]), "", *_table(source["properties"])]
     return "\n".join(lines) + "\n"
+
+
+def _nested(definition: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keys of a section that have keys of their own, and the definitions of these."""
+    for key, field in definition["properties"].items():
+        for form in field.get("anyOf", ()):
+            if "$ref" in form:
+                yield key, schema["$defs"][form["$ref"].rpartition("/")[2]]
 
 
 def keys_text() -> str:
@@ -163,7 +173,7 @@ def _values(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(_values, schema["anyOf"])))
     if "$ref" in schema:
-        return "source"
+        return "source" if schema["$ref"].endswith("/Source") else "keys of its own"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = f"list of {_values(schema['items'])}" if "items" in schema else _KINDS.get(schema["type"], schema["type"])

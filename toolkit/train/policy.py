@@ -44,6 +44,8 @@ class PolicyTrainer(AnswerTrainer):
     settings: Policy  # type: ignore[assignment]
     asker: Asker
     data_collator: PromptCollator
+    train_dataset: Any
+    eval_dataset: Any
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
     _computed: int = 0
@@ -103,7 +105,7 @@ class PolicyTrainer(AnswerTrainer):
         gains = torch.from_numpy(np.concatenate([each.gains for each in kept])).to(log_probs.device)
         before = log_probs.detach()
         if kept[0].before is not None:
-            known = [number for each in kept for answer in each.before for number in answer]  # type: ignore[union-attr]
+            known = [number for each in kept for answer in each.before for number in answer]
             before = torch.tensor(known, dtype=torch.float64, device=log_probs.device)
         elif self.settings.num_iterations > 1:
             parts = iter(before.split(counts))

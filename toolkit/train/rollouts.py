@@ -60,7 +60,7 @@ def uniform(seed: int, step: int, row: int, answers: int, tokens: int) -> Number
     return np.random.default_rng([seed, step, row]).random((answers, tokens))
 
 
-class Drawn(LogitsProcessor):  # type: ignore[misc]
+class Drawn(LogitsProcessor):
     """Leaves of each distribution the token that a uniform number picks: inversion of its cumulated probabilities.
 
     Args:
