@@ -25,6 +25,7 @@ SAME = {
         *("pipeline_parallel_size", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pp_size", "pp"),
         "pipeline_parallel",
     ),
+    "rollout.max_completion_tokens": ("max_completion_length",),
     "evaluation.max_new_tokens": ("eval_max_new_tokens", "val_max_target_length"),
     "evaluation.batch_size": ("per_device_eval_batch_size", "eval_batch_size"),
     "batch.seq_len": (
