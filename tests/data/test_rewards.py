@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.common import UserError
-from toolkit.data.rewards import Answer, Scorer, code_hash
+from toolkit.data.rewards import Answer, Scorer, file_hashes
 from toolkit.recipe.reinforcement import Rewards
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
@@ -132,7 +132,11 @@ def test_a_file_without_the_function_is_refused(body: str, said: str, tmp_path: 
         Scorer(own(tmp_path, body))
 
 
-def test_the_code_is_known_by_its_hash(tmp_path: Path) -> None:
-    before = code_hash(own(tmp_path, "def reward(): ...\n"))
-    assert before == code_hash(own(tmp_path, "def reward(): ...\n")) != code_hash(own(tmp_path, "def reward(): 1\n"))
-    assert code_hash(Rewards()) is None
+def test_files_of_rewards_are_known_by_their_hashes(tmp_path: Path) -> None:
+    before = file_hashes(own(tmp_path, "def reward(): ...\n"))
+    assert before == file_hashes(own(tmp_path, "def reward(): ...\n"))
+    assert before.keys() == {"rewards.file"} and before != file_hashes(own(tmp_path, "def reward(): 1\n"))
+    schema = Rewards(json_schema={"schema_file": str(tmp_path / "own.py")})
+    assert list(file_hashes(schema)) == ["rewards.json_schema.schema_file"] and file_hashes(Rewards()) == {}
+    with pytest.raises(UserError, match="cannot be read"):
+        file_hashes(Rewards(file=str(tmp_path / "none.py"), trust_python=True))

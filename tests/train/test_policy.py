@@ -216,6 +216,9 @@ def test_a_run_learns_and_says_how(objective: str) -> None:
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.2
     # Eight answers to each of four prompts, counted as they are.
     assert steps[0]["tokens"] > 32 * steps[0]["answer_tokens"] and steps[1]["tokens"] > steps[0]["tokens"]
+    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [row["step"] for row in steps] and len(lines[0]["answers"]) == 8
+    assert {"prompt", "answer", "length", "reward"} == lines[0]["answers"][0].keys()
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Held-out reward, length" in page and "Rewards by part" in page and "perplexity" not in page.lower()
     card = (folder / "final" / "README.md").read_text(encoding="utf-8")
@@ -288,7 +291,7 @@ def test_a_reward_of_ones_own_that_fails_or_has_changed_ends_the_run(capsys: Any
     (folder / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted", "final": None}))
     shutil.rmtree(folder / "final")
     shutil.rmtree(folder / "checkpoints" / "checkpoint-3")
-    assert "which runs as you" in capsys.readouterr().out
+    assert "own.py (SHA-256" in capsys.readouterr().out
     Path("own.py").write_text(OWN.replace("1 + len", "2 + len"), encoding="utf-8")
     assert main(["recipe=small", *saving]) != 0
     assert "the rewards.file of runs/own changed since the run began" in " ".join(capsys.readouterr().err.split())

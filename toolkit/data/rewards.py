@@ -218,13 +218,15 @@ def needs_reference(part: Reward) -> bool:
     return isinstance(part, ExactMatch | NumericMatch)
 
 
-def code_hash(rewards: Rewards) -> str | None:
-    """Hash of the user's own file; None without one.
+def file_hashes(rewards: Rewards) -> dict[str, str]:
+    """Hashes of the files that scores follow from, by the keys that name them.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: One cannot be read.
     """
-    return None if rewards.file is None else hashlib.sha256(_source(rewards.file)).hexdigest()
+    schema = rewards.json_schema.schema_file if rewards.json_schema else None
+    files = {"rewards.file": rewards.file, "rewards.json_schema.schema_file": schema}
+    return {key: hashlib.sha256(_source(key, path)).hexdigest() for key, path in files.items() if path}
 
 
 class Scorer:
@@ -318,11 +320,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _source(path: str) -> bytes:
+def _source(key: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"rewards.file: {path} cannot be read: {error.strerror}", "correct the path") from None
+        raise UserError(f"{key}: {path} cannot be read: {error.strerror}", "correct the path") from None
 
 
 def _function(rewards: Rewards) -> Callable[..., Any]:
@@ -330,7 +332,7 @@ def _function(rewards: Rewards) -> Callable[..., Any]:
     assert rewards.file and rewards.trust_python, "code runs only where the recipe says so"
     names: dict[str, Any] = {"__name__": "rewards", "__file__": rewards.file}
     try:
-        exec(compile(_source(rewards.file), rewards.file, "exec"), names)
+        exec(compile(_source("rewards.file", rewards.file), rewards.file, "exec"), names)
     except UserError:
         raise
     except Exception as error:

@@ -4,7 +4,7 @@ are scored, and how strongly it learns from the scores."""
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -152,10 +152,6 @@ class Rewards(Section):
 class Rollout(Section):
     """How a model is asked for the answers that it learns from, for `objective: grpo` and `rloo`."""
 
-    main_key: ClassVar[str | None] = "engine"
-
-    engine: Literal["transformers"] = "transformers"
-    """What generates."""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt, which are compared with each other. A row of a step, `batch.global_batch_size`, is a
     prompt with all of them."""

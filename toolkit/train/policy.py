@@ -9,6 +9,7 @@ divided, and a run goes on from a checkpoint as if it had not stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ from toolkit.train.preference import AnswerTrainer
 from toolkit.train.rollouts import Asker, Rollout, uniform
 from toolkit.train.watchdog import beat
 
+ANSWERS = "answers.jsonl"
+"""In the run folder, of each step that is logged: a prompt, its answers and their scores."""
 FILE = "rollouts.json"
 """In a checkpoint between two steps on the same answers: these answers, of all processes."""
 Z = 1.959963984540054
@@ -48,6 +51,8 @@ class PolicyTrainer(AnswerTrainer):
     eval_dataset: Any
     resumed: Path | None = None
     """The checkpoint that the run goes on from."""
+    folder: Path | None = None
+    """The run's, on the process that writes it."""
     _computed: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,6 +121,15 @@ class PolicyTrainer(AnswerTrainer):
         self.see(torch.stack([tokens, found.clipped.double(), found.divergence]))
         return found.losses.sum().float(), torch.tensor(float(len(counts)), device=log_probs.device), balance
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Keeps answers of the step, too: what is rewarded is not always what was meant."""
+        if "loss" in logs and self.folder and self.shown:
+            row = {"step": self.state.global_step, "answers": self.shown}
+            # For want of room no training ends; what it needs is written elsewhere.
+            with contextlib.suppress(OSError), (self.folder / ANSWERS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        super().log(logs, *args, **kwargs)
+
     def told(self, sums: list[float]) -> dict[str, float]:
         """What is said of the answers of a step: see `_note`; and of tokens, the share that was clipped."""
         tokens, clipped, divergence = sums
@@ -175,7 +189,6 @@ class PolicyTrainer(AnswerTrainer):
 
     def _rollouts(self, batches: list[list[int]], step: int) -> list[list[Rollout]]:
         """Answers to the prompts of a step, scored; of each micro-batch of this process."""
-        beat(f"generating the answers of step {step + 1}")
         settings = self.asker.recipe.rollout
         count, rows = settings.num_generations, [row for batch in batches for row in batch]
         asked = {row: self._asked(row) for row in rows}
@@ -187,10 +200,12 @@ class PolicyTrainer(AnswerTrainer):
         turns = max(gather_object([math.ceil(len(prompts) / size)]))
         answers: list[list[int]] = []
         with evaluating(self.model_wrapped), torch.no_grad():
-            for turn in range(turns):
-                part = slice(turn * size, (turn + 1) * size) if turn * size < len(prompts) else slice(1)
+            for first in range(0, turns * size, size):
+                beat(f"generating the answers of step {step + 1}")
+                own = first < len(prompts)
+                part = slice(first, first + size) if own else slice(1)
                 found = self.asker.answers(self._module, prompts[part], self.args.device, numbers[part])
-                answers += found if part != slice(1) or turn == 0 else []
+                answers += found if own else []
         made = []
         for place, row in enumerate(rows):
             given = answers[place * count : (place + 1) * count]
@@ -276,6 +291,8 @@ class PolicyTrainer(AnswerTrainer):
         names = ["reward", *(f"reward_{name}" for name in scorer.names)]
         names += [*(f"{name}_std" for name in names), "no_spread", "answer_tokens", "cut"]
         self._told = dict(zip(names, (mean / count for mean in means), strict=True))
+        if not self.folder:
+            return
         first = every[0]
         self.shown = [
             {"prompt": self.asker.text(first.asked), "answer": self.asker.text(ids)}

@@ -20,7 +20,7 @@ from toolkit.common import in_background
 from toolkit.data.audit import Audit, DataError, with_settings
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
-from toolkit.data.rewards import Scorer, code_hash
+from toolkit.data.rewards import Scorer, file_hashes
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import batch_layout, run_length
@@ -199,6 +199,7 @@ def set_up(
     if recipe.reinforces:
         trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
         trainer.resumed = folder.resume_from
+        trainer.folder = folder.path if first else None
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
@@ -224,11 +225,10 @@ def set_up(
     if model_hash:
         for note in notes:
             _log.warning("%s", note)
-        if found := _rewards_hash(recipe):
-            (hashed_code,) = found.values()
+        if code := _rewards_hash(recipe).get("rewards.file"):
             progress.message(
-                f"The reward `{recipe.rewards.function}` is code of {recipe.rewards.file} (SHA-256 {hashed_code}), "
-                "which runs as you"
+                f"The reward `{recipe.rewards.function}` is code of {recipe.rewards.file} (SHA-256 {code}), which runs "
+                "as you"
             )
         if scaling:
             progress.message(f"{inner:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
@@ -304,10 +304,8 @@ def _adapter_hash(recipe: Recipe) -> dict[str, str]:
 
 
 def _rewards_hash(recipe: Recipe) -> dict[str, str]:
-    """Of the user's own reward, which must be the same when the run is continued."""
-    if not (recipe.reinforces and (found := code_hash(recipe.rewards))):
-        return {}
-    return {"rewards.file": found}
+    """Of the files of rewards, which must be the same when the run is continued."""
+    return file_hashes(recipe.rewards) if recipe.reinforces else {}
 
 
 def _prepare(
