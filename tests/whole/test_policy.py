@@ -25,8 +25,13 @@ SETTINGS = {
 COMMON = [
     *("model.path=llama", "rollout.num_generations=4", "rollout.max_completion_tokens=6", "data.over_long=drop"),
     *("schedule.max_steps=4", "evaluation.num_prompts=0", "data.eval_max_samples=2"),
-    *("rewards.length.max_tokens=3", "rewards.length.soft=6", "rewards.regex.pattern=a|e|i|o", "rewards.format=true"),
+    *("rewards.file=own.py", "rewards.trust_python=true", "rewards.length.max_tokens=3", "rewards.length.soft=6"),
 ]
+# Random models end few answers and keep to no format; but hardly two answers have the same share of vowels.
+OWN = """
+def reward(completions, prompts, **columns):
+    return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
+"""
 OBJECTIVES = {
     "grpo": ["objective=grpo"],
     "reference": ["objective=grpo", "policy.beta=0.1", "policy.num_iterations=2", "policy.scale_rewards=batch"],
@@ -55,6 +60,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Launcher
     models_and_rows(folder, MODELS, kv_heads=2)
     rows = [{"prompt": row["messages"][0]["content"], "answer": str(n)} for n, row in enumerate(chat_rows(40))]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "own.py").write_text(OWN, encoding="utf-8")
     write_recipe(folder, "matrix", RECIPE)
     return Launcher(folder, ranks)
 
@@ -83,6 +89,7 @@ def test_an_engine_equals_one_process(
     title = "Answers that are rewarded: largest difference from one process"
     record(record_property, title, run=name, **difference.figures())
     assert not difference.over(LIMITS)
+    assert min(reference.grad_norms) > 1e-4, "nothing was learnt"
     for one, other in zip(run.held_out, reference.held_out, strict=True):
         assert one["eval_reward"] == pytest.approx(other["eval_reward"], abs=1e-9)
         assert one["eval_answers"] == other["eval_answers"]

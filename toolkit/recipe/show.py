@@ -45,8 +45,9 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
         most: How many lines of what no schema limits, such as sources and keys of `extra`, are kept; None for all.
     """
     # A section's own line says nothing about a key that the section leaves out.
-    origins = {key: place for key, place in loaded.origins.items() if key not in sections()}
-    if loaded.recipe.prefers:
+    outer = {*sections(), *_inner_sections(loaded.recipe)}
+    origins = {key: place for key, place in loaded.origins.items() if key not in outer}
+    if loaded.recipe.prefers or loaded.recipe.reinforces:
         origins.setdefault("optimizer.learning_rate", f"default of {loaded.recipe.objective}")
     elif loaded.recipe.method.name != "full":
         origins.setdefault("optimizer.learning_rate", "default of adapters")
@@ -58,6 +59,13 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
     width = min(60, max(len(text) for _, text, _ in lines))
     texts = [f"{text:<{width}}  # {origin}" if origin else text for _, text, origin in lines]
     return "\n".join([*texts, *([f"# … and {len(left_out):,} more lines: {loaded.file}"] if left_out else [])])
+
+
+def _inner_sections(recipe: Recipe) -> Iterator[str]:
+    """Dotted keys of a recipe whose values are sections within sections."""
+    for name, kind in sections().items():
+        section = getattr(recipe, name)
+        yield from (f"{name}.{key}" for key in kind.model_fields if isinstance(getattr(section, key), Section))
 
 
 def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, str]) -> Iterator[tuple[str, str, str]]:
