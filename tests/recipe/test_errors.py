@@ -327,7 +327,7 @@ def test_characters_that_no_editor_shows_are_refused_and_shown(character: str) -
 
 
 OTHER_KEYS = """
-    roles_to_train processor_type relora_steps token hub_token num_generations wandb_watch use_galore use_unsloth
+    roles_to_train processor_type relora_steps token hub_token wandb_watch use_galore use_unsloth
     use_badam packing_strategy mix_strategy logging_strategy hub_strategy cosine_min_lr_ratio float16 rl type
     unfrozen_parameters save_safetensors hub_always_push gradient_kwargs model_parallel layer_types
 """

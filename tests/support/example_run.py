@@ -44,6 +44,7 @@ _SIDE = {
     "prompt_lost_rows": 0,
     "pairs": None,
     "verdicts": None,
+    "prompts": None,
     "over_long": {"rows": 3, "action": "drop", "seq_len": 512},
     "longest": "rows.jsonl:17",
     "stop_trained_rows": 3084,

@@ -21,6 +21,9 @@ FULL_RECOMPUTATION = ["activation_checkpointing.mode=full"]
 SELECTIVE = ["activation_checkpointing.mode=selective"]
 DDP = ["strategy.name=ddp"]
 DPO = ["objective=dpo"]
+GRPO = ["objective=grpo", "rewards.numeric=true"]
+RLOO = ["objective=rloo", "rewards.numeric=true", "policy.beta=0"]
+OWN = "rewards.file=own.py"
 TILES = "activation_checkpointing.mlp_tiles=4"
 PARTS = [*DDP, "parallel.tensor=3"]
 EXPERTS = [*DDP, "model=qwen3_30b_a3b", "parallel.expert=4"]
@@ -559,6 +562,42 @@ CASES = [
         for way in ("sequence", "context", "pipeline")
         for fix in ([f"~parallel.{way}"], [f"~parallel.{way}", "parallel.tensor=3"])
     ),
+    *(
+        (f"{section}-objective", [f"{section}.{key}"], [f"~{section}.{key.partition('=')[0]}"])
+        for section, key in (("rollout", "temperature=0.5"), ("rewards", "function=f"), ("policy", "epsilon=0.1"))
+    ),
+    ("rollout-objective", ["rollout.num_generations=4"], GRPO),
+    ("rewards-none", ["objective=grpo"], ["rewards.numeric=true"]),
+    ("rewards-trust", [*GRPO, OWN], ["rewards.trust_python=true"]),
+    ("rewards-trust", [*GRPO, OWN], ["~rewards.file"]),
+    (
+        "rewards-function",
+        [*GRPO, OWN, "rewards.trust_python=true", "rewards.function=numeric"],
+        ["rewards.function=my_reward"],
+    ),
+    ("rewards-no-file", [*GRPO, "rewards.function=f"], ["~rewards.function"]),
+    ("rewards-no-file", [*GRPO, "rewards.trust_python=true"], [OWN]),
+    ("rollout-length", [*GRPO, "batch.seq_len=100"], ["rollout.max_completion_tokens=50"]),
+    ("rollout-length", [*GRPO, "batch.seq_len=100"], ["batch.seq_len=512"]),
+    *(
+        (f"policy-{rule}", [*RLOO, f"policy.{key}={value}"], fix)
+        for rule, key, value in (
+            ("loss", "loss", "grpo"),
+            ("scale", "scale_rewards", "none"),
+            ("importance", "importance", "sequence"),
+        )
+        for fix in ([f"~policy.{key}"], ["objective=grpo"])
+    ),
+    ("policy-reference", [*GRPO, "policy.beta=0.1"], ["policy.beta=0"]),
+    ("policy-reference", [*GRPO, "policy.beta=0.1"], [LORA]),
+    ("policy-reference", ["objective=rloo", "rewards.format=true"], ["policy.beta=0"]),
+    ("policy-reference", [*GRPO, LORA, TOKENS, "policy.beta=0.1"], ["policy.beta=0"]),
+    ("reinforcement-over-long", [*GRPO, "data.over_long=truncate"], ["data.over_long=drop"]),
+    ("reinforcement-streaming", [*GRPO, *STREAM], ["data.streaming=false"]),
+    ("reinforcement-eva", [*GRPO, LORA, "method.init_lora_weights=eva"], ["method.init_lora_weights=default"]),
+    ("reinforcement-tensor", [*GRPO, *DDP, "parallel.tensor=3"], ["~parallel.tensor"]),
+    ("reinforcement-expert", [*GRPO, *EXPERTS], ["~parallel.expert"]),
+    ("preference-packing", [*GRPO, "data.packing=true"], ["data.packing=false"]),
     ("best-accuracy", [*EVALUATED, "checkpoint.keep_best=eval_accuracy"], ["checkpoint.keep_best=eval_loss"]),
     ("best-accuracy", [*EVALUATED, "checkpoint.keep_best=eval_accuracy"], ["objective=dpo"]),
     (

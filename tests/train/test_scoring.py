@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from toolkit.train.scoring import METRICS, is_json, number_in, paired_shares, rouge_l, scored, wilson
+from toolkit.data.rewards import is_json, number_in
+from toolkit.train.scoring import METRICS, paired_shares, rouge_l, scored, wilson
 
 WORDS = ["the", "a", "cat", "dog", "sat", "lay", "on", "under", "mat", "bed", "red", "blue"]
 

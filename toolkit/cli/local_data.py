@@ -46,7 +46,7 @@ def row_lengths(recipe: Recipe) -> DataStatistics | None:
     from toolkit.data.sample import sampled
 
     # Plans of a sweep have the same data.
-    key = recipe.model_dump_json(include={"data", "model", "objective", "batch"})
+    key = recipe.model_dump_json(include={"data", "model", "objective", "batch", "rollout"})
     if key not in _SAMPLED:
         _SAMPLED[key] = sampled(recipe)
     return _SAMPLED[key]

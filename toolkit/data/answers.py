@@ -1,4 +1,5 @@
-"""What an audit says of pairs of answers and of judged ones: whether they teach a preference, or length tells it."""
+"""What an audit says of pairs of answers, of judged ones, and of prompts whose answers are scored: whether they teach a
+preference, or length tells it; whether the recipe's own rewards would know a right answer."""
 
 from __future__ import annotations
 
@@ -50,6 +51,56 @@ class Pairs(BaseModel):
             f"Chosen answers have {chosen:,.0f} tokens on average, rejected ones {rejected:,.0f}; the chosen one is "
             f"longer in {self.longer_chosen / pairs:.0%} of the pairs."
         )
+
+
+class Prompts(BaseModel):
+    """Figures of prompts that the model is to answer."""
+
+    repeated: int
+    """Prompts that are asked of it in another row, too, whatever the reference there."""
+    without_reference: int
+    needs_reference: bool
+    """Whether a reward compares with it."""
+    unrewarded: dict[str, int] = {}
+    """Of each reward that should know them, references that it does not give a full score, though they are the answer
+    in the frame that the recipe asks for."""
+    example: dict[str, str] = {}
+    """Of these the first one: where it stands, and what it is."""
+
+    def problems(self, rows: int) -> Iterator[tuple[str, str, str]]:
+        """Of so many rows: how bad it is, what is wrong with them, and what to change."""
+        if self.repeated:
+            yield (
+                "warning",
+                f"{self.repeated:,} prompts are those of other rows, too",
+                "remove them: they count more often than others",
+            )
+        if self.needs_reference and self.without_reference:
+            level = "fatal" if self.without_reference > rows / 2 else "warning"
+            yield (
+                level,
+                f"{self.without_reference:,} of {rows:,} rows have no reference, and no answer to them can be right",
+                "remove them, or name the column of the reference: 'data.columns={answer: NAME}'",
+            )
+        for name, count in self.unrewarded.items():
+            if count <= self.without_reference:
+                continue  # Of those it has been said.
+            level = "fatal" if count > rows / 2 else "warning"
+            yield (
+                level,
+                f"the reward `{name}` gives no full score to the reference itself in {count:,} of {rows:,} rows, such "
+                f"as {self.example[name]}",
+                f"correct rewards.{name}, or the references: what no answer can reach is not learnt",
+            )
+
+    def in_a_sentence(self, rows: int) -> str:
+        """How many of so many prompts have a reference, and whether the rewards know them."""
+        have = rows - self.without_reference
+        known = "a right answer is given a full score by every reward that should know it"
+        wrong = [f"{name} in {count:,}" for name, count in self.unrewarded.items() if count]
+        if wrong:
+            known = f"a right answer would be given less than a full score by {', '.join(wrong)}"
+        return f"{have:,} of {rows:,} prompts have a reference; {known}."
 
 
 class Verdicts(BaseModel):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.common import UserError
-from toolkit.data.answers import Pairs, Verdicts
+from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.recipe import Recipe
 from toolkit.recipe.preference import PREFERENCES
 
@@ -127,6 +127,7 @@ class Side(BaseModel):
     lengths: Lengths
     pairs: Pairs | None = None
     verdicts: Verdicts | None = None
+    prompts: Prompts | None = None
 
     @property
     def seen_rows(self) -> int:
@@ -214,7 +215,9 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
     elif untrained:
         what = f"{untrained:,} of {seen:,} rows have no trained token and are left out"
         yield Problem("warning", what, "fill or remove them")
-    learns_to_stop = audit.objective != "language_modelling"
+    if train.prompts:
+        yield from (Problem(level, *each) for level, *each in train.prompts.problems(train.rows))  # type: ignore[arg-type]
+    learns_to_stop = audit.objective != "language_modelling" and not train.prompts
     if learns_to_stop and train.rows and not train.stop_trained_rows:
         template = "choose a `model.chat_template` that ends a turn"
         ended = "end what is trained in each row" if set(audit.kinds) <= {"Segments", "Tokens"} else template
@@ -303,17 +306,23 @@ def in_sentences(audit: Audit) -> list[str]:
         f"{train.rows:,} rows of {train.tokens:,} tokens are trained on; {share:.1%} of the tokens carry loss, "
         f"{train.trained_tokens:,} in all."
     ]
+    if train.prompts:
+        texts = [f"{train.rows:,} prompts of {train.tokens:,} tokens are asked."]
+        texts.append(train.prompts.in_a_sentence(train.rows))
     if held_out:
-        texts.append(f"{held_out.rows:,} rows of {held_out.tokens:,} tokens are held out for evaluation.")
+        what = "prompts" if held_out.prompts else "rows"
+        texts.append(f"{held_out.rows:,} {what} of {held_out.tokens:,} tokens are held out for evaluation.")
     if train.pairs and train.rows:
         texts.append(train.pairs.in_a_sentence(train.rows))
     if train.verdicts and train.rows:
         texts.append(train.verdicts.in_a_sentence(train.rows))
     texts.append(_cut(audit))
     empty = f"{audit.untrained_rows:,} rows have no trained token and are left out."
-    texts.append(empty if audit.untrained_rows else "Every row has a token to train.")
+    if audit.untrained_rows or not train.prompts:
+        texts.append(empty if audit.untrained_rows else "Every row has a token to train.")
     ends = train.stop_trained_rows / max(train.rows, 1)
-    texts.append(f"The stop token is trained in {'every row' if ends == 1 else f'{ends:.1%} of the rows'}.")
+    if not train.prompts:
+        texts.append(f"The stop token is trained in {'every row' if ends == 1 else f'{ends:.1%} of the rows'}.")
     repeated = f"{audit.duplicates:,} rows repeat an earlier one and are {'dropped' if audit.deduplicate else 'kept'}"
     both = (
         f"{audit.in_train_and_eval or 'no'} held-out row{'s are' if audit.in_train_and_eval > 1 else ' is'} trained on"
@@ -380,6 +389,12 @@ def _over_long(name: str, side: Side, kinds: list[str]) -> Iterator[Problem]:
         f"the longest has {lengths['max']:,} tokens ({side.longest})"
     )
     change = f"raise `batch.seq_len` (99% of the rows have at most {lengths['p99']:,} tokens)"
+    if side.prompts:
+        what = (
+            f"`rollout.max_completion_tokens` leaves {seq_len:,} tokens to a prompt in `batch.seq_len`, and "
+            f"{side.over_long.rows:,} of {side.seen_rows:,} {name} prompts are longer, the longest with "
+            f"{lengths['max']:,} tokens ({side.longest})"
+        )
     if effect := {"drop": "they are left out", "truncate": "their ends are cut off"}.get(action):
         yield Problem("warning", f"{what}; {effect}", f"{change} to keep them whole")
     elif action == "split":

@@ -51,6 +51,29 @@ class FixedOrder:
         return np.concatenate(parts)
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """An order in which the rows of each step come in several steps in a row.
+
+    Args:
+        order: The one in which they come once.
+        size: Rows of a step.
+        times: Steps with the same rows.
+    """
+
+    order: FixedOrder
+    size: int
+    times: int
+
+    def between(self, start: int, end: int) -> Array:
+        """The rows at these positions of the run."""
+        step, within = np.divmod(np.arange(start, end), self.size)
+        places = step // self.times * self.size + within
+        if not len(places):
+            return places
+        return self.order.between(int(places.min()), int(places.max()) + 1)[places - places.min()]
+
+
 # The sampler runs ahead of the steps whose tokens are counted.
 @functools.lru_cache(maxsize=2)
 def _epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> Array:
@@ -140,7 +163,7 @@ class MicroBatches:
         stages: How often all these processes follow each other: so many of a pipeline get the same rows.
     """
 
-    order: FixedOrder
+    order: FixedOrder | Repeated
     lengths: Array
     widths: Array
     steps: int

@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -73,6 +74,26 @@ def judged_docstrings() -> list[dict[str, Any]]:
     return [
         {"prompt": row["prompt"], "completion": row["rejected" if number % 2 else "chosen"], "label": number % 2 == 0}
         for number, row in enumerate(docstring_pairs())
+    ]
+
+
+def arithmetic() -> list[dict[str, Any]]:
+    """Sums and differences of two numbers up to 20, each once, in a fixed mixed order, with the answer.
+
+    Each is asked after an example with its answer in a tag, which small models follow now and then: often enough to
+    learn from.
+    """
+    example = [
+        {"role": "user", "content": "2 + 2"},
+        {"role": "assistant", "content": "<answer>4</answer>"},
+    ]
+    sums = {
+        f"{one} {sign} {other}": str(one + other if sign == "+" else one - other)
+        for one, other, sign in itertools.product(range(1, 21), range(1, 21), "+-")
+    }
+    return [
+        {"prompt": [*example, {"role": "user", "content": asked}], "answer": sums[asked]}
+        for asked in sorted(sums, key=_digest)
     ]
 
 

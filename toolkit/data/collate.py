@@ -217,6 +217,40 @@ class JudgedCollator:
         return _counted(self.whole, list(own)) | both | _rows(examples)
 
 
+@dataclass(frozen=True)
+class PromptCollator:
+    """Names the rows of a batch, `rows` (B), whose answers are yet to come; and lays out those that have.
+
+    Args:
+        whole: Lays out prompts with their answers.
+        answer: Tokens that an answer may have.
+    """
+
+    whole: Collator
+    answer: int
+
+    @property
+    def layout(self) -> Layout:
+        """That of the documents."""
+        return self.whole.layout
+
+    def width(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of prompts of these lengths (rows, 1), with the longest answer."""
+        return self.whole.width(lengths + self.answer)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The numbers of rows."""
+        return _rows(examples)
+
+    def answered(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
+        """Tensors for prompts and their answers, all whose tokens are trained, with `answer_tokens`."""
+        rows = [
+            {"input_ids": [*asked, *given], "labels": [*[IGNORE] * len(asked), *given]}
+            for asked, given in zip(prompts, answers, strict=True)
+        ]
+        return _counted(self.whole, rows)
+
+
 def _counted(whole: Collator, answers: list[dict[str, Any]]) -> dict[str, Any]:
     counts = [int(np.count_nonzero(np.asarray(answer["labels"]) != IGNORE)) for answer in answers]
     return whole(answers) | {"answer_tokens": counts}

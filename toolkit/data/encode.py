@@ -29,7 +29,7 @@ from toolkit.data.chat_spans import (
 from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
 from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, sides
+from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Prompted, Row, Segments, Text, Tokens, sides
 
 _SENTINEL = "(the answer)"
 
@@ -176,14 +176,14 @@ class Encoder:
         A document is cut in the middle. A chat's prompt is the rendered conversation up to the last assistant turn;
         it holds every special token, so see `prompt_ids` for its tokens. Of a pair of answers it is the chosen one's.
         """
-        row = sides(row)[0]
+        known, row = row, sides(row)[0]
         match row:
             case Text(text):
                 cut = text.rfind(" ", 0, len(text) // 2 + 1)
                 cut = cut if cut > 0 else len(text) // 2
                 return text[:cut], text[cut:]
             case Completion(prompt, answer) | Pair(prompt, answer):
-                return prompt, answer
+                return prompt, str(known.columns["answer"]) if isinstance(known, Prompted) else answer
             case Segments(parts):
                 cut = max((i for i, (_, trained) in enumerate(parts) if trained), default=len(parts))
                 prompt, answer = ("".join(text for text, _ in some) for some in (parts[:cut], parts[cut:]))
@@ -195,7 +195,10 @@ class Encoder:
                 next_conversation()
                 messages = self._messages(row)
                 last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
+                if isinstance(known, Prompted):  # Answers within it are a part of what is asked.
+                    last = len(messages)
                 answer = "" if last == len(messages) else answer_of(messages[last])
+                answer = str(known.columns["answer"]) if isinstance(known, Prompted) else answer
                 try:
                     prompt, _ = render_accepted(
                         self.tokenizer, messages[:last], row.tools, self._settings(row), prompt=True
@@ -208,10 +211,10 @@ class Encoder:
     def prompt_ids(self, row: Row) -> list[int]:
         """The tokens of `prompt_text`, ready for `generate()`: with the special tokens a prompt begins with, and for
         decoder-only rows without the one a text ends with."""
-        row = sides(row)[0]
+        known, row = row, sides(row)[0]
         if isinstance(row, Tokens):
             return row.input_ids[: _last_answer(row.labels)]
-        text = self.prompt_text(row)[0]
+        text = self.prompt_text(known)[0]
         ids = self.tokenizer(text, add_special_tokens=not isinstance(row, Chat | Segments))["input_ids"]
         return ids if isinstance(row, Pair) else self._without_eos(ids)
 

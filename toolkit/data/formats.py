@@ -27,10 +27,12 @@ from toolkit.data.judged import ANSWERED, VERDICTS, judged, verdict_column
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
+from toolkit.data.prompts import PromptFormat, is_empty_prompt, recognise_prompts
 from toolkit.data.proposal import are_texts, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, Ratings, find_ratings
-from toolkit.data.rows import IGNORE, Chat, Completion, Judged, Pair, Preference, Row, Segments, Text, Tokens
+from toolkit.data.rows import IGNORE, Chat, Completion, Judged, Pair, Preference, Prompted, Row, Segments, Text, Tokens
 from toolkit.recipe import preference
+from toolkit.recipe.reinforcement import REINFORCED
 from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
 
 _PLAIN = ("text", "segments", "tokens")
@@ -54,6 +56,8 @@ class Task:
     objective: str
     train_on: str | Sequence[str]
     has_chat_template: bool
+    system: str | None = None
+    """A system message for prompts that have none, of `rollout` in the recipe."""
 
     @property
     def trains_prompts(self) -> bool:
@@ -69,6 +73,11 @@ class Task:
     def judges(self) -> bool:
         """Whether rows are single answers, each of which is good or bad."""
         return self.objective == preference.JUDGED
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether rows are prompts, whose answers are scored."""
+        return self.objective in REINFORCED
 
 
 @dataclass(frozen=True)
@@ -246,6 +255,8 @@ def is_empty(row: Row, task: Task) -> bool:
             return is_empty(chosen, task) or is_empty(rejected, task)
         case Judged(answer):
             return is_empty(answer, task)
+        case Prompted():
+            return is_empty_prompt(row)
     if task.trains_prompts:
         return not row.messages
     roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
@@ -256,7 +267,7 @@ def is_empty(row: Row, task: Task) -> bool:
     )
 
 
-def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat:
+def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> RowFormat | PromptFormat:
     """Finds the format of a source by the columns of its first rows.
 
     The `format` of the source (unless `auto`) decides, its `columns` rename.
@@ -265,6 +276,9 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
         UserError: No format fits, several do, or it does not suit the task.
     """
     rows = list(rows)
+    if task.reinforces:
+        ignored = frozenset(source.ignore or ())
+        return recognise_prompts(rows, source.columns or {}, ignored, source.path, task.has_chat_template, task.system)
     present = dict.fromkeys(name for row in rows for name in row)
     columns, ignored = dict(source.columns or {}), frozenset(source.ignore or ())
     flag = columns.pop("train", None)  # Of messages, not of rows.

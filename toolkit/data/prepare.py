@@ -28,16 +28,17 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.cache import cache_dir
 from toolkit.common import UserError
 from toolkit.data import audit as auditing
-from toolkit.data.answers import Pairs, Verdicts
+from toolkit.data.answers import Pairs, Prompts, Verdicts
 from toolkit.data.borrowed import with_others
 from toolkit.data.chat_template import variables
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
 from toolkit.data.mixture import Indices, mix
+from toolkit.data.rewards import ANSWER, Scorer, needs_reference
 from toolkit.data.rows import Chat, Sample, from_json, sides
 from toolkit.data.sources import Reader, open_source
-from toolkit.data.statistics import DataStatistics, record
+from toolkit.data.statistics import DataStatistics, answered, record
 from toolkit.data.streaming import AUDITED_ROWS, Stream
 from toolkit.data.tokenization import Chunker, collect, pack, tokenise
 from toolkit.files import write_json
@@ -108,10 +109,10 @@ def prepare(
     train = _open(data.training_sources(), data.streaming)
     held_out = _open(data.evaluation_sources(), data.streaming, data.eval_max_samples)
     fingerprint = _fingerprint(recipe, tokenizer, stop_token_ids, vocab_size, train + held_out)
-    task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template))
+    task = Task(recipe.objective, data.train_on, bool(tokenizer.chat_template), recipe.rollout.system)
     train_on = "all" if task.objective == "language_modelling" else data.train_on
     encoder = Encoder(tokenizer, train_on, stop_token_ids, data.chat_template_kwargs, vocab_size)
-    chunker = Chunker(encoder, recipe.batch.seq_len, data.over_long)
+    chunker = Chunker(encoder, recipe.longest_row, data.over_long)
     audited = _open(data.training_sources(), True, AUDITED_ROWS) if data.streaming else train
 
     root = cache or cache_dir() / "data"
@@ -120,7 +121,7 @@ def prepare(
         path = build_sealed(root / fingerprint, lambda folder: _build(recipe, chunker, task, audited, held_out, folder))
         audit = auditing.Audit.model_validate_json((path / "audit.json").read_bytes())
         if not data.streaming:
-            statistics = _count(path, audit)
+            statistics = _count(path, audit, recipe)
             record(recipe, statistics, root)
     except OSError as error:
         raise UserError(
@@ -168,7 +169,7 @@ def answer_lengths(rows: Dataset) -> NDArray[np.int64]:
     return pc.list_flatten(rows.with_format("arrow")[:]["seq_lengths"]).to_numpy().reshape(-1, 2).astype(np.int64)
 
 
-def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
+def _count(path: Path, audit: auditing.Audit, recipe: Recipe) -> DataStatistics:
     """Figures of a folder of prepared data, from the audit and from the lengths of its rows."""
     train, pairs = Dataset.load_from_disk(str(path / "train")), audit.objective == "seq2seq"
     of_sides: Callable[[Dataset], NDArray[np.int64]] = functools.partial(sequence_lengths, pairs=pairs)
@@ -181,6 +182,8 @@ def _count(path: Path, audit: auditing.Audit) -> DataStatistics:
         documents = pc.list_flatten(train.with_format("arrow")[:]["seq_lengths"]).to_numpy()
     if (path / "eval").is_dir():
         held_out = of_sides(Dataset.load_from_disk(str(path / "eval")))
+    if recipe.reinforces:
+        return answered(recipe, lengths, held_out[:, 0] if audit.eval else held_out[:0, 0])
     return DataStatistics(
         rows=len(lengths),
         tokens=int(lengths.sum()),
@@ -334,6 +337,7 @@ class _Tokens:
             lengths=auditing.Lengths.of(length),
             pairs=pairs,
             verdicts=self._verdicts(used) if self.recipe.judges else None,
+            prompts=self._prompts(used) if self.recipe.reinforces else None,
         )
 
     def _verdicts(self, used: Indices) -> Verdicts:
@@ -343,6 +347,21 @@ class _Tokens:
             desirable=int(np.count_nonzero(good)),
             desirable_tokens=int(trained[good].sum()),
             undesirable_tokens=int(trained[~good].sum()),
+        )
+
+    def _prompts(self, used: Indices) -> Prompts:
+        """Figures of prompts."""
+        rows = self.chunks.select(self.start[used])
+        known = [json.loads(text) for text in rows["columns"]]
+        asked = [tuple(ids) for ids in rows["input_ids"]]
+        lacking = Scorer(self.recipe.rewards, runs_code=False).of_references([columns for _, columns in known])
+        places = {name: int(wrong.argmax()) for name, wrong in lacking.items() if wrong.any()}
+        return Prompts(
+            repeated=len(asked) - len(set(asked)),
+            without_reference=sum(not columns[ANSWER] for _, columns in known),
+            needs_reference=any(map(needs_reference, self.recipe.rewards.parts().values())),
+            unrewarded={name: int(wrong.sum()) for name, wrong in lacking.items()},
+            example={name: f"{known[at][0]}: {known[at][1][ANSWER][:80]!r}" for name, at in places.items()},
         )
 
     def _pairs(self, numbers: Indices, used: Indices) -> Pairs:
@@ -364,6 +383,7 @@ class _Tokens:
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
         further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
+        further += ["columns"] if self.recipe.reinforces else []
         columns = ["input_ids", "labels", *further]
         return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])
 
@@ -372,12 +392,13 @@ def _samples(rows: Dataset, encoder: Encoder, count: int) -> list[Sample]:
     """The first rows that can be asked for; most templates refuse to open a conversation that the assistant begins."""
     samples: list[Sample] = []
     for text in rows.select(range(min(len(rows), 10 * count)))["row"]:
-        row = sides(from_json(text))[0]
+        known = from_json(text)
+        row = sides(known)[0]
         with suppress(UserError):
-            asked, reference = encoder.prompt_text(row)
+            asked, reference = encoder.prompt_text(known)
             turns = reversed(row.messages) if isinstance(row, Chat) else ()
             prompt = next((turn["content"] for turn in turns if turn["role"] == "user"), asked)
-            samples.append(Sample(prompt=prompt, input_ids=encoder.prompt_ids(row), reference=reference))
+            samples.append(Sample(prompt=prompt, input_ids=encoder.prompt_ids(known), reference=reference))
         if len(samples) == count:
             break
     return samples
@@ -399,12 +420,21 @@ def _fingerprint(
         "vocab_size": vocab_size,
         "seed": recipe.seed,
         "samples": _num_samples(recipe),
+        **(_of_prompts(recipe) if recipe.reinforces else {}),
         "template": [recipe.model.chat_template, tokenizer.chat_template],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "stop": sorted(stop_token_ids),
         "tokenizer": _tokenizer_text(tokenizer),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+def _of_prompts(recipe: Recipe) -> dict[str, Any]:
+    """What prompts, and what the audit says of their references, follow from beside the data."""
+    code = {"file", "function", "function_weight", "trust_python"}
+    return {"system": recipe.rollout.system, "longest": recipe.longest_row} | {
+        "rewards": recipe.rewards.model_dump(mode="json", exclude=code)
+    }
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import textwrap
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.common import brief, fitted, printable, table
 from toolkit.data.audit import Audit, in_sentences
 from toolkit.data.prepare import Prepared
+from toolkit.data.rewards import ANSWER
 from toolkit.data.rows import IGNORE
 from toolkit.recipe.preference import PAIRED
 
@@ -42,6 +44,9 @@ def show(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, n: int, color: 
             what = f" in {len(lengths)} {'answers' if pair else 'documents'}" if "seq_lengths" in row else ""
             what = f" with a {'good' if row['desirable'] else 'bad'} answer" if "desirable" in row else what
             lines = [f"── row {number}: {len(ids):,} tokens{what}, {sum(trained):,} trained"]
+            if "columns" in row:
+                reference = json.loads(row["columns"])[1][ANSWER]
+                lines = [f"── row {number}: a prompt of {len(ids):,} tokens, whose answer is {reference!r}"]
             for part, (a, b) in zip(parts, itertools.pairwise(itertools.accumulate(lengths, initial=0)), strict=False):
                 lines += [f"┄┄ {part}: {b - a:,} tokens"] if a or pair else []
                 lines += [_delimited(tokenizer, ids[a:b], trained[a:b], color)]

@@ -84,8 +84,21 @@ class Judged:
     desirable: bool
 
 
+@dataclass(frozen=True)
+class Prompted:
+    """A prompt that the model is to answer by itself, and what is known of the answer.
+
+    Attributes:
+        asked: The conversation up to the answer, or a prompt with an empty completion.
+        columns: What rewards are given: the row's other columns, and the reference as ``answer``, empty without one.
+    """
+
+    asked: Chat | Completion
+    columns: dict[str, Any]
+
+
 Single = Text | Completion | Chat | Pair | Segments | Tokens
-Row = Single | Preference | Judged
+Row = Single | Preference | Judged | Prompted
 
 
 class Sample(Partial):
@@ -117,13 +130,18 @@ def from_json(text: str) -> Row:
 
 
 def sides(row: Row) -> tuple[Single, ...]:
-    """The rows that are encoded: both answers of a preference, the one that is judged, any other row itself."""
+    """The rows that are encoded: both answers of a preference, the one that is judged, a prompt, any other row
+    itself."""
     if isinstance(row, Preference):
         return row.chosen, row.rejected
+    if isinstance(row, Prompted):
+        return (row.asked,)
     return (row.answer,) if isinstance(row, Judged) else (row,)
 
 
 def _listed(row: Row) -> list[Any]:
+    if isinstance(row, Prompted):
+        return [Prompted.__name__, _listed(row.asked), row.columns]
     fields = map(_listed, sides(row)) if isinstance(row, Preference | Judged) else vars(row).values()
     return [type(row).__name__, *fields, *([row.desirable] if isinstance(row, Judged) else [])]
 
@@ -132,6 +150,8 @@ def _row(listed: list[Any]) -> Row:
     kind, *fields = listed
     if kind == Preference.__name__:
         return Preference(*map(_row, fields))  # type: ignore[arg-type]
+    if kind == Prompted.__name__:
+        return Prompted(_row(fields[0]), fields[1])  # type: ignore[arg-type]
     if kind == Judged.__name__:
         return Judged(_row(fields[0]), fields[1])  # type: ignore[arg-type]
     kinds: dict[str, type[Single]] = {form.__name__: form for form in (Text, Completion, Chat, Pair, Segments, Tokens)}

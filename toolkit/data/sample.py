@@ -61,7 +61,8 @@ class _Counter:
         import tokenizers
 
         # Whether the tokenizer has a template is not known without it; most have one.
-        self.task = Task(recipe.objective, recipe.data.train_on, has_chat_template=True)
+        self.task = Task(recipe.objective, recipe.data.train_on, True, recipe.rollout.system)
+        self._count_of, self._answer = recipe.answers, recipe.rollout.max_completion_tokens
         file = model_configs.tokenizer_file(recipe.model)
         self._tokenizer, self.how = None, ", at four characters a token because the tokenizer is not on this disk"
         if file:
@@ -76,7 +77,12 @@ class _Counter:
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
         """Of each row: tokens, those that carry loss, and those of a pair's target; of two answers both, and the tokens
-        of the longer one with its prompt."""
+        of the longer one with its prompt; of a prompt all its answers, as long as they may be, and one of them."""
+        if self.task.reinforces:
+            for length, _, _ in self._count([side for row in rows for side in sides(row)]):
+                whole = length + self._answer
+                yield self._count_of * whole, self._count_of * self._answer, whole
+            return
         if not self.task.pairs:
             yield from self._count([side for row in rows for side in sides(row)])
             return
@@ -196,10 +202,12 @@ def _figures(recipe: Recipe, train: list[_Side], held_out: list[_Side], counter:
         held, held_lengths, held_targets = data.eval_split * used, lengths, targets
         used = used - held
     held *= min(1.0, (data.eval_max_samples or np.inf) / max(held.sum(), 1))
-    # Sequences in a row.
-    count = 2 if recipe.pairs else 1
-    longest = targets if recipe.pairs else np.maximum(lengths, targets)
-    held_longest = held_targets if recipe.pairs else np.maximum(held_lengths, held_targets)
+    # Sequences in a row; where there are several, the longest of them stands for the target.
+    count = recipe.answers
+    longest = targets if count > 1 else np.maximum(lengths, targets)
+    held_longest = held_targets if count > 1 else np.maximum(held_lengths, held_targets)
+    # A held-out prompt is answered once.
+    held_lengths = held_targets if recipe.reinforces else held_lengths
     order = np.argsort(longest)
     quantiles = np.interp(np.linspace(0, 1, 1001), np.cumsum(used[order]) / used.sum(), longest[order])
     rows, documents = used.sum(), count * used.sum()
@@ -230,10 +238,10 @@ def _as_trained(recipe: Recipe, sides: list[_Side], uses: list[float]) -> NDArra
     used, whole, trained, targets = np.concatenate([np.zeros((4, 0)), *columns], axis=1)
     seq_len = recipe.batch.seq_len
     if recipe.data.over_long == "drop":
-        kept = (targets if recipe.pairs else np.maximum(whole, targets)) <= seq_len
+        kept = (targets if recipe.answers > 1 else np.maximum(whole, targets)) <= seq_len
         used, whole, trained, targets = used[kept], whole[kept], trained[kept], targets[kept]
     elif recipe.data.over_long == "split":
         parts = np.maximum(1, np.ceil(whole / seq_len))
         used, whole, trained = used * parts, whole / parts, trained / parts
-    most = 2 * seq_len if recipe.pairs else seq_len
+    most = recipe.answers * seq_len
     return np.vstack([used, whole.clip(0, most), trained.clip(0, most), targets.clip(0, seq_len)])

@@ -164,15 +164,16 @@ class _Builtin(Reader):
         from toolkit.data import builtin
 
         known = {
-            "docstrings": builtin.docstring_rows,
-            "docstring-pairs": builtin.docstring_pairs,
-            "docstrings-judged": builtin.judged_docstrings,
+            "stdlib-docstrings": builtin.docstring_rows,
+            "stdlib-docstring-pairs": builtin.docstring_pairs,
+            "stdlib-docstrings-judged": builtin.judged_docstrings,
+            "arithmetic": builtin.arithmetic,
         }
-        load = known.get(self.source.path.removeprefix("builtin:stdlib-"))
+        load = known.get(self.source.path.removeprefix("builtin:"))
         if load is None:
             raise UserError(
                 f"data source `{self.source.path}` does not exist",
-                f"the built-in ones are {' and '.join(f'`builtin:stdlib-{name}`' for name in known)}",
+                f"the built-in ones are {' and '.join(f'`builtin:{name}`' for name in known)}",
             )
         if self.source.split != "train":
             raise UserError(

@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -109,6 +110,30 @@ class DataStatistics:
         return Dealt(*map(float, (tokens.mean(), (tokens * longest).mean(), longest.mean(), tokens.max())))
 
 
+def answered(recipe: Recipe, prompts: Any, held_out: Any) -> DataStatistics:
+    """Figures of prompts whose answers are yet to come, and are taken to be as long as they may be.
+
+    Args:
+        prompts: (rows,) tokens of each.
+        held_out: (rows,) the same of those held out.
+    """
+    import numpy as np
+
+    count, longest = recipe.answers, recipe.rollout.max_completion_tokens
+    whole, held = np.asarray(prompts) + longest, np.asarray(held_out) + longest
+    return DataStatistics(
+        rows=len(whole),
+        tokens=int(count * whole.sum()),
+        trained_tokens=count * longest * len(whole),
+        documents=count * len(whole),
+        squared_tokens=int(count * (whole.astype(np.float64) ** 2).sum()),
+        quantiles=tuple(np.quantile(whole, np.linspace(0, 1, 1001)).tolist()),
+        eval_rows=len(held),
+        eval_tokens=int(held.sum()),
+        longest_eval=int(held.max(initial=0)),
+    )
+
+
 def statistics_of(recipe: Recipe, cache: Path | None = None) -> DataStatistics | None:
     """The figures of a recipe's data, if it was prepared before and has not changed since.
 
@@ -143,6 +168,7 @@ def _file(recipe: Recipe, cache: Path | None) -> Path:
         "objective": recipe.objective,
         "seq_len": recipe.batch.seq_len,
         "seed": recipe.seed,
+        **({"rollout": recipe.rollout.model_dump(mode="json")} if recipe.reinforces else {}),
         # The built-in rows are the docstrings of Python itself.
         "python": sys.version,
         "files": stamps,

@@ -23,6 +23,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from toolkit.common import UserError, in_background
 from toolkit.data.formats import RowFormat, Task, is_empty
+from toolkit.data.prompts import PromptFormat
 from toolkit.data.sources import Reader
 from toolkit.data.tokenization import FEATURES, Chunker, open_rows, pack
 from toolkit.recipe import Recipe
@@ -177,7 +178,7 @@ def _sequences(stream: Stream, lanes: list[range]) -> Iterator[dict[str, Any]]:
 class _Row:
     """A row as it is read: where it stands, and how it is converted."""
 
-    format: RowFormat
+    format: RowFormat | PromptFormat
     where: str
     content: dict[str, Any]
 

@@ -9,6 +9,7 @@ text that is concatenated and cut fills sequences completely, but trains on answ
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import sys
@@ -33,8 +34,9 @@ from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
 from toolkit.data.messages import further_fields
+from toolkit.data.prompts import PromptFormat
 from toolkit.data.readers import RawRow
-from toolkit.data.rows import IGNORE, Chat, Judged, Preference, Row, from_json, sides, to_json
+from toolkit.data.rows import IGNORE, Chat, Judged, Preference, Prompted, Row, from_json, sides, to_json
 from toolkit.data.sources import Reader
 
 _Encoded = TypeVar("_Encoded")
@@ -56,13 +58,13 @@ TOKENS_FEATURES = Features(
     {**FEATURES, "kind": Value("string")}
     | dict.fromkeys(("row", "length", "trained", "chosen", "rejected"), Value("int64"))
     | dict.fromkeys(("stops", "merged", "prompt_lost", "equal", "apart", "desirable"), Value("bool"))
-    | {"seq_lengths": List(Value("int32"))}
+    | {"seq_lengths": List(Value("int32")), "columns": Value("large_string")}
 )
-_NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": []}
+_NO_PAIR = {"chosen": 0, "rejected": 0, "equal": False, "apart": False, "seq_lengths": [], "columns": ""}
 """Columns of rows that are no pairs of answers."""
 
 
-def open_rows(reader: Reader, task: Task) -> tuple[RowFormat, Iterator[RawRow]]:
+def open_rows(reader: Reader, task: Task) -> tuple[RowFormat | PromptFormat, Iterator[RawRow]]:
     """The format of a source, and its rows from the first one on.
 
     Raises:
@@ -168,6 +170,8 @@ class Chunker:
         Raises:
             UserError: A row cannot be encoded; the message names where it stands.
         """
+        if rows and isinstance(rows[0][0], Prompted):
+            return [[self._prompt(row, where)] for row, where in rows if isinstance(row, Prompted)]
         rendered = [
             (row, [_named(self.encoder.rendered, side, side, where) for side in sides(row)], where)
             for row, where in rows
@@ -199,6 +203,14 @@ class Chunker:
             chunks.append(_NO_PAIR | chunk | whole | {"trained": len(targets), "stops": stops})
         return chunks
 
+    def _prompt(self, row: Prompted, where: str) -> dict[str, Any]:
+        """What the model is asked, without an answer: no token has a label."""
+        ids = _named(self.encoder.prompt_ids, row, row, where)
+        labels = [IGNORE] * len(ids)
+        whole = {"kind": type(row.asked).__name__, "length": len(ids), "merged": False, "prompt_lost": False}
+        whole |= {"desirable": False, "trained": len(ids), "stops": True}
+        return _NO_PAIR | {"input_ids": ids, "labels": labels, "columns": json.dumps([where, row.columns])} | whole
+
     def _pair(self, kind: str, chosen: Encoded, rejected: Encoded) -> dict[str, Any]:
         """Both answers behind each other, each with its prompt and cut to length by itself; none is trained of a pair
         that has lost one of them, or whose tokens are the same."""
@@ -222,6 +234,7 @@ class Chunker:
             "prompt_lost": any(side.prompt_lost for side in both),
             "equal": equal,
             "apart": _prompt(chosen) != _prompt(rejected),
+            "columns": "",
         }
 
 

@@ -145,7 +145,7 @@ class BatchLayout:
     """Processes over which the layers are spread, see `parallel.pipeline`. Those that have the same layers are of
     neighbouring ranks: where a pipeline goes from node to node, gradients are averaged within nodes."""
     answers: int = 1
-    """Sequences of a row: two of a pair of answers, of which sizes count as one."""
+    """Sequences of a row: two of a pair of answers, as many as a prompt is given, of which sizes count as one."""
 
     @property
     def sharing(self) -> int:
@@ -231,11 +231,7 @@ def batch_layout(recipe: Recipe, world_size: int) -> BatchLayout:
         )
     micro_batch = stated or micro_batch_sizes(recipe, world_size)[-1]
     divided = (parallel.sequence, parallel.context, parallel.tensor, parallel.expert, parallel.pipeline)
-    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided, _answers(recipe))
-
-
-def _answers(recipe: Recipe) -> int:
-    return 2 if recipe.pairs else 1
+    return BatchLayout(total, micro_batch, share // micro_batch, world_size, batch.seq_len, *divided, recipe.answers)
 
 
 def _replicas(world_size: int, together: int, key: str) -> int:
@@ -259,7 +255,7 @@ def micro_batch_sizes(recipe: Recipe, world_size: int, row_tokens: float | None 
     parallel = recipe.parallel
     replicas = world_size // (parallel.together * parallel.pipeline)
     share = max(1, recipe.batch.sequences_per_step // max(1, replicas))
-    row_tokens = row_tokens or _answers(recipe) * recipe.batch.seq_len
+    row_tokens = row_tokens or recipe.answers * recipe.batch.seq_len
     largest = max(1, int(parallel.sharing * recipe.batch.micro_batch_tokens / row_tokens))
     sizes = [size for size in range(1, min(share, largest) + 1) if share % size == 0]
     taken = [size for size in sizes if divides(parallel.schedule, parallel.pipeline, share // size)]
@@ -300,6 +296,8 @@ def run_length(recipe: Recipe, num_rows: int | None, layout: BatchLayout) -> Len
     """
     schedule = recipe.schedule
     per_epoch = num_rows / layout.global_batch_size if num_rows else None
+    if per_epoch and recipe.reinforces:
+        per_epoch *= recipe.policy.num_iterations
     total = schedule.max_steps or math.ceil((schedule.num_epochs or 1.0) * (per_epoch or 0))
     warmup = schedule.warmup_steps
     if warmup is None:

@@ -94,7 +94,7 @@ class _Head:
         ]
         place = hidden.device
         autocast = torch.get_autocast_dtype(place.type) if torch.is_autocast_enabled(place.type) else None
-        rest = _Rest(targets, self.trained, softcap, scale, self.part, autocast or hidden.dtype)
+        rest = _Rest(targets, self.trained, softcap, scale, temperature, self.part, autocast or hidden.dtype)
         log_probs = _LogProbs.apply(hidden, weight, bias, rest, wanted, self.alike)
         return log_probs, None, None, None, None
 
@@ -107,6 +107,7 @@ class _Rest:
     trained: torch.Tensor
     softcap: float | None
     scale: float
+    temperature: float
     part: Part | None
     compute: torch.dtype
 
@@ -191,6 +192,8 @@ def _scored(
         if rest.softcap is not None:
             capped = torch.tanh(logits / rest.softcap)
             logits = capped * rest.softcap
+        if rest.temperature != 1:
+            logits = logits / rest.temperature
         if rest.part is None:
             gradient = torch.log_softmax(logits, -1, out=scores[: len(states)])
             log_probs[rows] = gradient.gather(1, labels)[:, 0]
@@ -204,6 +207,8 @@ def _scored(
         gradient.scatter_add_(1, labels, ones)
         if factors is not None:
             gradient.mul_(factors[rows, None])
+        if rest.temperature != 1:
+            gradient.div_(rest.temperature)
         if rest.softcap is not None:
             gradient.mul_(1 - capped.square())
         if rest.scale != 1:

@@ -102,7 +102,7 @@ def add_output_head(model: Any, choice: HeadChoice, objective: str = "sft") -> O
     """Gives a model both ways of scoring."""
     if objective == "seq2seq":
         return PairHead(model, choice)
-    add_fused_lm_head(model)
+    add_fused_lm_head(model, temperature=choice.temperature)
     return OutputHead(model, choice)
 
 
@@ -131,7 +131,7 @@ def compare(
             own = model(**inputs)
             largest = own.logits.abs().max().item()
             own.logits = at(own.logits, batch["label_positions"])
-            wanted = from_logits(own, following)
+            wanted = from_logits(own, following, head.temperature)
             head.fused, head.selects = fused, not fused
             try:
                 scored = model(**{**batch, "use_cache": False}, fused_lm_head=True)

@@ -64,6 +64,19 @@ def without_idle(model: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Has a model compute what its frozen base does; nothing is frozen or moved for it."""
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if args or kwargs or layer.disable_adapters or layer.merged or len(names) != 1:

@@ -31,12 +31,14 @@ class HeadChoice:
         balances: Whether the model's own forward has a loss for the balance of its routers.
         reason: Why the head is not the fused one.
         selects: Whether the model's own forward may be given trained positions alone.
+        temperature: By what logits are divided before labels are scored.
     """
 
     fused: bool = True
     balances: bool = True
     reason: str = ""
     selects: bool = True
+    temperature: float = 1.0
 
 
 class OutputHead:
@@ -53,10 +55,11 @@ class OutputHead:
         fused: Whether the fused head may score.
         selects: Whether the model's own forward may be given trained positions alone.
         alike: Whether the loss is a sum over all labels, each of which counts as much as the others.
+        temperature: By what logits are divided before labels are scored.
     """
 
     def __init__(self, model: Any, choice: HeadChoice) -> None:
-        self.fused, self.selects, self.alike = choice.fused, choice.selects, True
+        self.fused, self.selects, self.alike, self.temperature = choice.fused, choice.selects, True, choice.temperature
         forward = model.forward
         # TRL would pick positions by a mask on GPUs, and wait for their number; here they have been picked.
         trl_utils._use_triton = lambda device: False
@@ -88,12 +91,12 @@ class OutputHead:
         if not (self.fused or self.selects):
             outputs = forward()
             outputs.logits = at(outputs.logits, positions)
-            return from_logits(outputs, following)
+            return from_logits(outputs, following, self.temperature)
         with _only(module.base_model, positions):
             if self.fused:
                 with _scoring(module, following, self.alike):
                     return forward(fused_lm_head=True, shift_labels=following)
-            return from_logits(forward(), following)
+            return from_logits(forward(), following, self.temperature)
 
     def plain(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What of a batch the model's own forward takes."""
@@ -125,10 +128,12 @@ def at(each: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return each.flatten(0, 1).index_select(0, positions.to(each.device))[None]
 
 
-def from_logits(outputs: Any, following: torch.Tensor) -> FusedCausalLMOutput:
+def from_logits(outputs: Any, following: torch.Tensor, temperature: float = 1.0) -> FusedCausalLMOutput:
     """Scores as the fused head returns them, of the labels (1, positions) that follow each of the logits."""
     following = following.to(outputs.logits.device)
-    losses = F.cross_entropy(outputs.logits[0].float(), following[0], ignore_index=IGNORE, reduction="none")
+    losses = F.cross_entropy(
+        outputs.logits[0].float() / temperature, following[0], ignore_index=IGNORE, reduction="none"
+    )
     return FusedCausalLMOutput(
         log_probs=-losses[None],
         label_mask=following.ne(IGNORE),

@@ -28,7 +28,7 @@ from toolkit.planner.layouts import FREE, layouts
 from toolkit.planner.loader import loader_workers
 from toolkit.planner.memory.device import memory
 from toolkit.planner.memory.host import disk, host, run_folder_bytes
-from toolkit.planner.memory.serving import serving
+from toolkit.planner.memory.serving import cache_of, serving
 from toolkit.planner.notes import notes_of, require_quantized
 from toolkit.planner.plan import Answer, Disk, Fit, Host, Memory, Plan
 from toolkit.planner.ranges import less_sure, slower_or_faster, up_to
@@ -72,6 +72,8 @@ class _Question:
         require_quantized(recipe, trace)
         workload = Workload(recipe, layout, hardware, trace, heads=model_configs.attention_widths(self.config))
         experts = model_configs.experts(self.config)
+        if recipe.reinforces:
+            workload = dataclasses.replace(workload, cache=cache_of(self.config, trace.whole(), longest))
         if layout.pipeline > 1:
             load = micro_load(recipe, layout, self.statistics, backend)
             balanced = bool(model_configs.text_config(self.config).get("router_aux_loss_coef"))

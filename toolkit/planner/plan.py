@@ -16,7 +16,7 @@ Answer = Literal["yes", "tight", "no"]
 """Whether something fits."""
 Kind = Literal["as asked", "nearest", "fastest", "cheapest", "option"]
 """What a piece of advice is best at."""
-PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
+PHASES = ("load", "generation", "forward", "backward", "step", "evaluation", "save", "resume")
 PARTS = {
     "parameters": "weights of the model as the engine holds them between steps",
     "adapters": "weights of the adapters",
@@ -29,6 +29,7 @@ PARTS = {
     "engine": "buckets, gathered parameters, prefetching and staging of the engine",
     "batch": "token ids, labels, positions, masks",
     "workspace": "cuBLAS and kernels",
+    "cache": "keys and values of the answers that are generated",
 }
 """What the allocator holds, by part."""
 
@@ -179,6 +180,8 @@ class Work(Figures):
     """Seconds of an optimizer step in which a device waits for a pipeline to fill and to run empty."""
     step_seconds: Range
     """Seconds of one optimizer step."""
+    generation_seconds: float = 0.0
+    """Seconds of an optimizer step in which answers are generated, where the model learns from its own."""
     compile_seconds: float = 0.0
     """Seconds that compiling the layers takes, once; 0 where they run as they are."""
     saves: int = 0

@@ -51,6 +51,9 @@ class Workload:
     """Of a process of a pipeline: whether the output head of the whole model is a weight of its own."""
     usual: float = 1.0
     """Tokens of a micro-batch on average, as a share of those of the fullest; of a pipeline others wait beside it."""
+    cache: int = 0
+    """Bytes in 16 bits that the longest sequence keeps while it is generated, where the model is trained on its own
+    answers."""
     routed: int = 0
     """Scores that a layer's router has for each token, where a pipeline sends them on to be balanced."""
 

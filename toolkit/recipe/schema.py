@@ -23,6 +23,7 @@ from toolkit.recipe.preference import (
     REFERRING,
     Preference,
 )
+from toolkit.recipe.reinforcement import REINFORCED, Policy, Rewards, Rollout
 from toolkit.recipe.sections import (
     ADAPTER_LEARNING_RATE,
     FP8_SCALING,
@@ -107,7 +108,7 @@ class Source(Section):
     path: Place
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
     `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, or with answers that
-    are judged, `builtin:stdlib-docstrings-judged`."""
+    are judged, `builtin:stdlib-docstrings-judged`; or `builtin:arithmetic`, sums to be worked out."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
@@ -217,12 +218,18 @@ class Recipe(Section):
     """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
     data: Data
-    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto"] = "sft"
+    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto", "grpo", "rloo"] = (
+        "sft"
+    )
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
     one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`
-    learns from single answers, each of which is good or bad."""
+    learns from single answers, each of which is good or bad. `grpo` and `rloo` learn from rewards of answers that the
+    model itself gives."""
     preference: Preference = Preference()
+    rollout: Rollout = Rollout()
+    rewards: Rewards = Rewards()
+    policy: Policy = Policy()
     method: Method = Method()
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
     """Type in which the model computes. Trained weights keep fp32 masters (`fp16` adds loss scaling), except under
@@ -256,11 +263,12 @@ class Recipe(Section):
     def _defaults_of_others(self) -> Recipe:
         # Not counted as set: they stay defaults.
         if "learning_rate" not in self.optimizer.model_fields_set:
-            if self.prefers:
+            if self.prefers or self.reinforces:
                 self.optimizer.__dict__["learning_rate"] = PREFERENCE_LEARNING_RATES[self.method.name]
             elif self.method.name != "full":
                 self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
         self.__dict__["preference"] = self.preference.of(self.objective)
+        self.__dict__["policy"] = self.policy.of(self.objective)
         return self
 
     @property
@@ -282,6 +290,22 @@ class Recipe(Section):
     def refers(self) -> bool:
         """Whether the objective compares with the model as it is before training."""
         return self.objective in REFERRING
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether the model learns from rewards of answers that it gives itself."""
+        return self.objective in REINFORCED
+
+    @property
+    def answers(self) -> int:
+        """Sequences of a row: two of a pair of answers, and as many as a prompt is given."""
+        return self.rollout.num_generations if self.reinforces else 2 if self.pairs else 1
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row may have: those of a sequence, without those of the answer that a prompt is given."""
+        answer = self.rollout.max_completion_tokens if self.reinforces else 0
+        return max(1, self.batch.seq_len - answer)
 
     @property
     def undecided(self) -> tuple[str, ...]:

@@ -252,8 +252,8 @@ class Batch(Section):
     seq_len: PositiveInt = 2048
     """Longest sequence in tokens; with `data.packing` the length of every sequence."""
     global_batch_size: PositiveInt | None = None
-    """Sequences, or pairs of answers, per optimizer step over all processes; 16 if `tokens_per_step` is not set
-    either."""
+    """Sequences, pairs of answers, or prompts with all their answers, per optimizer step over all processes; 16 if
+    `tokens_per_step` is not set either."""
     tokens_per_step: PositiveInt | None = None
     """Tokens per optimizer step over all processes, instead of `global_batch_size`, which is then this many over
     `seq_len`."""

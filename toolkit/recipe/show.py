@@ -45,8 +45,9 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
         most: How many lines of what no schema limits, such as sources and keys of `extra`, are kept; None for all.
     """
     # A section's own line says nothing about a key that the section leaves out.
-    origins = {key: place for key, place in loaded.origins.items() if key not in sections()}
-    if loaded.recipe.prefers:
+    outer = {*sections(), *_inner_sections(loaded.recipe)}
+    origins = {key: place for key, place in loaded.origins.items() if key not in outer}
+    if loaded.recipe.prefers or loaded.recipe.reinforces:
         origins.setdefault("optimizer.learning_rate", f"default of {loaded.recipe.objective}")
     elif loaded.recipe.method.name != "full":
         origins.setdefault("optimizer.learning_rate", "default of adapters")
@@ -58,6 +59,13 @@ def with_origins(loaded: Loaded, most: int | None = None) -> str:
     width = min(60, max(len(text) for _, text, _ in lines))
     texts = [f"{text:<{width}}  # {origin}" if origin else text for _, text, origin in lines]
     return "\n".join([*texts, *([f"# … and {len(left_out):,} more lines: {loaded.file}"] if left_out else [])])
+
+
+def _inner_sections(recipe: Recipe) -> Iterator[str]:
+    """Dotted keys of a recipe whose values are sections within sections."""
+    for name, kind in sections().items():
+        section = getattr(recipe, name)
+        yield from (f"{name}.{key}" for key in kind.model_fields if isinstance(getattr(section, key), Section))
 
 
 def _lines(values: dict[str, Any], prefix: str, depth: int, origins: dict[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -125,10 +133,20 @@ def markdown() -> str:
             word = "A word that is no option" if shipped else "A word"
             lines += ["", f"{word}, `{name}: WORD`, sets `{name}.{section.main_key}`."]
         lines += ["", *_table(definition["properties"])]
+        for key, nested in _nested(definition, schema):
+            lines += ["", f"### {name}.{key}", "", _plain(nested["description"]), "", *_table(nested["properties"])]
         if name == "data":
             source = schema["$defs"]["Source"]
             lines += ["", "### A source", "", _plain(source["description"]), "", *_table(source["properties"])]
     return "\n".join(lines) + "\n"
+
+
+def _nested(definition: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keys of a section that have keys of their own, and the definitions of these."""
+    for key, field in definition["properties"].items():
+        for form in field.get("anyOf", ()):
+            if "$ref" in form:
+                yield key, schema["$defs"][form["$ref"].rpartition("/")[2]]
 
 
 def keys_text() -> str:
@@ -163,7 +181,7 @@ def _values(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(_values, schema["anyOf"])))
     if "$ref" in schema:
-        return "source"
+        return "source" if schema["$ref"].endswith("/Source") else "keys of its own"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = f"list of {_values(schema['items'])}" if "items" in schema else _KINDS.get(schema["type"], schema["type"])

@@ -21,6 +21,7 @@ from toolkit.recipe.preference import PREFERENCES
 from toolkit.report import page
 from toolkit.report.load import Record, number, read_run
 from toolkit.report.plan_view import energy_text
+from toolkit.report.rewards import held_out
 from toolkit.report.run_page import percent_change
 from toolkit.report.run_view import step_times, token_rates
 from toolkit.report.serving import on_base, transformers_line, vllm_line
@@ -36,6 +37,8 @@ _OBJECTIVES = {
     "simpo": "simple preference optimisation (SimPO)",
     "orpo": "odds ratio preference optimisation (ORPO)",
     "kto": "Kahneman-Tversky optimisation (KTO)",
+    "grpo": "group relative policy optimisation (GRPO)",
+    "rloo": "REINFORCE leave-one-out (RLOO)",
 }
 _TAGS = {"language_modelling": "continued-pretraining"}
 _METRICS = (
@@ -119,6 +122,12 @@ def _results(record: Record) -> list[tuple[str, str, float | None, float | None]
     """Metric as the Hub calls it, its title, its value in the first and in the last evaluation; the loss first."""
     if record.result is None:
         return []
+    if rewards := list(held_out(record.result)):
+        before = {name: value for name, value, _ in held_out(record.evaluations[0])}
+        return [
+            ("reward" + (name and f"_{name}"), f"reward, {name}" if name else "reward", before.get(name), value)
+            for name, value, _ in rewards
+        ]
     first, last = (
         {key: number(value) for key, value in row.items()}
         | ({} if "eval_accuracy" in row else {"eval_perplexity": _perplexity(row)})
@@ -184,8 +193,11 @@ def _settings(record: Record, recipe: Recipe) -> list[tuple[str, str]]:
     ]
     if recipe.prefers:
         rows.append(("preference", _preference(recipe)))
+    if recipe.reinforces:
+        rewards = ", ".join(f"{name} ({weight:g})" for name, weight in recipe.rewards.weights().items())
+        rows += [("rewards and their weights", rewards), ("policy", _policy(recipe))]
     if batch := record.manifest.batch:
-        what = "pairs" if recipe.pairs else "sequences"
+        what = "pairs" if recipe.pairs else "prompts" if recipe.reinforces else "sequences"
         rows.append(("global batch size", f"{batch.global_batch_size:,} {what}"))
     if record.training:
         last = record.training[-1]
@@ -220,6 +232,19 @@ def _preference(recipe: Recipe) -> str:
     parts += [f"{name} {getattr(settings, name):g}" for name in kinds]
     parts += ["per token"] if settings.length_normalized else []
     return f"{recipe.objective}, {', '.join(parts)}"
+
+
+def _policy(recipe: Recipe) -> str:
+    """How answers were drawn and learnt from."""
+    asked, settings = recipe.rollout, recipe.policy
+    parts = [f"{asked.num_generations} answers to a prompt, of up to {asked.max_completion_tokens:,} tokens"]
+    parts.append(f"temperature {asked.temperature:g}" + (f", top-p {asked.top_p:g}" if asked.top_p < 1 else ""))
+    if recipe.objective == "grpo":
+        parts.append(f"loss {settings.loss}, advantages scaled by {settings.scale_rewards}")
+    low, high = settings.bounds
+    parts.append(f"beta {settings.beta:g}, ratios clipped to {low:g} … {high:g}")
+    parts += [f"{settings.num_iterations} steps on each rollout"] if settings.num_iterations > 1 else []
+    return f"{recipe.objective}, {'; '.join(parts)}"
 
 
 def _method(recipe: Recipe) -> str:

@@ -29,6 +29,7 @@ from toolkit.report.charts import Series, Style, chart, smooth
 from toolkit.report.evaluation import HEADS
 from toolkit.report.load import Manifest, Measured, Record, finite, number, read_run
 from toolkit.report.page import Tile
+from toolkit.report.rewards import held_out
 from toolkit.report.serving import next_steps
 
 FEWEST_TO_SMOOTH = 40
@@ -166,7 +167,15 @@ def _tiles(record: Record) -> list[Tile]:
     result, chosen = record.result, record.manifest.published
     rows = [row for row in record.evaluations if row is record.evaluations[0] or row is result]
     losses = [(row["step"], loss) for row in rows if (loss := number(row["eval_loss"])) is not None]
-    if losses:
+    if losses and (rewards := [list(held_out(row)) for row in rows]) and rewards[-1]:
+        for place, (name, value, margin) in enumerate(rewards[-1]):
+            before = (f"from {rewards[0][place][1]:.3f}",) if len(rewards) > 1 else ()
+            title = f"Held-out reward{name and f', {name}'}"
+            better = value > rewards[0][place][1]
+            tiles.append(
+                Tile(title, f"{value:.3f} ± {margin:.3f}", (*before, "95% interval"), "", better, main=not name)
+            )
+    elif losses:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         text, steps = f"{last:.3f}", f"step {last_step:,}"
         accuracies = finite(rows, "eval_accuracy")
@@ -239,6 +248,8 @@ def _charts(record: Record) -> list[dict[str, Any]]:
 def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
     """Of a training on preferences: how often the right answer is preferred, and what both kinds are worth."""
     rows = record.training
+    if finite(rows, "no_spread"):
+        return _charts_of_rewards(record)
     if not finite(rows, "reward_margin"):
         return []
     accuracy = [*_smoothed(rows, "accuracy"), _series(record.evaluations, "eval_accuracy", "held-out", "points")]
@@ -246,6 +257,29 @@ def _charts_of_answers(record: Record) -> list[dict[str, Any]]:
     return [
         chart("Share of answers preferred rightly", accuracy, form=lambda value: f"{value:.3g}"),
         chart("Rewards of answers", rewards, form=lambda value: f"{value:.3g}"),
+    ]
+
+
+def _charts_of_rewards(record: Record) -> list[dict[str, Any]]:
+    """Of a training on rewards: the whole and its parts, how far answers to a prompt differ, and how long they are."""
+    rows, evaluations = record.training, record.evaluations
+    names = [key for key in rows[-1] if key.startswith("reward_") and f"{key}_std" in rows[-1]]
+    parts = [_series(rows, key, key.removeprefix("reward_"), "line") for key in names] if len(names) > 1 else []
+    spread = [_series(rows, "reward_std", "standard deviation", "line")]
+    shares = [("no_spread", "prompts without spread"), ("cut", "answers cut"), ("clipped", "tokens clipped")]
+
+    def form(value: float) -> str:
+        return f"{value:.3g}"
+
+    return [
+        chart(
+            "Reward", [*_smoothed(rows, "reward"), _series(evaluations, "eval_reward", "held-out", "points")], form=form
+        ),
+        *([chart("Rewards by part", parts, form=form)] if parts else []),
+        chart("Reward among answers to a prompt", spread, from_zero=True, form=form),
+        chart("Shares", [_series(rows, key, name, "line") for key, name in shares], from_zero=True, form=form),
+        chart("Tokens of an answer", _smoothed(rows, "answer_tokens"), from_zero=True, form=compact),
+        *([chart("Divergence from the reference", _smoothed(rows, "kl"), form=form)] if finite(rows, "kl") else []),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.common import bytes_text, compact
 from toolkit.data.audit import Audit, Bucket, Lengths
+from toolkit.report import plan_view
 from toolkit.report.load import WARM_UP_STEPS, Machine, Manifest, Record, Speed, number
 from toolkit.report.plan_view import flops_text, pipeline_text, seconds_text
 
@@ -137,7 +138,7 @@ def machine_sentences(manifest: Manifest) -> list[str]:
         if batch.expert > 1:
             which = "that" if batch.expert == batch.world_size else f"of which each {batch.expert}"
             who += f" {which} divide the experts"
-        what, each = ("pairs of answers", " each") if batch.answers > 1 else ("sequences", "")
+        what, each = plan_view.rows_text(batch.answers)
         texts.append(
             f"A step is {batch.global_batch_size:,} {what} of up to {batch.seq_len:,} tokens{each}: {passes:,} "
             f"micro-batch{'es' if passes > 1 else ''} of {size}{who}."

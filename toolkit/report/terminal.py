@@ -70,6 +70,7 @@ class Progress:
         loss: float | None = None,
         tokens_per_second: float | None = None,
         seconds_left: float | None = None,
+        reward: float | None = None,
     ) -> None:
         """Shows a finished step.
 
@@ -78,6 +79,7 @@ class Progress:
             loss: Mean training loss of the step.
             tokens_per_second: Trained and masked tokens over all processes, per second.
             seconds_left: Time to the end; by default estimated from the steps since `start`.
+            reward: Mean of the step's answers.
         """
         self._step, self._evaluating, self._figures = step, "", []
         now, last, done = time.monotonic(), step >= self._total_steps, step - self._first_step
@@ -85,6 +87,8 @@ class Progress:
             seconds_left = (now - self._started) / done * (self._total_steps - step)
         if loss is not None:
             self._figures.append((f"loss {loss:.4f}", "bold" if math.isfinite(loss) else "bold red"))
+        if reward is not None:
+            self._figures.append((f"reward {reward:.3f}", "bold"))
         if tokens_per_second is not None:
             self._figures.append((f"{compact(tokens_per_second)} tok/s", ""))
         if last:
@@ -106,19 +110,20 @@ class Progress:
         if self._terminal:
             self._redraw()
 
-    def evaluation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+    def evaluation(self, step: int, loss: float, accuracy: float | None = None, rewards: str = "") -> None:
         """Prints the result of an evaluation; it stays above the live line.
 
         Args:
             accuracy: Share of answers that are preferred rightly; without it the loss is one of tokens, and has a
                 perplexity.
+            rewards: What is said of rewards, where the loss is no more than them.
         """
         self._evaluating = ""
         at = f"step {step}" if step else "before training"
         beside = (
             f"perplexity {perplexity_text(perplexity_of(loss))}" if accuracy is None else f"accuracy {accuracy:.1%}"
         )
-        self.message(f"Held-out loss {loss:.4f}, {beside} ({at})")
+        self.message(f"Held-out {rewards} ({at})" if rewards else f"Held-out loss {loss:.4f}, {beside} ({at})")
         if self._live:
             self._redraw(force=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches
-from toolkit.data.collate import AnswerCollator, Collator, JudgedCollator, Layout, PartCollator
+from toolkit.data.batches import ALIGNED, FixedOrder, MicroBatches, Repeated
+from toolkit.data.collate import AnswerCollator, Collator, JudgedCollator, Layout, PartCollator, PromptCollator
 from toolkit.data.prepare import answer_lengths, sequence_lengths
 from toolkit.distributed.layout import BatchLayout
 from toolkit.models import attention, device
@@ -16,7 +16,7 @@ from toolkit.models.shared_rows import share_balance, share_rows
 from toolkit.recipe import Recipe
 from toolkit.recipe.sections import FP8_SCALING
 
-Collates = Collator | PartCollator | AnswerCollator | JudgedCollator
+Collates = Collator | PartCollator | AnswerCollator | JudgedCollator | PromptCollator
 
 
 def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part: int = 0) -> Collates:
@@ -27,9 +27,11 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
         compiles: Whether the layers are compiled.
         part: Which part of each row this process has, where several share them.
     """
-    if recipe.prefers:
+    if recipe.prefers or recipe.reinforces:
         rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
         assert isinstance(rows, Collator), "whole answers are compared"
+        if recipe.reinforces:
+            return PromptCollator(rows, recipe.rollout.max_completion_tokens)
         return JudgedCollator(rows) if recipe.judges else AnswerCollator(rows)
     if recipe.objective == "seq2seq":
         return Collator(tokenizer.pad_token_id, "pairs", ALIGNED, longest=recipe.batch.seq_len)
@@ -72,8 +74,11 @@ def micro_batches(recipe: Recipe, train: Any, collates: Collates, layout: BatchL
     lengths = answer_lengths(train) if recipe.prefers else sequence_lengths(train, recipe.objective == "seq2seq")
     # The answers of other rows are scored before, without gradients.
     lengths = lengths[:, :1] if recipe.judges else lengths
+    order: Any = FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle)
+    if recipe.reinforces and recipe.policy.num_iterations > 1:
+        order = Repeated(order, layout.global_batch_size, recipe.policy.num_iterations)
     return MicroBatches(
-        order=FixedOrder(len(lengths), recipe.seed, recipe.data.shuffle),
+        order=order,
         lengths=lengths,
         widths=collates.width(lengths),
         steps=steps,

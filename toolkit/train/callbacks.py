@@ -25,10 +25,10 @@ from transformers import TrainerCallback
 
 from toolkit.files import set_aside, write_atomically
 from toolkit.report.load import WARM_UP_STEPS, read_metrics
+from toolkit.report.rewards import reward_text
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
-from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
 from toolkit.train.session import Session
@@ -47,6 +47,8 @@ def step_tokens(session: Session) -> Callable[[int, int], tuple[int, float | Non
     sequences are assumed.
     """
     batches, layout = session.trainer.batches, session.layout
+    if session.recipe.reinforces:  # Answers are counted when they are there.
+        return lambda first, last: (session.trainer.take_tokens(), None)
     if batches is None:
         return lambda first, last: ((last - first) * layout.tokens_per_step, None)
 
@@ -80,6 +82,9 @@ class Meter(TrainerCallback):
         self._started = self._step_time = self._step_end = time.monotonic()
         self._step = self._total_tokens = 0
         self._paused = 0.0
+        # Encoder-decoders say no more.
+        self._said = lambda: getattr(session.trainer, "said", ())
+        self._counts_itself = session.recipe.reinforces
         self._trainer, self._work = session.trainer, guard.plan.work if guard else None
         self.last: dict[str, Any] = {}
         self._unwritten = b""
@@ -90,7 +95,10 @@ class Meter(TrainerCallback):
         earlier, self.last = _keep_until(self._file, state.global_step, known)
         self._started = time.monotonic() - earlier.get("seconds", 0.0)
         self.energy = energy_meter(self._world, torch.cuda.is_available(), earlier.get("energy_kwh", 0.0))
-        self._total_tokens, _ = self._tokens(0, self._step)
+        if self._counts_itself:
+            self._total_tokens = earlier.get("tokens", 0)
+        else:
+            self._total_tokens, _ = self._tokens(0, self._step)
         self._step_time = time.monotonic()
         self._progress.start(state.max_steps, step=state.global_step)
 
@@ -124,14 +132,15 @@ class Meter(TrainerCallback):
             row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
-        row |= {name: round(logs[name], 6) for name in OF_ANSWERS if name in logs}
+        row |= {name: round(logs[name], 6) for name in self._said() if name in logs}
         row |= self._further()
         if slow := found():
             row["stragglers"] = slow
         self.write(state.global_step, row)
         self.last = row
         left = self.time_left.after(self._step)
-        self._progress.update(state.global_step, logs["loss"], tokens_per_second=rate, seconds_left=left)
+        reward = logs.get("reward")
+        self._progress.update(state.global_step, logs["loss"], rate, left, reward)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_end = time.monotonic()
@@ -161,7 +170,7 @@ class Meter(TrainerCallback):
         self._step_end = time.monotonic()
         self.time_left.pause("evaluation", seconds)
         self.write(step, metrics)
-        self._progress.evaluation(step, metrics["eval_loss"], metrics.get("eval_accuracy"))
+        self._progress.evaluation(step, metrics["eval_loss"], metrics.get("eval_accuracy"), reward_text(metrics))
 
     def pause(self, seconds: float) -> None:
         """Leaves out time that no step took."""

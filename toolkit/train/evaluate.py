@@ -32,7 +32,10 @@ from toolkit.train.watchdog import beat
 def evaluate(session: Session) -> dict[str, float]:
     """One evaluation on all processes: held-out loss and, where asked for, metrics of generated targets."""
     trainer, settings = session.trainer, session.recipe.evaluation
-    batch_size = settings.batch_size or session.layout.micro_batch_size
+    layout = session.layout
+    # Held-out prompts are answered once each, a micro-batch of them as often as there are answers to one.
+    size = layout.in_sequences.micro_batch_size if session.recipe.reinforces else layout.micro_batch_size
+    batch_size = settings.batch_size or size
     metrics = held_out_loss(trainer, batch_size, session.progress.evaluating)
     if settings.generation_metrics:
         metrics |= generated_metrics(session, batch_size)

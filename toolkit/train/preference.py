@@ -38,6 +38,7 @@ class AnswerTrainer(CausalTrainer):
     Dropout is off, as in TRL: its noise would pass for a change of log-probability.
     """
 
+    said = OF_ANSWERS
     objective: str
     settings: Preference
     reference: torch.Tensor | None = None

@@ -50,6 +50,7 @@ _WITHOUT_EFFECT = {
     *("description", "output", "logging", "checkpoint", "evaluation", "activation_checkpointing", "strategy"),
     "parallel",
     *("batch.micro_batch_size", "batch.micro_batch_tokens", "compile", "extra.deepspeed"),
+    "rollout.batch_size",
     *("data.num_proc", "data.num_workers", "schedule.early_stopping_patience", "schedule.early_stopping_min_delta"),
     # What decides over a batch that has ended the run, or is still to come.
     "faults",
@@ -206,6 +207,7 @@ def _with_effect(values: dict[str, Any]) -> dict[str, Any]:
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of all that decides the weights a run produces."""
     unread = set() if recipe.prefers else {"preference"}
+    unread |= set() if recipe.reinforces else {"rollout", "rewards", "policy"}
     content = _with_effect(dict(flat(recipe.model_dump(exclude=unread))))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

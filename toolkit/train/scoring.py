@@ -7,24 +7,22 @@ Wilson's interval and Newcombe's for paired ones, which hold also where all or n
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.data.rewards import is_json, number_in
 from toolkit.report.evaluation import Interval, Score
 
 RESAMPLES = 2000
 """Of the rows, for an interval."""
 Z = 1.959963984540054
 """The quantile of the normal distribution that leaves 2.5% above it."""
-_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 Figures = NDArray[np.float64]
 
 
@@ -47,24 +45,6 @@ class Metric:
     suits: Callable[[Sequence[str]], bool] = lambda references: True
 
 
-def number_in(text: str) -> Decimal | None:
-    """The number that a text comes to: the first after `####`, by which GSM8K's rows mark their result, else the last.
-
-    Commas between thousands do not count.
-    """
-    before, mark, marked = text.rpartition("####")
-    found = _NUMBER.findall(marked if mark else before or marked)
-    return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
-
-
-def is_json(text: str) -> bool:
-    """Whether all of a text is one JSON object or array, by RFC 8259: without NaN, and without a fence around it."""
-    try:
-        return isinstance(json.loads(text, parse_constant=_refuse), dict | list)
-    except (ValueError, RecursionError):
-        return False
-
-
 def rouge_l(answer: str, reference: str) -> float:
     """F1 of the longest common subsequence of words: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"
     (2004), equations 2 to 4 with beta = 1, of one reference. Words are runs of letters and digits in any case."""
@@ -80,10 +60,6 @@ def rouge_l(answer: str, reference: str) -> float:
                 diagonal + 1 if word == wanted else max(longest[at], longest[at - 1]),
             )
     return 2 * longest[-1] / (len(one) + len(other))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def _each(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[str]], Figures]:

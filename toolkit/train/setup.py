@@ -6,6 +6,7 @@ the process group, and those exist before the model is loaded, because ZeRO-3 an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from toolkit.common import in_background
 from toolkit.data.audit import Audit, DataError, with_settings
 from toolkit.data.prepare import Prepared, prepare
 from toolkit.data.preview import render
+from toolkit.data.rewards import Scorer, file_hashes
 from toolkit.data.streaming import Stream
 from toolkit.distributed.engines import Dtypes, dtypes
 from toolkit.distributed.layout import batch_layout, run_length
@@ -55,10 +57,12 @@ from toolkit.train.expert_load import ExpertLoad
 from toolkit.train.finite import Finite
 from toolkit.train.judged import JudgedTrainer
 from toolkit.train.plan_guard import PlanGuard, plan_run
+from toolkit.train.policy import PolicyTrainer
 from toolkit.train.preference import PairTrainer, numbered
 from toolkit.train.profiler import Profiler
 from toolkit.train.reference import Reference
 from toolkit.train.rehearsal import Rehearsal
+from toolkit.train.rollouts import Asker
 from toolkit.train.run_folder import RunFolder, hash_files, stages
 from toolkit.train.samples import Samples
 from toolkit.train.selection import EarlyStopping, Selection
@@ -109,8 +113,8 @@ def set_up(
     require_plans(source.config, layout.expert)
     # Architecture: asked before TrainingArguments, after which ZeRO-3 would divide every model among the processes.
     of_tokens = EncoderDecoderTrainer if recipe.objective == "seq2seq" else CausalTrainer
-    of_answers = JudgedTrainer if recipe.judges else PairTrainer
-    trains = of_answers if recipe.prefers else of_tokens
+    of_answers = JudgedTrainer if recipe.judges else PolicyTrainer if recipe.reinforces else PairTrainer
+    trains = of_answers if recipe.prefers or recipe.reinforces else of_tokens
     kind: Any = functools.partial(trains, choice=_head(source, first))
 
     # Data: one process tokenises while the others wait on a file lock; no process group exists that could time out.
@@ -179,7 +183,7 @@ def set_up(
     # Trainer
     train = prepared.train.divided(world.world_size) if isinstance(prepared.train, Stream) else prepared.train
     held_out = prepared.eval
-    if recipe.prefers:
+    if recipe.prefers or recipe.reinforces:
         train, held_out = numbered(train, held_out)
     trainer: Any = kind(
         model=model,
@@ -191,7 +195,11 @@ def set_up(
         processing_class=tokenizer,
     )
     trainer.schedule = recipe.parallel.schedule
-    trainer.objective, trainer.settings = recipe.objective, recipe.preference
+    trainer.objective, trainer.settings = recipe.objective, recipe.policy if recipe.reinforces else recipe.preference
+    if recipe.reinforces:
+        trainer.asker = Asker(recipe, tokenizer, stops, types.autocast, Scorer(recipe.rewards))
+        trainer.resumed = folder.resume_from
+        trainer.folder = folder.path if first else None
     if layout.sharing > 1:
         score_parts(trainer, recipe.parallel.shares_by)
     trainer.saves = Saves(folder.checkpoints, recipe, world.world_size, checkpoint.trained(trainer.model), fast)
@@ -217,6 +225,11 @@ def set_up(
     if model_hash:
         for note in notes:
             _log.warning("%s", note)
+        if code := _rewards_hash(recipe).get("rewards.file"):
+            progress.message(
+                f"The reward `{recipe.rewards.function}` is code of {recipe.rewards.file} (SHA-256 {code}), which runs "
+                "as you"
+            )
         if scaling:
             progress.message(f"{inner:,} of {counts.base:,} parameters are multiplied in fp8, the rest in bf16")
         if recipe.method.name == "lora":
@@ -225,7 +238,7 @@ def set_up(
         folder.describe(
             loaded,
             layout,
-            {"data": prepared.fingerprint, **_adapter_hash(recipe)}
+            {"data": prepared.fingerprint, **_adapter_hash(recipe), **_rewards_hash(recipe)}
             # What is continued must be the same before it goes on.
             | ({"model": model_hash.result()} if folder.resume_from else {}),
             parameters=counts,
@@ -290,6 +303,11 @@ def _adapter_hash(recipe: Recipe) -> dict[str, str]:
     return {"adapter": hash_files(Path(recipe.model.adapter).glob("adapter_*"))}
 
 
+def _rewards_hash(recipe: Recipe) -> dict[str, str]:
+    """Of the files of rewards, which must be the same when the run is continued."""
+    return file_hashes(recipe.rewards) if recipe.reinforces else {}
+
+
 def _prepare(
     source: ModelSource, tokenizer: Any, stops: frozenset[int], folder: RunFolder | None, progress: Progress
 ) -> Prepared:
@@ -341,7 +359,9 @@ def _head(source: ModelSource, first: bool) -> HeadChoice:
         )
     if first and not choice.balances:
         _log.warning("this model computes no loss for the balance of its routers, and none is added")
-    return choice
+    if not source.recipe.reinforces:
+        return choice
+    return dataclasses.replace(choice, temperature=source.recipe.rollout.temperature)
 
 
 class Callbacks:

@@ -36,6 +36,7 @@ from toolkit.recipe.model_configs import BUILTIN_MODELS
 from toolkit.report.card import write_card
 from toolkit.report.load import Measured
 from toolkit.report.plan_view import energy_text
+from toolkit.report.rewards import reward_text
 from toolkit.report.run_page import write_report
 from toolkit.report.serving import next_steps
 from toolkit.report.terminal import Progress, prompts_before_after
@@ -296,13 +297,15 @@ def _print_results(session: Session, callbacks: Callbacks, seconds: float, repor
     rows: list[tuple[str, str]] = []
     if evaluator and evaluator.last:
         last = evaluator.last["eval_loss"]
+        rewards = reward_text(evaluator.last)
         text = f"{last:.4f}"
         if perplexity := evaluator.last.get("eval_perplexity"):
             text += f" (perplexity {perplexity:.2f})"
         if evaluator.first:
             before = evaluator.first["eval_loss"]
             text = f"{before:.4f} -> {text}, {(last - before) / before:+.1%}"
-        rows.append(("held-out loss", text))
+        rows += [("held-out before", reward_text(evaluator.first))] if rewards and evaluator.first else []
+        rows.append(("held-out after", rewards) if rewards else ("held-out loss", text))
         if (accuracy := evaluator.last.get("eval_accuracy")) is not None:
             earlier = f"{evaluator.first['eval_accuracy']:.1%} -> " if evaluator.first else ""
             rows.append(("held-out answers preferred rightly", f"{earlier}{accuracy:.1%}"))

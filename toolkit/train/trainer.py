@@ -290,6 +290,8 @@ class CausalTrainer(_ExactMixin, SFTTrainer):
     """
 
     model: Any
+    said: tuple[str, ...] = ()
+    """What stands in the metrics of a step beside what every training has."""
 
     def __init__(self, model: Any, args: Any, choice: HeadChoice, **kwargs: Any) -> None:
         super().__init__(model, args, **kwargs)

@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list
 
 import toolkit
 from toolkit.cache import cache_dir, find, keep
+from toolkit.data.rewards import file_hashes
 from toolkit.models import device
 from toolkit.train.evaluate import before_training, evaluate, session_answers
 from toolkit.train.session import Session
@@ -121,6 +122,7 @@ def _key(session: Session, what: str) -> str:
         "batches": [layout.micro_batch_size, session.world.world_size],
         "compiled": session.compiled is not None,
         "device": _device(),
+        "rewards": file_hashes(recipe.rewards) if recipe.reinforces else {},
         "versions": [_FORMAT, toolkit.__version__, *(importlib.metadata.version(each) for each in _LIBRARIES)],
         "recipe": recipe.model_dump(mode="json", exclude=_IN_OTHER_WORDS | _OF_TRAINING),
     }

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from toolkit.distributed.environment import segments_grow
+from toolkit.planner.generation import SCORES, kept, turns, vocabulary
 from toolkit.planner.memory.engine import Engine, Held
 from toolkit.planner.memory.fsdp import Fsdp
 from toolkit.planner.memory.offload import offloaded
@@ -91,10 +92,12 @@ class _RankMemory:
         training = _add(between, {"batch": batch, "workspace": workspace})
         phases = {
             "load": _add(loaded, standing, self._loading(first)),
+            "generation": self._generation(training),
             "forward": self._pass("forward", training),
             "backward": self._pass("backward", training),
             "step": _add(training, self._on_device(self.engine.stepping()), {"workspace": self._temporaries()}),
-            "evaluation": self._pass("evaluation", training),
+            # Held-out prompts are answered, too; a pass over given answers is for a reference.
+            "evaluation": {} if self.recipe.reinforces else self._pass("evaluation", training),
             "save": _add(between, {"engine": self._saving(first)}),
             "resume": dict(between),
         }
@@ -171,6 +174,30 @@ class _RankMemory:
             return fullest
         compiled = self._compiled() if phase == "backward" else 0.0
         return _add(fullest, {"casts": self._cast(), "activations": compiled + self._exchanged()})
+
+    def _generation(self, base: Parts) -> Parts:
+        """While answers are generated: what the sequences keep, and the fullest moment of a pass over their prompts;
+        nothing where none are. The reference of such a training is the model itself, and its pass over a micro-batch
+        needs less than the forward pass in training."""
+        if not self.recipe.reinforces:
+            return {}
+        _, count = turns(self.workload)
+        shape = self.engine.shape
+        prompt = max(1, shape.seq_len - self.recipe.rollout.max_completion_tokens)
+        asked = dataclasses.replace(shape, batch=count, seq_len=prompt)
+        moments = [
+            _add(
+                base,
+                {part: getattr(left, part).at(asked) for part in ("activations", "casts")},
+                self._on_device(held),
+            )
+            for moment in self.trace.moments
+            if moment.phase == "evaluation" and self.engine.happens(moment)
+            for left, held in self.engine.evaluating(moment)
+        ]
+        fullest = max(moments, key=lambda parts: math.fsum(parts.values()), default=dict(base))
+        scores = float(count * vocabulary(self.trace) * SCORES)
+        return _add(fullest, {"cache": kept(self.workload, count), "logits": scores})
 
     def _exchanged(self) -> float:
         """What attention returned, which is kept twice where processes share rows: as it left the kernel for its own

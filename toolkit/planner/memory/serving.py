@@ -36,8 +36,7 @@ def serving(method: Method, config: Mapping[str, Any], trace: Trace, memory: int
     Returns:
         None for what keeps nothing of a sequence, or nothing that is known.
     """
-    caches = trace.caches
-    per_sequence = _cache_bytes(config, context) if caches is None else round(sum(each.at(context) for each in caches))
+    per_sequence = cache_of(config, trace, context)
     if not per_sequence:
         return None
     chunk = Shape(trace.layers, 1, min(context, _CHUNK))
@@ -51,6 +50,12 @@ def serving(method: Method, config: Mapping[str, Any], trace: Trace, memory: int
             for form in ("16 bits", quantized)
         ],
     )
+
+
+def cache_of(config: Mapping[str, Any], trace: Trace, context: int) -> int:
+    """Bytes that a sequence of so many tokens keeps, in 16 bits; 0 where nothing is known."""
+    caches = trace.caches
+    return _cache_bytes(config, context) if caches is None else round(sum(each.at(context) for each in caches))
 
 
 def _cache_bytes(config: Mapping[str, Any], context: int) -> int:

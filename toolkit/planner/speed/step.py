@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from toolkit.planner.generation import kept, prompt_tokens, turns
 from toolkit.planner.hardware import End, Rate, between
 from toolkit.planner.memory.states import states
 from toolkit.planner.pipeline import bubble
@@ -171,7 +172,15 @@ class Step:
         update = self._update_seconds(on_host)
         # Of judged answers, those of other rows are scored before.
         before = every * self.evaluation_seconds(load) if self._recipe.judges else 0.0
-        self.compute = before + every * sum(passes.values()) + self._accumulation_seconds()
+        self.generation = 0.0
+        if self._recipe.reinforces:
+            times, count = turns(workload)
+            once = times * self.generation_seconds(count, prompt_tokens(workload, load))
+            self.generation = once / self._recipe.policy.num_iterations
+            # The reference; of RLOO, whose reward it is a part of, the policy, too.
+            passes_before = (2 if self._recipe.objective == "rloo" else 1) if self._recipe.policy.beta else 0
+            before = passes_before * every * self.evaluation_seconds(load)
+        self.compute = before + self.generation + every * sum(passes.values()) + self._accumulation_seconds()
         self.compute += 0.0 if on_host else update
         host = [each for each in sent if each.to_host]
         offload = self._exposed(host, passes)
@@ -188,6 +197,19 @@ class Step:
         computing = self._pass_seconds(self._trace.passes["evaluation"], load)
         sending = [each for each in self._sent if each.during == "forward"]
         return computing + self._pipelined(sum(map(self._transfer_seconds, sending)), computing)
+
+    def generation_seconds(self, count: int, prompt: float) -> float:
+        """Answers to so many prompts of so many tokens, at once, each as long as it may be."""
+        tokens = self._recipe.rollout.max_completion_tokens
+
+        def load(length: float) -> Load:
+            padded, pairs = count * length, count * length**2
+            return Load(padded, padded, pairs, pairs, pairs, length, float(count))
+
+        held = states(self._workload)
+        read = held.parameters + held.adapters + kept(self._workload, count)
+        reading = read / (self._hardware.device.bandwidth * self._of(self._hardware.efficiency(self._dtype).bandwidth))
+        return self.evaluation_seconds(load(prompt)) + tokens * (self.evaluation_seconds(load(1.0)) + reading)
 
     def save_seconds(self, saved: Disk) -> float:
         """A checkpoint, until the process and the machine that write most of it have done so. For what comes after

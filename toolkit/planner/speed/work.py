@@ -103,6 +103,7 @@ def work(
         offload_seconds=ends["value"].offload,
         bubble_seconds=ends["value"].bubble,
         step_seconds=step,
+        generation_seconds=ends["value"].generation,
         compile_seconds=compiling["value"],
         saves=_saves(length) if length else 0,
         save_seconds=ends["value"].save_seconds(drives),
@@ -270,6 +271,16 @@ def _total(
         drawn = min(1.0, steps * layout.global_batch_size / counted.rows)
         number, tokens = drawn * counted.rows + counted.eval_rows, drawn * counted.tokens + counted.eval_tokens
         passes.append((1, number, tokens))
+    if recipe.reinforces and passes:
+        # Each held-out prompt is answered once.
+        ((times, number, tokens),) = passes
+        assert counted is not None
+        rows = settings.batch_size or layout.in_sequences.micro_batch_size
+        prompt = max(1.0, tokens / number - recipe.rollout.max_completion_tokens)
+        batches = times * math.ceil(number / rows / layout.data_parallel_size)
+        at_once = math.ceil(min(rows, number))
+        seconds = {end: seconds[end] + batches * each.generation_seconds(at_once, prompt) for end, each in ends.items()}
+        passes = []
     if recipe.judges:
         # There, and when held-out rows are scored, the answers of other rows are as well.
         passes = [(2 * times, number, tokens) for times, number, tokens in passes]

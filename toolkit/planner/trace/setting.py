@@ -145,7 +145,7 @@ def setting_of(recipe: Recipe, config: Mapping[str, Any], device: str, backend: 
     return Setting(
         config={key: value for key, value in config.items() if key not in _NO_ARCHITECTURE},
         device="cpu" if on_cpu else "cuda",
-        objective="sft" if recipe.prefers else recipe.objective,
+        objective="sft" if recipe.prefers or recipe.reinforces else recipe.objective,
         method=stated | ({"extra": dict(recipe.extra.lora)} if recipe.extra.lora else {}),
         load=types.load if adapters else seen,
         local=seen,

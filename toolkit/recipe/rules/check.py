@@ -23,6 +23,7 @@ from toolkit.recipe.rules.method import METHOD_RULES, adapter_keys, linear_only,
 from toolkit.recipe.rules.parallel import PARALLEL_RULES, nearest_heads, nearest_parts
 from toolkit.recipe.rules.pipeline import PIPELINE_RULES, nearest_pipeline
 from toolkit.recipe.rules.preference import PREFERENCE_RULES, preference_keys
+from toolkit.recipe.rules.reinforcement import REINFORCEMENT_RULES, reward_figures
 from toolkit.recipe.rules.strategy import KEYS, STRATEGY_RULES, foreign_keys, zero3_fault
 from toolkit.recipe.rules.training import (
     TRAINING_RULES,
@@ -49,6 +50,7 @@ RULES: dict[str, Rule] = (
     | EXPERT_RULES
     | PIPELINE_RULES
     | PREFERENCE_RULES
+    | REINFORCEMENT_RULES
     | IGNORED_RULES
     | UNUSUAL_RULES
 )
@@ -189,6 +191,7 @@ def _figures(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, Any]:
         "adapter_keys": ", ".join(adapter_keys(recipe)),
         "evaluation_keys": ", ".join(evaluation_keys(recipe)),
         "preference_keys": ", ".join(preference_keys(recipe)),
+        **reward_figures(recipe),
         "not_for_parameters": " and ".join(not_for_parameters(recipe)),
         "not_linear": not_linear(recipe, config),
         "linear_only": linear_only(recipe, config),

@@ -20,8 +20,8 @@ def _unread(key: str, reads: Callable[[Recipe], bool], why: str, instead: str) -
 
 
 def _no_answers(path: str, broken: Callable[[Recipe], object], why: str, change: str) -> Rule:
-    """What does not go with answers that are compared."""
-    return Rule(path, lambda r, _: r.prefers and bool(broken(r)), why, change)
+    """What does not go with answers that are compared, given ones or the model's own."""
+    return Rule(path, lambda r, _: (r.prefers or r.reinforces) and bool(broken(r)), why, change)
 
 
 def _of_dpo(*losses: str) -> Callable[[Recipe], bool]:
@@ -77,12 +77,12 @@ PREFERENCE_RULES = {
     "preference-packing": _no_answers(
         "data.packing",
         lambda r: r.data.packing,
-        "whole answers are compared, those of a pair in one micro-batch, and sequences of several rows would part them",
+        "whole answers are compared, those to a prompt side by side, and sequences of several rows would part them",
         "set data.packing=false: rows of like length go together, and varlen attention pads nothing",
     ),
-    "preference-streaming": _no_answers(
+    "preference-streaming": Rule(
         "data.streaming",
-        lambda r: r.data.streaming,
+        lambda r, _: r.prefers and r.data.streaming,
         "the reference's log-probabilities are computed once, of all rows before the first step",
         "set data.streaming=false",
     ),
@@ -104,9 +104,9 @@ PREFERENCE_RULES = {
         "answers are compared without dropout, whose noise would pass for a change of preference",
         "set method.lora_dropout=0",
     ),
-    "preference-eva": _no_answers(
+    "preference-eva": Rule(
         "method.init_lora_weights",
-        lambda r: r.method.name == "lora" and r.method.init_lora_weights == "eva",
+        lambda r, _: r.prefers and r.method.name == "lora" and r.method.init_lora_weights == "eva",
         "EVA reads single rows before the first step, and these hold two answers",
         "set method.init_lora_weights=default",
     ),

@@ -1,0 +1,160 @@
+"""Prompts that a model answers by itself, and what is known of the answers: rows for rewards.
+
+A row holds a prompt, as text or as messages, and mostly a reference answer. All other columns are kept for a user's own
+reward. The text of a prompt is a user's turn where the tokenizer renders chats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.common import UserError
+from toolkit.data.columns import EMPTY, mapping_text, value_at
+from toolkit.data.messages import FLAGS, holds_messages, read_messages, read_tools
+from toolkit.data.rewards import ANSWER
+from toolkit.data.rows import Chat, Completion, Prompted
+
+ASKED = ("prompt", "messages", "question", "problem", "query", "instruction")
+"""Columns that hold a prompt."""
+REFERENCES = (ANSWER, "solution", "ground_truth", "reference_answer", "expected_answer", "final_answer", "completion")
+"""Columns that hold the reference."""
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How the rows of one source become prompts; stands in for a `RowFormat`.
+
+    Attributes:
+        asked: Column of the prompt, or what lies inside one.
+        reference: That of the reference; None where there is none.
+        has_chat_template: Whether the tokenizer renders chats.
+        system: A system message for prompts that have none.
+        ignored: Columns that are left out on purpose.
+        present: All others of the first rows.
+    """
+
+    asked: str
+    reference: str | None
+    has_chat_template: bool
+    system: str | None = None
+    ignored: frozenset[str] = frozenset()
+    present: frozenset[str] = frozenset()
+    name = "prompt"
+
+    def used_columns(self) -> set[str]:
+        """All that are not ignored: the model is asked the prompt, and rewards are given the others."""
+        return set(self.present)
+
+    def convert(self, raw: Mapping[str, Any], where: str) -> Prompted:
+        """The normal form of one row.
+
+        Raises:
+            UserError: It has no prompt, or one of another kind; the message names `where`.
+        """
+        value = value_at(raw, self.asked)
+        if value is None:
+            raise UserError(
+                f"{where} has no column `{self.asked}`, which is the prompt",
+                "correct or remove the row, or set 'data.columns={prompt: NAME}'",
+            )
+        asked = self._asked(value, raw, where)
+        left = {self.asked, *self.ignored, self.asked.partition(".")[0]}
+        # What JSON has no form for, such as dates, is kept as text.
+        columns = json.loads(json.dumps({name: raw[name] for name in raw if name not in left}, default=str))
+        reference: Any = None if self.reference is None else value_at(raw, self.reference)
+        if (
+            reference is None
+            and isinstance(asked, Chat)
+            and asked.messages
+            and asked.messages[-1]["role"] == "assistant"
+        ):
+            *before, last = asked.messages
+            asked, reference = Chat(before, asked.tools, asked.template_kwargs), last["content"]
+        if isinstance(reference, bool | dict | list):
+            kind = type(reference).__name__
+            raise UserError(
+                f"{where}: the reference `{self.reference}` is a {kind}, not a text or number",
+                "write it as text, or name the column of the reference: 'data.columns={answer: NAME}'",
+            )
+        return Prompted(asked, columns | {ANSWER: "" if reference is None else str(reference)})
+
+    def _asked(self, value: Any, raw: Mapping[str, Any], where: str) -> Chat | Completion:
+        if holds_messages(value):
+            messages = read_messages(value, self.asked, where, self.ignored, FLAGS)
+        elif not isinstance(value, str):
+            raise UserError(
+                f"{where}: `{self.asked}` is neither a text nor messages",
+                'write a text, or [{"role": "user", "content": …}]',
+            )
+        elif not self.has_chat_template:
+            return Completion(f"{self.system}\n\n{value}" if self.system else value, "")
+        else:
+            messages = [{"role": "user", "content": value}]
+        system = raw.get("system") if "system" not in self.ignored else None
+        if (system := system or self.system) and not (messages and messages[0]["role"] == "system"):
+            messages = [{"role": "system", "content": str(system)}, *messages]
+        tools = None if "tools" in self.ignored else read_tools(raw.get("tools"), where)
+        return Chat(messages, tools)
+
+
+def recognise_prompts(
+    rows: list[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    ignored: frozenset[str],
+    path: str,
+    has_chat_template: bool,
+    system: str | None,
+) -> PromptFormat:
+    """Finds the columns of prompts and references by the first rows of a source.
+
+    Args:
+        columns: Those that `data.columns` names, of `prompt` (or `messages`) and `answer`.
+        path: Of the source.
+
+    Raises:
+        UserError: None or several may be meant, or one that is named is not there.
+    """
+    present = dict.fromkeys(name for row in rows for name in row if name not in ignored)
+    for expected, actual in columns.items():
+        if expected not in ("prompt", "messages", ANSWER):
+            raise UserError(
+                f"`data.columns` renames to `{expected}`, which prompts for rewards do not have",
+                f"write {{prompt: NAME, {ANSWER}: NAME}}; other columns are passed to your own reward as they are",
+            )
+        if actual not in present and all(value_at(row, actual) is None for row in rows):
+            raise UserError(
+                f"data source `{path}` has no column `{actual}` that `data.columns` names for `{expected}`",
+                f"its columns are {_listing(present)}",
+            )
+    asked = columns.get("prompt") or columns.get("messages") or _one_of(ASKED, "prompt", present, path)
+    if asked is None:
+        raise UserError(
+            f"data source `{path}` has the columns {_listing(present)}, of which none is known to hold a prompt",
+            f"name it: {mapping_text({'prompt': 'NAME', ANSWER: 'NAME'})}",
+        )
+    reference = columns.get(ANSWER) or _one_of([name for name in REFERENCES if name != asked], ANSWER, present, path)
+    return PromptFormat(asked, reference, has_chat_template, system, ignored, frozenset(present))
+
+
+def _one_of(names: Iterable[str], expected: str, present: Iterable[str], path: str) -> str | None:
+    found = [name for name in names if name in present]
+    if len(found) > 1:
+        raise UserError(
+            f"data source `{path}`: {' and '.join(f'`{name}`' for name in found)} may each be the {expected}",
+            f"set {mapping_text({expected: found[0]})}",
+        )
+    return found[0] if found else None
+
+
+def is_empty_prompt(row: Prompted) -> bool:
+    """Whether there is nothing to answer."""
+    if isinstance(row.asked, Completion):
+        return not row.asked.prompt.strip()
+    return all(message["content"] in EMPTY for message in row.asked.messages if message["role"] != "system")
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

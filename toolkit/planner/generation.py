@@ -1,0 +1,52 @@
+"""What generating answers takes while a model is trained by rewards: memory for what sequences keep, and time.
+
+Each token of an answer reads all weights and all that is kept of the sequences once, which decides on GPUs, and passes
+the layers, which decides on CPUs and for many sequences at once. Answers are taken to be as long as they may be.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from toolkit.distributed.layout import BatchLayout
+from toolkit.planner.trace.types import Trace
+from toolkit.planner.workload import WIDTH, Workload
+from toolkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.planner.speed.step import Load
+
+SCORES = 24
+"""Bytes for each entry of the vocabulary and sequence while a token is drawn: scores, their copy divided by the
+temperature, probabilities and what is left of them in fp32, cumulated ones in fp64 (`train.rollouts.Drawn`)."""
+
+
+def sequences(recipe: Recipe, layout: BatchLayout) -> int:
+    """Answers that a process generates at once."""
+    of_step = layout.in_sequences.micro_batch_size * layout.gradient_accumulation_steps
+    return min(recipe.rollout.batch_size or of_step, of_step)
+
+
+def vocabulary(trace: Trace) -> int:
+    """Entries of the output head, or of the embeddings that it is tied to."""
+    sizes = {each.place: each.shape[0] for each in trace.tensors if len(each.shape) == 2}
+    return int(sizes.get("head") or sizes.get("embeddings") or 0)
+
+
+def kept(workload: Workload, count: int) -> float:
+    """Bytes of the caches of so many sequences at their end."""
+    return count * workload.cache * WIDTH[workload.types.compute] / WIDTH["bfloat16"]
+
+
+def turns(workload: Workload) -> tuple[int, int]:
+    """How often a process generates in a step, and how many answers each time."""
+    at_once = sequences(workload.recipe, workload.layout)
+    of_step = workload.layout.in_sequences.micro_batch_size * workload.layout.gradient_accumulation_steps
+    return math.ceil(of_step / at_once), at_once
+
+
+def prompt_tokens(workload: Workload, load: Load) -> float:
+    """Tokens of a prompt, on average, of micro-batches that hold prompts with their answers."""
+    mean = load.tokens / workload.layout.in_sequences.micro_batch_size
+    return max(1.0, mean - workload.recipe.rollout.max_completion_tokens)

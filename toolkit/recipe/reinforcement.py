@@ -1,0 +1,202 @@
+"""The sections of a recipe for reinforcement learning with verifiable rewards: how a model is asked, how its answers
+are scored, and how strongly it learns from the scores."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from toolkit.recipe.base import Place, Section
+
+REINFORCED = ("grpo", "rloo")
+"""Objectives that learn from rewards of answers that the model itself gives."""
+LANGUAGES = ("ar", "de", "el", "en", "es", "fr", "he", "hi", "it", "ja", "ko", "nl", "pt", "ru", "th", "zh")
+"""Languages that the reward `language` tells, by ISO 639-1."""
+BETA = {"rloo": 0.05}
+"""Defaults of `policy.beta` by objective, TRL's; of others 0."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Tokens = Annotated[int, Field(gt=0)]
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise PydanticCustomError("pattern", f"is no regular expression: {error}") from None
+    return text
+
+
+def _on(value: Any) -> Any:
+    """`numeric: true`, and `numeric:` with nothing behind it is the reward with its defaults."""
+    return {} if value is True else None if value is False else value
+
+
+class Reward(Section):
+    """What every reward has."""
+
+    weight: float = 1.0
+    """What the reward counts in the sum; below 0 it is a penalty."""
+
+
+class ExactMatch(Reward):
+    """1 where the answer is the reference, else 0; white space around both does not count."""
+
+    ignore_case: bool = False
+    """Whether upper and lower case are the same."""
+    tag: str | None = None
+    """The tag whose content is compared, e.g. `answer`; by default the whole answer is."""
+
+
+class NumericMatch(Reward):
+    """1 where the number that the answer comes to is the reference's, else 0. It is the one in `\\boxed{}` or, without
+    one, the last; of a reference with `####`, as GSM8K's have, the one behind that."""
+
+    tolerance: Annotated[float, Field(ge=0)] = 0.0
+    """By how much both may differ, relative to the reference."""
+    tag: str | None = None
+    """The tag in whose content the number is looked for, e.g. `answer`; by default the whole answer."""
+
+
+class RegexMatch(Reward):
+    """1 where a regular expression is found in the answer, else 0."""
+
+    pattern: Annotated[str, AfterValidator(_pattern)]
+    """In Python's syntax, searched for with `.` for line breaks too. A group named `answer` must be the reference."""
+
+
+class JsonMatch(Reward):
+    """Half of it for an answer that is one JSON object or array, all of it if it fits the schema, too."""
+
+    schema_file: Place | None = None
+    """JSON Schema that it must fit; without one valid JSON is all that is asked."""
+
+
+class LengthMatch(Reward):
+    """1 for answers of a length within a range, else 0."""
+
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """The shortest, in tokens."""
+    max_tokens: Tokens | None = None
+    """The longest; by default there is none but `rollout.max_completion_tokens`."""
+    soft: Annotated[int, Field(ge=0)] = 0
+    """Tokens beyond either end over which the reward falls from 1 to 0 in a line."""
+
+
+class LanguageMatch(Reward):
+    """How much of the answer is in a language: the share of its letters in the language's script, or for those written
+    in Latin letters, whether more of its commonest words are this language's than any other's."""
+
+    code: Literal[LANGUAGES]  # type: ignore[valid-type]
+    """ISO 639-1."""
+
+
+class FormatMatch(Reward):
+    """How well the answer keeps to a frame of tags: for each of them half of its share for one opening and half for one
+    closing, and all of it only if they stand once each, in order, with nothing outside of them."""
+
+    tags: Annotated[list[str], Field(default_factory=lambda: ["think", "answer"], min_length=1)]
+    """Names of the tags in their order: `[think, answer]` asks for `<think>…</think><answer>…</answer>`."""
+    partial: Share = 0.5
+    """What all tags together count where the frame is not kept; 0 for all or nothing."""
+
+
+class Rewards(Section):
+    """How answers are scored, for `objective: grpo` and `rloo`: the sum of all rewards that are named, each by its
+    weight, e.g. `rewards: {format: {tags: [answer]}, numeric: {weight: 2}}`."""
+
+    exact_match: Annotated[ExactMatch | None, BeforeValidator(_on, json_schema_input_type=ExactMatch | bool | None)] = (
+        None
+    )
+    """Whether the answer is the reference."""
+    numeric: Annotated[NumericMatch | None, BeforeValidator(_on, json_schema_input_type=NumericMatch | bool | None)] = (
+        None
+    )
+    """Whether its number is the reference's."""
+    regex: RegexMatch | None = None
+    """Whether a regular expression is found in it."""
+    json_schema: Annotated[JsonMatch | None, BeforeValidator(_on, json_schema_input_type=JsonMatch | bool | None)] = (
+        None
+    )
+    """Whether it is JSON, and fits a schema."""
+    length: Annotated[LengthMatch | None, BeforeValidator(_on, json_schema_input_type=LengthMatch | bool | None)] = None
+    """Whether it is as long as it should be."""
+    language: LanguageMatch | None = None
+    """Whether it is in a language."""
+    format: Annotated[FormatMatch | None, BeforeValidator(_on, json_schema_input_type=FormatMatch | bool | None)] = None
+    """Whether it keeps to a frame of tags."""
+    file: Place | None = None
+    """Python file with a function of your own, which is run as it is: it takes `trust_python`."""
+    function: str = "reward"
+    """Name of the function: `def reward(completions, prompts, **columns) -> list[float]`. It gets the texts of answers
+    and prompts, and each column of their rows as a list, the reference as `answer`."""
+    function_weight: float = 1.0
+    """What it counts in the sum."""
+    trust_python: bool = False
+    """Whether the code in `file` may run. Its hash is kept with the run, which goes on with the same file only."""
+
+    def parts(self) -> dict[str, Reward]:
+        """The built-in rewards that are named, in the schema's order."""
+        named = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: part for name, part in named if isinstance(part, Reward)}
+
+    def weights(self) -> dict[str, float]:
+        """Name to weight of all rewards."""
+        own = {self.function: self.function_weight} if self.file else {}
+        return {name: part.weight for name, part in self.parts().items()} | own
+
+
+class Rollout(Section):
+    """How a model is asked for the answers that it learns from, for `objective: grpo` and `rloo`."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt, which are compared with each other. A row of a step, `batch.global_batch_size`, is a
+    prompt with all of them."""
+    max_completion_tokens: Tokens = 256
+    """The longest answer; prompt and answer together have at most `batch.seq_len` tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """By how much logits are divided before an answer is drawn, and when it is scored."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draws from the likeliest tokens that have this share of the probability together."""
+    system: str | None = None
+    """A system message for every prompt that has none, e.g. one that asks for a format."""
+    batch_size: Tokens | None = None
+    """Answers that a process generates at once; by default all of its step. Fewer need less memory and more time."""
+
+
+class Policy(Section):
+    """How strongly a model learns from the rewards of its answers, for `objective: grpo` and `rloo`."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """How the losses of tokens are averaged for `objective: grpo`, by TRL's names: within each answer first (`grpo`),
+    over all tokens of the step (`dapo`), or over as many as all answers could have (`dr_grpo`)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """By which standard deviation advantages are divided: that of the answers to the prompt (`group`), that of all
+    answers of the step (`batch`), or not at all. RLOO divides by none."""
+    importance: Literal["token", "sequence"] = "token"
+    """Whether `objective: grpo` compares the likelihoods of tokens with those before the update, or of whole answers,
+    per token (`sequence`, GSPO)."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """What it costs to move away from the model as it was before training: the weight of the divergence in the loss, or
+    of RLOO in the reward. Then the base without its adapters is the reference. With `rloo` 0.05 by default."""
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """By how much likelihoods may change before they are clipped."""
+    epsilon_high: Annotated[float, Field(gt=0)] | None = None
+    """The same upwards, if it differs, as in DAPO (0.28)."""
+    num_iterations: Tokens = 1
+    """Optimizer steps taken on the answers of one rollout."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Between which a ratio of likelihoods is not clipped."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def of(self, objective: str) -> Policy:
+        """This section with an objective's own defaults, which count as such."""
+        decided = self.model_copy()
+        if "beta" not in self.model_fields_set and objective in BETA:
+            decided.__dict__["beta"] = BETA[objective]
+        return decided

@@ -1,0 +1,323 @@
+"""Reinforcement learning with rewards of answers that a model gives itself (GRPO, RLOO).
+
+A step is prompts with several answers each. All of them are generated and scored before its first micro-batch, by the
+policy as it is then; prompts with their answers then are trained like any answers, with a loss that weighs each by how
+much better it was than the others. TRL's trainers group answers by their own sampler, draw them from one generator of a
+process, and average some losses within micro-batches: here data order, answers and loss are the same however a step is
+divided, and a run goes on from a checkpoint as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from toolkit.common import UserError
+from toolkit.data.collate import PromptCollator
+from toolkit.files import write_atomically
+from toolkit.models.layer_sums import dividing
+from toolkit.models.lora_products import without_adapters
+from toolkit.models.policy import advantages, divisor, policy_losses
+from toolkit.recipe.reinforcement import Policy
+from toolkit.report.rewards import MARGIN
+from toolkit.train.evaluate import evaluating
+from toolkit.train.preference import AnswerTrainer
+from toolkit.train.rollouts import Asker, Rollout, uniform
+from toolkit.train.watchdog import beat
+
+ANSWERS = "answers.jsonl"
+"""In the run folder, of each step that is logged: a prompt, its answers and their scores."""
+FILE = "rollouts.json"
+"""In a checkpoint between two steps on the same answers: these answers, of all processes."""
+Z = 1.959963984540054
+"""The quantile of the normal distribution that leaves 2.5% above it."""
+
+
+class PolicyTrainer(AnswerTrainer):
+    """A causal model that learns from rewards. Set `asker` and `resumed` once it is made, and `settings`."""
+
+    settings: Policy  # type: ignore[assignment]
+    asker: Asker
+    data_collator: PromptCollator
+    train_dataset: Any
+    eval_dataset: Any
+    resumed: Path | None = None
+    """The checkpoint that the run goes on from."""
+    folder: Path | None = None
+    """The run's, on the process that writes it."""
+    _computed: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shown: list[dict[str, Any]] = []
+        """The first prompt of the newest rollout on this process, with its answers and their scores."""
+        self._kept: list[list[Rollout]] = []
+        self._told: dict[str, float] = {}
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step, with the answers to its prompts; and what its losses are divided by."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if not batches:
+            return batches, count
+        step, times = self.state.global_step, self.settings.num_iterations
+        rows = [batch["rows"].tolist() for batch in batches]
+        if step % times == 0:
+            self._kept = self._rollouts(rows, step)
+        elif not self._kept:
+            self._kept = self._read(rows)
+        every = [each for batch in self._kept for each in batch]
+        tokens = self._sum([sum(len(ids) for each in every for ids in each.answers)])[0]
+        self._tokens = int(tokens)
+        answers = self.batches.global_batch_size * self.asker.recipe.rollout.num_generations  # type: ignore[union-attr]
+        longest = self.asker.recipe.rollout.max_completion_tokens
+        count = divisor(self.objective, self.settings, answers, int(tokens), longest) * dividing()
+        self.waiting.trained = self.waiting.trained + self._tokens
+        asked = self._sum([sum(len(each.asked) * len(each.answers) for each in every)])[0]
+        self._computed += self._tokens + int(asked)
+        if step % times == 0:
+            self._note(every)
+        return [self._laid_out(batch) for batch in self._kept], torch.tensor(count, device=self.args.device)
+
+    @property
+    def said(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `_note` and `told`."""
+        return (*self._told, "clipped", "kl")
+
+    def take_tokens(self) -> int:
+        """Tokens of prompts and answers that were trained on since this was last asked, of all processes."""
+        taken, self._computed = self._computed, 0
+        return taken
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Known when the answers are."""
+        return None
+
+    def trained_tokens(self, count: Any) -> Any:
+        return 0
+
+    def score(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Of a batch: the sum of the answers' losses, their number, and the routers' balance loss."""
+        log_probs, balance = self._of_tokens(model, inputs)
+        kept, counts = inputs["kept"], inputs["answer_tokens"]
+        gains = torch.from_numpy(np.concatenate([each.gains for each in kept])).to(log_probs.device)
+        before = log_probs.detach()
+        if kept[0].before is not None:
+            known = [number for each in kept for answer in each.before for number in answer]
+            before = torch.tensor(known, dtype=torch.float64, device=log_probs.device)
+        elif self.settings.num_iterations > 1:
+            parts = iter(before.split(counts))
+            for each in kept:
+                each.before = [next(parts).tolist() for _ in each.answers]
+        found = policy_losses(self.objective, self.settings, log_probs, before, inputs.get("reference"), gains, counts)
+        tokens = torch.tensor(float(sum(counts)), dtype=torch.float64, device=log_probs.device)
+        self.see(torch.stack([tokens, found.clipped.double(), found.divergence]))
+        return found.losses.sum().float(), torch.tensor(float(len(counts)), device=log_probs.device), balance
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Keeps answers of the step, too: what is rewarded is not always what was meant."""
+        if "loss" in logs and self.folder and self.shown:
+            row = {"step": self.state.global_step, "answers": self.shown}
+            # For want of room no training ends; what it needs is written elsewhere.
+            with contextlib.suppress(OSError), (self.folder / ANSWERS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        super().log(logs, *args, **kwargs)
+
+    def told(self, sums: list[float]) -> dict[str, float]:
+        """What is said of the answers of a step: see `_note`; and of tokens, the share that was clipped."""
+        tokens, clipped, divergence = sums
+        said = self._told | {"clipped": clipped / tokens}
+        return said | ({"kl": divergence / tokens} if self.settings.beta and self.objective == "grpo" else {})
+
+    def measure(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """(held-out rows x (rewards + 2)): scores of the likeliest answer to each prompt, its tokens, and whether it is
+        cut; those of the batch are filled in."""
+        first, width = len(self.train_dataset), len(self.asker.scorer.names) + 2
+        table = torch.zeros(len(self.eval_dataset), width, dtype=torch.float64)
+        rows = inputs["rows"].tolist()
+        asked = [self._asked(row) for row in rows]
+        answers = self.asker.answers(self._module, asked, self.args.device)
+        for row, ids, given in zip(rows, asked, answers, strict=True):
+            scores = self.asker.scores(ids, [given], *self._known(row))[0]
+            table[row - first] = torch.tensor([*scores, len(given), self.asker.is_cut(given)], dtype=torch.float64)
+        return table.flatten()
+
+    def figures(self, sums: list[float]) -> dict[str, float]:
+        """What an evaluation says, of the likeliest answers to all held-out prompts.
+
+        Returns:
+            `eval_loss` (minus the mean reward, so that less is better), `eval_reward` and `eval_reward_…` of each
+            reward, with half the width of their 95% intervals as `…_plus_minus`, `eval_answers`, `eval_answer_tokens`
+            and `eval_cut`, the share that their limit ended.
+        """
+        scorer = self.asker.scorer
+        table = np.array(sums).reshape(len(self.eval_dataset), -1)
+        scores, count = table[:, :-2], len(table)
+        found: dict[str, float] = {}
+        every = {"reward": scores @ scorer.weights}
+        every |= {f"reward_{name}": scores[:, place] for place, name in enumerate(scorer.names)}
+        for name, values in every.items():
+            spread = float(values.std(ddof=1)) if count > 1 else 0.0
+            found |= {f"eval_{name}": float(values.mean()), f"eval_{name}{MARGIN}": Z * spread / math.sqrt(count)}
+        tokens, cut = table[:, -2:].mean(axis=0).tolist()
+        beside = {"eval_answers": count, "eval_answer_tokens": tokens, "eval_cut": cut}
+        return {"eval_loss": -found["eval_reward"]} | found | beside
+
+    @property
+    def _module(self) -> Any:
+        """The model without the engine around it."""
+        return self.accelerator.unwrap_model(self.model_wrapped)
+
+    def _row(self, number: int) -> Any:
+        first = len(self.train_dataset)
+        return self.train_dataset[number] if number < first else self.eval_dataset[number - first]
+
+    def _asked(self, number: int) -> list[int]:
+        return [int(token) for token in self._row(number)["input_ids"]]
+
+    def _known(self, number: int) -> tuple[str, dict[str, Any]]:
+        """Where a row stands, and what is known of it."""
+        place, columns = json.loads(str(self._row(number)["columns"]))
+        return place, columns
+
+    def _rollouts(self, batches: list[list[int]], step: int) -> list[list[Rollout]]:
+        """Answers to the prompts of a step, scored; of each micro-batch of this process."""
+        settings = self.asker.recipe.rollout
+        count, rows = settings.num_generations, [row for batch in batches for row in batch]
+        asked = {row: self._asked(row) for row in rows}
+        seed, longest = self.asker.recipe.seed, settings.max_completion_tokens
+        numbers = np.concatenate([uniform(seed, step, row, count, longest) for row in rows])
+        prompts = [asked[row] for row in rows for _ in range(count)]
+        size = settings.batch_size or len(prompts)
+        # Where parameters are divided, all processes generate as often; those that have no rows left do for nothing.
+        turns = max(gather_object([math.ceil(len(prompts) / size)]))
+        answers: list[list[int]] = []
+        with evaluating(self.model_wrapped), torch.no_grad():
+            for first in range(0, turns * size, size):
+                beat(f"generating the answers of step {step + 1}")
+                own = first < len(prompts)
+                part = slice(first, first + size) if own else slice(1)
+                found = self.asker.answers(self._module, prompts[part], self.args.device, numbers[part])
+                answers += found if own else []
+        made = []
+        for place, row in enumerate(rows):
+            given = answers[place * count : (place + 1) * count]
+            made.append(Rollout(row, asked[row], given, self.asker.scores(asked[row], given, *self._known(row))))
+        every = iter(made)
+        rolled = [[next(every) for _ in batch] for batch in batches]
+        self._weigh(rolled)
+        return rolled
+
+    def _weigh(self, rolled: list[list[Rollout]]) -> None:
+        """Gives answers their advantages."""
+        weights, costs = self.asker.scorer.weights, self._costs(rolled)
+        rewards = {id(each): each.scores @ weights - costs.get(id(each), 0.0) for batch in rolled for each in batch}
+        spread = None
+        if self.settings.scale_rewards == "batch":
+            values = np.concatenate([*rewards.values()])
+            total, squares, count = self._sum([values.sum(), (values**2).sum(), len(values)])
+            spread = math.sqrt(max(0.0, squares - total**2 / count) / (count - 1))
+        for batch in rolled:
+            for each in batch:
+                each.gains = advantages(self.objective, self.settings, rewards[id(each)][None], spread)[0]
+
+    def _costs(self, rolled: list[list[Rollout]]) -> dict[int, Any]:
+        """What RLOO's rewards lose by how far the policy has moved from the reference, of each answer; nothing without
+        a `beta`, and for GRPO, whose loss has it."""
+        if not (self.settings.beta and self.objective == "rloo"):
+            return {}
+        costs: dict[int, Any] = {}
+        with evaluating(self.model_wrapped), torch.no_grad():
+            for batch in rolled:
+                inputs: Any = self._prepare_inputs(self._answered(batch))
+                moved = self._of_tokens(self.model_wrapped, inputs)[0] - self._by_reference(inputs)
+                each = iter([float(part.sum()) for part in moved.split(inputs["answer_tokens"])])
+                for rollout in batch:
+                    costs[id(rollout)] = self.settings.beta * np.array([next(each) for _ in rollout.answers])
+        return costs
+
+    def _answered(self, batch: list[Rollout]) -> dict[str, Any]:
+        prompts = [each.asked for each in batch for _ in each.answers]
+        return self.data_collator.answered(prompts, [ids for each in batch for ids in each.answers])
+
+    def _laid_out(self, batch: list[Rollout]) -> dict[str, Any]:
+        """A micro-batch, with what the reference says of it where the loss asks for that."""
+        inputs = self._answered(batch)
+        if self.settings.beta and self.objective == "grpo":
+            with evaluating(self.model_wrapped), torch.no_grad():
+                prepared: Any = self._prepare_inputs(inputs)
+                inputs["reference"] = self._by_reference(prepared)
+        return inputs | {"kept": batch}
+
+    def _by_reference(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(T,) log-probabilities of all answers' tokens by the model without its adapters."""
+        with without_adapters(self._module):
+            return self._of_tokens(self.model_wrapped, inputs)[0]
+
+    def _of_tokens(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(T,) log-probabilities of all answers' tokens, and the routers' balance loss."""
+        known = {name: inputs[name] for name in inputs if name not in ("kept", "answer_tokens", "reference")}
+        outputs, balance = self.scores(model, known)
+        return outputs.log_probs[0].double()[: sum(inputs["answer_tokens"])], balance
+
+    def _sum(self, values: Iterable[float]) -> list[float]:
+        """Over all processes that have rows of their own."""
+        mine = torch.tensor([*map(float, values)], dtype=torch.float64, device=self.args.device)
+        total: list[float] = (self.accelerator.reduce(mine, reduction="sum") / dividing()).tolist()
+        return total
+
+    def _note(self, every: list[Rollout]) -> None:
+        """Notes what the answers of a step are like.
+
+        It is, on average: `reward` and `reward_…` of each reward; `reward_std` and `reward_…_std`, the standard
+        deviation among the answers to a prompt; `no_spread`, the share of prompts whose answers all have the same
+        reward; `answer_tokens`; and `cut`, the share of answers that their limit ended.
+        """
+        scorer, sums = self.asker.scorer, []
+        for each in every:
+            columns = np.column_stack([each.scores @ scorer.weights, each.scores])
+            spreads = columns.std(axis=0, ddof=1)
+            cut = np.mean([self.asker.is_cut(ids) for ids in each.answers])
+            tokens = np.mean([len(ids) for ids in each.answers])
+            sums.append([1.0, *columns.mean(axis=0), *spreads, spreads[0] < 1e-9, tokens, cut])
+        count, *means = self._sum(np.sum(sums, axis=0))
+        names = ["reward", *(f"reward_{name}" for name in scorer.names)]
+        names += [*(f"{name}_std" for name in names), "no_spread", "answer_tokens", "cut"]
+        self._told = dict(zip(names, (mean / count for mean in means), strict=True))
+        if not self.folder:
+            return
+        first = every[0]
+        self.shown = [
+            {"prompt": self.asker.text(first.asked), "answer": self.asker.text(ids)}
+            | dict(zip(scorer.names, scores.tolist(), strict=True))
+            for ids, scores in zip(first.answers, first.scores, strict=True)
+        ]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves answers that are trained on once more, too."""
+        super()._save_rng_state(output_dir)
+        if self.state.global_step % self.settings.num_iterations == 0:
+            return
+        mine = [each.as_json() for batch in self._kept for each in batch]
+        every = gather_object(mine)
+        if self.is_world_process_zero():
+            write_atomically(Path(output_dir) / FILE, json.dumps({str(each["row"]): each for each in every}))
+
+    def _read(self, rows: list[list[int]]) -> list[list[Rollout]]:
+        """Answers that a checkpoint was saved with."""
+        file = (self.resumed or Path()) / FILE
+        try:
+            every = json.loads(file.read_text(encoding="utf-8"))
+            return [[Rollout.from_json(every[str(row)]) for row in batch] for batch in rows]
+        except (OSError, ValueError, LookupError, TypeError):
+            raise UserError(
+                f"{file}, with the answers that are trained on once more, is gone or damaged",
+                "go on from an earlier checkpoint, which checkpoint.resume names",
+            ) from None

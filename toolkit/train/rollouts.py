@@ -1,0 +1,160 @@
+"""Answers that a policy gives to prompts, drawn so that they depend on nothing but the seed, the step and the row.
+
+Transformers draws from one generator for a whole batch, by which an answer would depend on the rows beside it and on
+the number of processes. Here each answer has uniform numbers of its own, one for each of its tokens, and takes the
+token at which the cumulated probability passes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+
+from toolkit.data.rewards import Answer, Scorer
+from toolkit.recipe import Recipe
+from toolkit.train.evaluate import generate
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass
+class Rollout:
+    """A prompt, the answers that it was given, and what is known of them.
+
+    Attributes:
+        row: Its number among the training rows.
+        asked: Tokens of the prompt.
+        answers: Tokens of each answer.
+        scores: (answers, rewards).
+        gains: (answers,) advantages.
+        before: Of each answer, log-probabilities of its tokens by the policy that gave it, where they are kept.
+    """
+
+    row: int
+    asked: list[int]
+    answers: list[list[int]]
+    scores: Numbers
+    gains: Numbers = field(default_factory=lambda: np.zeros(0))
+    before: list[list[float]] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return vars(self) | {"scores": self.scores.tolist(), "gains": self.gains.tolist()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Rollout:
+        """What `as_json` wrote."""
+        return cls(**values | {name: np.array(values[name], dtype=np.float64) for name in ("scores", "gains")})
+
+
+def uniform(seed: int, step: int, row: int, answers: int, tokens: int) -> Numbers:
+    """(answers, tokens) numbers from 0 to 1 for the answers to a row in a step."""
+    return np.random.default_rng([seed, step, row]).random((answers, tokens))
+
+
+class Drawn(LogitsProcessor):
+    """Leaves of each distribution the token that a uniform number picks: inversion of its cumulated probabilities.
+
+    Args:
+        numbers: (sequences, tokens), of each sequence for each token that it may have.
+        begin: Tokens of the prompts, padding included.
+    """
+
+    def __init__(self, numbers: torch.Tensor, begin: int, temperature: float, top_p: float) -> None:
+        self._numbers, self._begin, self._temperature = numbers, begin, temperature
+        self._top_p = TopPLogitsWarper(top_p) if top_p < 1 else None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.float() / self._temperature
+        if self._top_p:
+            scores = self._top_p(input_ids, scores)
+        cumulated = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+        number = self._numbers[:, input_ids.shape[1] - self._begin, None] * cumulated[:, -1:]
+        picked = torch.searchsorted(cumulated, number, right=True).clamp(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -math.inf).scatter_(1, picked, 0.0)
+
+
+@contextmanager
+def _as_it_is(model: Any) -> Iterator[None]:
+    """Without the penalties and limits that a model's generation config may have: answers are drawn from what the
+    model is trained as."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    holders = [each for each in (model, base) if getattr(each, "generation_config", None) is not None]
+    kept = [each.generation_config for each in holders]
+    for each in holders:
+        each.generation_config = GenerationConfig(bos_token_id=each.generation_config.bos_token_id)
+    try:
+        yield
+    finally:
+        for each, config in zip(holders, kept, strict=True):
+            each.generation_config = config
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Asks a model for answers, and has them scored.
+
+    Args:
+        stops: Tokens that end an answer.
+        autocast: Name of the dtype the model computes in, or None.
+        scorer: Scores answers.
+    """
+
+    recipe: Recipe
+    tokenizer: Any
+    stops: frozenset[int]
+    autocast: str | None
+    scorer: Scorer
+
+    def answers(
+        self, model: Any, prompts: Sequence[list[int]], device: torch.device, numbers: Numbers | None = None
+    ) -> list[list[int]]:
+        """Tokens of an answer to each of the prompts, up to the one that ends it.
+
+        Args:
+            model: Without the engine around it.
+            numbers: (prompts, tokens) by which they are drawn; without them each token is the likeliest.
+        """
+        settings = self.recipe.rollout
+        sample: dict[str, Any] = {"do_sample": False}
+        if numbers is not None:
+            drawn = Drawn(
+                torch.from_numpy(numbers).to(device), max(map(len, prompts)), settings.temperature, settings.top_p
+            )
+            sample["logits_processor"] = LogitsProcessorList([drawn])
+        with _as_it_is(model):
+            found = generate(
+                model, self.tokenizer, prompts, settings.max_completion_tokens, self.stops, self.autocast, sample,
+                device=device,
+            )  # fmt: skip
+        return [self._ended(ids) for ids in found.tolist()]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        end = next((place for place, token in enumerate(ids) if token in self.stops), len(ids) - 1)
+        return ids[: end + 1]
+
+    def is_cut(self, answer: list[int]) -> bool:
+        """Whether an answer was ended by its limit."""
+        return answer[-1] not in self.stops
+
+    def text(self, ids: list[int]) -> str:
+        """As a user reads it."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def scores(self, asked: list[int], answers: list[list[int]], place: str, columns: dict[str, Any]) -> Numbers:
+        """(answers, rewards) scores of answers to one prompt.
+
+        Args:
+            place: Where the row stands.
+            columns: What is known of it.
+        """
+        prompt = self.text(asked)
+        return self.scorer([Answer(self.text(ids), len(ids), prompt, columns, place) for ids in answers])
