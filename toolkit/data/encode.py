@@ -8,10 +8,11 @@ where they merge with what stands before.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,19 @@ from toolkit.data.chat_spans import (
 from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
 from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
-from toolkit.data.rows import IGNORE, Chat, Completion, Pair, Row, Segments, Text, Tokens, sides
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Completion,
+    Labelled,
+    Pair,
+    Row,
+    Segments,
+    Tagged,
+    Text,
+    Tokens,
+    sides,
+)
 
 _SENTINEL = "(the answer)"
 
@@ -45,12 +58,16 @@ class Encoded:
         boundary_merged: whether a token holds both the end of a prompt and the start of what is trained, so that
             the prompt alone has other tokens.
         prompt_lost: whether the chat template leaves out a part of the prompt.
+        token_type_ids: of two texts which of them each token belongs to, where the tokenizer says so.
+
+    Of a labelled row, `labels` has one entry, 0; of tagged words the number of a word at its first token.
     """
 
     input_ids: list[int]
     labels: list[int]
     boundary_merged: bool = False
     prompt_lost: bool = False
+    token_type_ids: list[int] = field(default_factory=list)
 
 
 def no_embedding(holder: str, tokenizer: Any, token: int, vocab_size: int) -> UserError:
@@ -140,6 +157,10 @@ class Encoder:
                 encoded = self._segments(parts)
             case Tokens() as row:
                 encoded = self._tokens(row)
+            case Labelled() as row:
+                encoded = self._labelled(row)
+            case Tagged(words):
+                encoded = self._tagged(words)
         largest = max(max(encoded.input_ids, default=0), max(encoded.labels, default=0))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise no_embedding("The row", self.tokenizer, largest, self.vocab_size)
@@ -151,6 +172,8 @@ class Encoder:
         Raises:
             UserError: If there is no chat template, or it refuses the conversation or loses a part of it.
         """
+        if isinstance(row, Labelled) and isinstance(row.text, Chat):
+            return replace(row, text=self.rendered(row.text))
         if not isinstance(row, Chat):
             return row
         if not self.tokenizer.chat_template:
@@ -251,6 +274,38 @@ class Encoder:
         if self.train_on == "all":
             return Encoded(row.input_ids, [IGNORE, *row.input_ids[1:]])
         return Encoded(row.input_ids, row.labels)
+
+    def _labelled(self, row: Labelled) -> Encoded:
+        """A text as its tokenizer begins and ends it. Two texts are joined by a line break where there is no token to
+        stand between them."""
+        if isinstance(row.text, Rendered):
+            return Encoded(self.tokenizer(row.text.text, add_special_tokens=False)["input_ids"], [0])
+        text, second = row.text.text, row.second
+        if second is not None and self.tokenizer.sep_token is None:
+            text, second = f"{text}\n{second}", None
+        encoding = self.tokenizer(text, second)
+        types = encoding.get("token_type_ids", []) if second is not None else []
+        return Encoded(encoding["input_ids"], [0], token_type_ids=types)
+
+    def _tagged(self, words: list[str]) -> Encoded:
+        """Words with a space between them, and at the first token of each its number."""
+        ends = [*itertools.accumulate(len(word) + 1 for word in words)]
+        encoding = self.tokenizer(" ".join(words), return_offsets_mapping=True)
+        labels, word, labelled = [IGNORE] * len(encoding["input_ids"]), 0, -1
+        for place, (start, end) in enumerate(encoding["offset_mapping"]):
+            while word < len(words) and end > start >= ends[word] - 1:
+                word += 1
+            # A token may begin with the space before its word, and some are of no character.
+            begins = word < len(words) and end > start and end > ends[word] - 1 - len(words[word])
+            if begins and word > labelled:
+                labels[place] = labelled = word
+        return Encoded(encoding["input_ids"], labels)
+
+    @functools.cached_property
+    def closing(self) -> int:
+        """Tokens that the tokenizer puts behind every text, which stay where one is cut."""
+        mask = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        return sum(1 for _ in itertools.takewhile(bool, reversed(mask)))
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""

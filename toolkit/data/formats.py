@@ -24,14 +24,28 @@ from toolkit.data.columns import (
     value_at,
 )
 from toolkit.data.judged import ANSWERED, VERDICTS, judged, verdict_column
+from toolkit.data.labelled import labelled_columns, read_labelled, read_tagged
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
 from toolkit.data.proposal import are_texts, proposal
 from toolkit.data.ratings import ANSWERS, SCORES, Ratings, find_ratings
-from toolkit.data.rows import IGNORE, Chat, Completion, Judged, Pair, Preference, Row, Segments, Text, Tokens
+from toolkit.data.rows import (
+    IGNORE,
+    Chat,
+    Completion,
+    Judged,
+    Labelled,
+    Pair,
+    Preference,
+    Row,
+    Segments,
+    Tagged,
+    Text,
+    Tokens,
+)
 from toolkit.recipe import preference
-from toolkit.recipe.schema import FORMATS, OF_CHATS, Source
+from toolkit.recipe.schema import FORMATS, OF_CHATS, OF_OBJECTIVES, Source
 
 _PLAIN = ("text", "segments", "tokens")
 
@@ -66,6 +80,11 @@ class Task:
         return self.objective in preference.PAIRED
 
     @property
+    def labelled(self) -> str | None:
+        """The format of rows with labels, where these are learnt."""
+        return {"classification": "labelled", "token_classification": "tagged"}.get(self.objective)
+
+    @property
     def judges(self) -> bool:
         """Whether rows are single answers, each of which is good or bad."""
         return self.objective == preference.JUDGED
@@ -88,6 +107,14 @@ class RowFormat:
     """The column that says whether the answer is good, where that is asked."""
     ratings: Ratings | None = None
     """Where the scores are of which pairs are made."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that numbers stand for, where the data has them."""
+
+    @property
+    def label_column(self) -> str:
+        """The column with labels, of labelled rows."""
+        name = "tags" if self.name == "tagged" else "label"
+        return self.columns.get(name, name)
 
     def used_columns(self) -> set[str]:
         """The columns in the data that are read; all others have no influence on training."""
@@ -134,6 +161,10 @@ class RowFormat:
             return self._alpaca(row, where)
         if self.name in ("messages", "sharegpt"):
             return self._chat(row, required[0], raw, where)
+        if self.name == "labelled":
+            return read_labelled(row, where, self.classes, lambda value: self._labelled_chat(value, row, where))
+        if self.name == "tagged":
+            return read_tagged(row, where, self.classes)
         if self.name == "preference":
             return read_preference(
                 row,
@@ -186,6 +217,9 @@ class RowFormat:
         user = f"{instruction}\n\n{context}" if context else instruction
         answer = {"role": "assistant", "content": output} | ({"reasoning_content": reasoning} if reasoning else {})
         return self._with_columns([*messages, {"role": "user", "content": user}, answer], row, where)
+
+    def _labelled_chat(self, value: Any, row: Mapping[str, Any], where: str) -> Chat:
+        return self._with_columns(read_messages(value, "messages", where, self.ignored, self.flags), row, where)
 
     def _chat(self, row: Mapping[str, Any], column: str, raw: Mapping[str, Any], where: str) -> Chat:
         messages = read_messages(row[column], column, where, self.ignored, self.flags)
@@ -246,6 +280,12 @@ def is_empty(row: Row, task: Task) -> bool:
             return is_empty(chosen, task) or is_empty(rejected, task)
         case Judged(answer):
             return is_empty(answer, task)
+        case Labelled(Text(text), second, label):
+            return not (label and f"{text}{second or ''}".strip())
+        case Labelled(text, _, label):
+            return not (label and any(message["content"] for message in text.messages))
+        case Tagged(words, tags):
+            return not (words and any(tags))
     if task.trains_prompts:
         return not row.messages
     roles = task.train_on if isinstance(task.train_on, list) else ["assistant"]
@@ -281,6 +321,8 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
                 f"data source `{source.path}` has no column `{actual}` that `data.columns` names for `{expected}`",
                 f"its columns are {_listing(present)}",
             )
+    if task.labelled:
+        return _recognise_labelled(rows, source, task, columns, ignored)
     ratings = find_ratings(columns, rows, ignored) if task.pairs else None
     if ratings:
         rows = [ratings.pair(row, source.path) for row in rows]
@@ -323,6 +365,27 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
     return RowFormat(name, columns, task, ignored, (*FLAGS, flag), verdict, ratings)
 
 
+def _recognise_labelled(
+    rows: Sequence[Mapping[str, Any]], source: Source, task: Task, columns: dict[str, str], ignored: frozenset[str]
+) -> RowFormat:
+    """The format of rows with labels, for the objectives that learn these alone."""
+    assert task.labelled
+    if source.format not in (None, "auto", task.labelled):
+        raise UserError(
+            f"data source `{source.path}` ({source.format}) does not fit `objective: {task.objective}`",
+            f"it takes {task.labelled}",
+        )
+    first = {name: value for row in rows for name, value in row.items() if name not in ignored}
+    first |= {name: value for name, value in rows[0].items() if name not in ignored}
+    found = labelled_columns(columns, first, source.path, task.labelled == "tagged")
+    if "messages" in found and not task.has_chat_template:
+        raise UserError(
+            f"data source `{source.path}` holds chats, but the tokenizer has no chat template",
+            "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
+        )
+    return RowFormat(task.labelled, {name: actual for name, actual in found.items() if name != actual}, task, ignored)
+
+
 def _detect(
     names: set[str],
     mapped: set[str],
@@ -331,7 +394,7 @@ def _detect(
     present: Iterable[str],
     task: Task,
 ) -> str:
-    forms = {name: columns for name, columns in FORMATS.items() if name != "preference"}
+    forms = {name: columns for name, columns in FORMATS.items() if name not in OF_OBJECTIVES}
     fits = [name for name, (required, _) in forms.items() if names.issuperset(required)]
     if mapped:
         fits = [name for name in fits if mapped <= set(FORMATS[name][0] + FORMATS[name][1])]
@@ -375,6 +438,9 @@ def _refuse_written_chats(
 def _check_task(name: str, source: Source, task: Task) -> None:
     """Refuses rows that the objective or `data.train_on` cannot use."""
     where = f"data source `{source.path}` ({name})"
+    if name in ("labelled", "tagged"):
+        of = "classification" if name == "labelled" else "token_classification"
+        raise UserError(f"{where} does not fit `objective: {task.objective}`", f"set `objective: {of}` to learn labels")
     if task.pairs != (name == "preference"):
         change = "it takes pairs, format preference" if task.pairs else "set `objective: dpo` to learn from pairs"
         raise UserError(f"{where} does not fit `objective: {task.objective}`", change)

@@ -8,6 +8,7 @@ included, and knows neither of the audit nor of which process should build.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
@@ -31,6 +33,7 @@ from toolkit.data import audit as auditing
 from toolkit.data.answers import Pairs, Verdicts
 from toolkit.data.borrowed import with_others
 from toolkit.data.chat_template import variables
+from toolkit.data.classes import Classes, Survey, survey
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
@@ -59,7 +62,8 @@ class Prepared:
     Attributes:
         train: Columns input_ids and labels, with packing, and of pairs of answers,
             also seq_lengths (tokens of each row in a sequence, or of each answer with its prompt). Of judged answers
-            the second is that of another row, and there is a column desirable.
+            the second is that of another row, and there is a column desirable. Of
+            labelled rows labels has one number, of tagged words those at first tokens.
         eval: Held-out rows, never packed; None if the recipe has none.
         audit: The figures of `toolkit.data.audit`.
         samples: Rows to generate for, held out ones if there are any.
@@ -75,6 +79,11 @@ class Prepared:
     fingerprint: str
     path: Path
     statistics: DataStatistics | None = None
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of classes, in the order of their numbers in the head; of labelled rows."""
+        return self.audit.classes
 
 
 def prepare(
@@ -220,9 +229,15 @@ def _build(
         order = np.random.default_rng(recipe.seed).permutation(len(chosen_eval))
         chosen_eval = chosen_eval[np.sort(order[: data.eval_max_samples])]
 
+    found = None
+    if task.labelled:
+        declared = dict.fromkeys(name for figures in sources for name in figures.classes)
+        found = survey(rows, is_train, [*declared])
+        chunker = dataclasses.replace(chunker, classes=found.names)
+
     distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
     chunks = tokenise(rows.select(distinct), chunker, data.num_proc, scratch / "tokens.arrow")
-    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe)
+    tokens = _Tokens(chunks, chunker, rows.select_columns("where").select(distinct), recipe, found)
     sides = {"train": np.searchsorted(distinct, mixture.train), "eval": np.searchsorted(distinct, chosen_eval)}
 
     for number, figures in enumerate(sources):
@@ -249,6 +264,7 @@ def _build(
             source=template if task.has_chat_template else "none", needed="Chat" in tokens.kinds, given=bool(named)
         ),
         kinds=tokens.kinds,
+        classes=[*found.names] if found else [],
     )
     audit.problems = list(auditing.find_problems(audit))
     if any(problem.level == "fatal" for problem in audit.problems):
@@ -275,7 +291,8 @@ def _build(
         held.save_to_disk(str(folder / "eval"))
     write_json(folder / "audit.json", audit.model_dump())
     sampled = tokens.usable(sides["eval" if has_eval else "train"])
-    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, _num_samples(recipe))
+    count = 0 if recipe.headed else _num_samples(recipe)
+    samples = _samples(rows.select(distinct[sampled]), chunker.encoder, count)
     write_json(folder / "samples.json", [sample.model_dump() for sample in samples])
     shutil.rmtree(scratch)
 
@@ -284,7 +301,10 @@ class _Tokens:
     """All distinct rows as tokens, by the number of the row; a row may be several chunks. `places` says where a row
     stands in the data. Figures but for length and over_long are those after over-long rows were handled."""
 
-    def __init__(self, chunks: Dataset, chunker: Chunker, places: Dataset, recipe: Recipe) -> None:
+    def __init__(
+        self, chunks: Dataset, chunker: Chunker, places: Dataset, recipe: Recipe, found: Survey | None
+    ) -> None:
+        self.found = found
         self.chunks, self.chunker, self.places, self.recipe = chunks, chunker, places, recipe
         self.kinds = sorted(chunks.data.column("kind").unique().to_pylist())
         row, length, trained, stops, merged, prompt_lost = (
@@ -334,7 +354,24 @@ class _Tokens:
             lengths=auditing.Lengths.of(length),
             pairs=pairs,
             verdicts=self._verdicts(used) if self.recipe.judges else None,
+            classes=self._classes(used) if self.found else None,
         )
+
+    def _classes(self, used: Indices) -> Classes:
+        """Figures of the labels of these rows, each of which is one chunk."""
+        assert self.found
+        labels = self.chunks.data.column("labels").take(pa.array(self.start[used]))
+        numbers = pc.list_flatten(labels).to_numpy()
+        counts = np.bincount(numbers[numbers >= 0], minlength=len(self.found.names))
+        return Classes(
+            labels=dict(zip(self.found.names, counts.tolist(), strict=True)),
+            unknown=self.found.unknown,
+            contradicting=self.found.contradicting,
+        )
+
+    @property
+    def _types(self) -> Any:
+        return self.chunks.data.column("token_type_ids")
 
     def _verdicts(self, used: Indices) -> Verdicts:
         """Figures of judged answers."""
@@ -364,6 +401,8 @@ class _Tokens:
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
         further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
+        if self.chunker.classes and pc.any(pc.greater(pc.list_value_length(self._types), 0)).as_py():
+            further = ["token_type_ids"]
         columns = ["input_ids", "labels", *further]
         return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])
 

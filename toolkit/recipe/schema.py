@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.recipe.base import Place, Section
 from toolkit.recipe.faults import Faults
+from toolkit.recipe.heads import CLASSIFYING, HEADED
 from toolkit.recipe.parallel import Parallel
 from toolkit.recipe.preference import (
     JUDGED,
@@ -60,8 +61,12 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("chosen", "rejected"),
         ("instruction", "input", "prompt", "messages", "conversations", "history", "system", *OF_CHATS),
     ),
+    "labelled": (("label",), ("text", "text_pair", "messages", "system", *OF_CHATS)),
+    "tagged": (("tokens", "tags"), ()),
 }
 """Format to its required and its optional columns."""
+OF_OBJECTIVES = ("preference", "labelled", "tagged")
+"""Formats that belong to objectives, and are not recognised by their columns alone."""
 
 
 Roles = Annotated[list[Literal["system", "user", "assistant", "tool"]], Field(min_length=1)]
@@ -217,11 +222,15 @@ class Recipe(Section):
     """What this recipe is for, in one line; `toolkit ls` shows it."""
     model: Model
     data: Data
-    objective: Literal["sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto"] = "sft"
+    objective: Literal[
+        *("sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto"),
+        *HEADED,
+    ] = "sft"  # type: ignore[valid-type]
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
     one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`
-    learns from single answers, each of which is good or bad."""
+    learns from single answers, each of which is good or bad. `reward` learns to score answers from the same pairs,
+    `classification` to tell the class of a text or a pair of texts, and `token_classification` that of each word."""
     preference: Preference = Preference()
     method: Method = Method()
     precision: Literal["fp32", "fp16", "bf16", "pure_bf16", "fp8", "fp8_rowwise", "auto"] = "bf16"
@@ -256,7 +265,7 @@ class Recipe(Section):
     def _defaults_of_others(self) -> Recipe:
         # Not counted as set: they stay defaults.
         if "learning_rate" not in self.optimizer.model_fields_set:
-            if self.prefers:
+            if self.prefers and not self.headed:
                 self.optimizer.__dict__["learning_rate"] = PREFERENCE_LEARNING_RATES[self.method.name]
             elif self.method.name != "full":
                 self.optimizer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
@@ -277,6 +286,16 @@ class Recipe(Section):
     def judges(self) -> bool:
         """Whether rows are single answers, each of which is good or bad."""
         return self.objective == JUDGED
+
+    @property
+    def headed(self) -> bool:
+        """Whether the model has a head of the objective's own, and none for the vocabulary."""
+        return self.objective in HEADED
+
+    @property
+    def classifies(self) -> bool:
+        """Whether rows have labels, each of a class."""
+        return self.objective in CLASSIFYING
 
     @property
     def refers(self) -> bool:

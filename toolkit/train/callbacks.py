@@ -28,6 +28,7 @@ from toolkit.report.load import WARM_UP_STEPS, read_metrics
 from toolkit.train.energy import EnergyMeter, energy_meter
 from toolkit.train.evaluate import evaluate
 from toolkit.train.finite import check_weights
+from toolkit.train.heads import OF_REWARDS
 from toolkit.train.preference import OF_ANSWERS
 from toolkit.train.process import peak_host_bytes
 from toolkit.train.selection import Chosen, metrics_of
@@ -124,7 +125,7 @@ class Meter(TrainerCallback):
             row["mfu"] = round(self._work.mfu * self._work.step_seconds.value * share, 6)
         if torch.cuda.is_available():
             row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
-        row |= {name: round(logs[name], 6) for name in OF_ANSWERS if name in logs}
+        row |= {name: round(logs[name], 6) for name in (*OF_ANSWERS, *OF_REWARDS) if name in logs}
         row |= self._further()
         if slow := found():
             row["stragglers"] = slow
@@ -246,7 +247,8 @@ class Evaluator(TrainerCallback):
         self._evaluated_step = step
         started = time.monotonic()
         self.last = evaluate(self._session) if step else evaluate_untrained(self._session)
-        self._session.trainer.log(dict(self.last))
+        # Trackers take numbers, and no tables.
+        self._session.trainer.log({key: value for key, value in self.last.items() if isinstance(value, int | float)})
         if self._meter:
             self._meter.evaluated(step, self.last, time.monotonic() - started)
         return self.last

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers import AutoHfQuantizer
 
@@ -19,6 +19,7 @@ from toolkit.distributed.engines import Dtypes
 from toolkit.models import experts
 from toolkit.models.adapters import add_method, keep_unpacked, quantization_config
 from toolkit.models.expert_parallel import divide_experts
+from toolkit.models.heads import auto_class
 from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.even_routing import EvenExchange
@@ -135,7 +136,7 @@ def build(setting: Setting, depth: int | None, fake: FakeTensorMode, encoder: bo
     config = load_config(setting)
     if depth is not None:
         _shorten(config, depth, encoder)
-    kind = AutoModelForSeq2SeqLM if setting.objective == "seq2seq" else AutoModelForCausalLM
+    kind = auto_class(setting.objective)
     recipe = _recipe(setting)
     types = _dtypes(setting)
     with torch.device("meta"):
@@ -221,7 +222,7 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _repeated(model: PreTrainedModel) -> list[list[torch.nn.Module]]:
     """Lists of layers that are marked as such, or where none are, all lists of modules."""
     # A model of several modes may have more layers for images than a shallow decoder has.
-    inside = model if model.config.is_encoder_decoder else model.get_decoder()
+    inside = model if model.config.is_encoder_decoder else model.get_decoder() or model.base_model
     lists = [[*each] for each in inside.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
     marked = [each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each)]
     return marked or lists

@@ -341,8 +341,8 @@ TRAINING_RULES = {
     ),
     "best-accuracy": Rule(
         "checkpoint.keep_best",
-        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not r.prefers,
-        "is the share of answers preferred rightly, which only objectives of preference have",
+        lambda r, _: r.checkpoint.keep_best == "eval_accuracy" and not (r.prefers or r.headed),
+        "is the share of answers preferred, or classes told, rightly, which this objective has none of",
         "set checkpoint.keep_best=eval_loss, or objective=dpo",
     ),
     "best-or-mean": Rule(
