@@ -171,6 +171,8 @@ class _Builtin(Reader):
             "docstrings": builtin.docstring_rows,
             "docstring-pairs": builtin.docstring_pairs,
             "docstrings-judged": builtin.judged_docstrings,
+            "docstrings-kinds": builtin.docstring_kinds,
+            "docstrings-names": builtin.docstring_names,
         }
         load = known.get(self.source.path.removeprefix("builtin:stdlib-"))
         if load is None:

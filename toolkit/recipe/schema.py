@@ -111,8 +111,9 @@ class Source(Section):
 
     path: Place
     """Local file, folder or glob (JSON, JSONL, CSV, Parquet, text), an address (`s3://`, `https://`), hub id, or
-    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, or with answers that
-    are judged, `builtin:stdlib-docstrings-judged`."""
+    `builtin:stdlib-docstrings`, the same as pairs of answers, `builtin:stdlib-docstring-pairs`, with answers that are
+    judged, `builtin:stdlib-docstrings-judged`, or with labels, `builtin:stdlib-docstrings-kinds` and, of words,
+    `builtin:stdlib-docstrings-names`."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
     revision: str | None = None
