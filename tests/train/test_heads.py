@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ model: {path: llama}
 data: {sources: [pairs.jsonl], eval_split: 0.2}
 objective: reward
 precision: fp32
-optimizer: {learning_rate: 3.0e-3}
+optimizer: {learning_rate: 1.0e-3, eps: 1.0e-5}
 schedule: {max_steps: 4}
 batch: {seq_len: 96, global_batch_size: 4, micro_batch_size: 2}
 """
@@ -43,8 +44,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("heads")
     tiny_model("meta-llama/Llama-3.2-1B", folder / "llama")
     tiny_encoder("bert", folder / "bert")
-    answers = itertools.pairwise(pair_rows(42, "prompt", "chosen"))
-    pairs = [row | {"rejected": other["chosen"]} for row, other in answers if row["chosen"] != other["chosen"]]
+    # Of other lengths than the chosen ones, and with a word that tells them.
+    answers = itertools.pairwise(pair_rows(41, "prompt", "chosen"))
+    pairs = [row | {"rejected": f"never {other['chosen']}"} for row, other in answers]
     for name, rows in (("pairs", pairs), ("texts", labelled_rows(40)), ("words", tagged_rows(40))):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
@@ -203,7 +205,7 @@ def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list
 @pytest.mark.parametrize("rows", [[], CLASSES, WORDS], ids=["reward", "classification", "token_classification"])
 def test_a_run_learns_and_says_how_well(rows: list[str]) -> None:
     name = f"learns-{len(rows) and rows[0].partition('=')[2]}"
-    run = trained(name, *rows, "max_steps=30", "evaluation.every_steps=15")
+    run = trained(name, *rows, "max_steps=30", "evaluation.every_steps=15", "learning_rate=1e-2")
     first, *_, last = [row for row in metrics(run) if "eval_loss" in row]
     assert last["eval_loss"] < first["eval_loss"] and "eval_perplexity" not in last
     steps = [row for row in metrics(run) if "loss" in row]
@@ -282,6 +284,7 @@ def test_training_goes_on_from_a_trained_head_and_begins_one_anew_for_other_labe
     from safetensors.torch import load_file
 
     run = trained("head", *CLASSES)
+    logging.getLogger("toolkit").addHandler(caplog.handler)
     saved = load_file(run / "final" / "model.safetensors")["score.weight"]
     again = set_up(*CLASSES, f"model.path={run / 'final'}")
     assert torch.equal(again.trainer.model.score.weight.detach(), saved)

@@ -70,9 +70,10 @@ def head_modules(model: Any) -> list[str]:
     """Names of the modules of a head, the pooler among them, that have parameters of their own."""
     prefix = model.base_model_prefix
     outside = [name for name, _ in model.named_children() if name != prefix]
-    inside = [f"{prefix}.{_POOLER}"] if hasattr(getattr(model, prefix, None), _POOLER) else []
-    names = [*inside, *outside]
-    return [name for name in names if (module := model.get_submodule(name)) and any(True for _ in module.parameters())]
+    # Encoders without one have None there.
+    pooler = getattr(getattr(model, prefix, None), _POOLER, None)
+    inside = [f"{prefix}.{_POOLER}"] if pooler is not None else []
+    return [name for name in (*inside, *outside) if any(True for _ in model.get_submodule(name).parameters())]
 
 
 def names_of_head(config: Any, objective: str, trust_remote_code: bool) -> list[str]:
@@ -118,6 +119,15 @@ def begin_head(model: Any, stored: Any, lacking: Sequence[str], seed: int) -> No
                 parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def forget_drawn(model: Any) -> None:
+    """Of a model whose weights stay in their files, has those of its head stay nowhere that the files lack."""
+    for name in head_modules(model):
+        for module in model.get_submodule(name).modules():
+            hook = getattr(module, "_hf_hook", None)
+            if hook is not None:
+                hook.original_devices = {}
 
 
 @contextlib.contextmanager

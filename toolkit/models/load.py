@@ -44,6 +44,7 @@ from toolkit.models.heads import (
     begin_head,
     belongs_to_head,
     called,
+    forget_drawn,
     head_modules,
     names_of_head,
     with_labels,
@@ -257,6 +258,8 @@ class ModelSource:
         model = _with_all_weights(self.recipe, {**self.location, **arguments})
         maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
         files = next(each.dataset for each in maps if each is not None)
+        if self.recipe.headed:
+            forget_drawn(model)
         remove_hook_from_submodules(model)
         del model.hf_device_map
         # Of what is kept in fp32, the offload knows nothing.
