@@ -153,7 +153,7 @@ def test_what_is_no_labelled_row_is_refused(row: dict[str, Any], objective: str,
 def test_labelled_rows_belong_to_their_objectives(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set `objective: classification` to learn labels"):
         prepared(tmp_path, TEXTS, "sft", format="labelled")
-    with pytest.raises(UserError, match="it takes labelled"):
+    with pytest.raises(UserError, match="takes labelled"):
         prepared(tmp_path, TEXTS, format="text")
 
 

@@ -75,7 +75,7 @@ def tiny_encoder(kind: str, folder: Path) -> Path:
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"), 0.0)
     still |= dict.fromkeys(("seq_classif_dropout", "classifier_dropout", "embedding_dropout", "mlp_dropout"), 0.0)
     config = AutoConfig.for_model(
-        kind, vocab_size=len(tokenizer), max_position_embeddings=256, **width, **tokens, **still
+        kind, vocab_size=len(tokenizer), max_position_embeddings=1024, **width, **tokens, **still
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -205,7 +205,7 @@ def test_training_does_not_depend_on_how_rows_fall_into_micro_batches(rows: list
 @pytest.mark.parametrize("rows", [[], CLASSES, WORDS], ids=["reward", "classification", "token_classification"])
 def test_a_run_learns_and_says_how_well(rows: list[str]) -> None:
     name = f"learns-{len(rows) and rows[0].partition('=')[2]}"
-    run = trained(name, *rows, "max_steps=30", "evaluation.every_steps=15", "learning_rate=1e-2")
+    run = trained(name, *rows, "max_steps=60", "evaluation.every_steps=30", "learning_rate=3e-3")
     first, *_, last = [row for row in metrics(run) if "eval_loss" in row]
     assert last["eval_loss"] < first["eval_loss"] and "eval_perplexity" not in last
     steps = [row for row in metrics(run) if "loss" in row]

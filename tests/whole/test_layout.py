@@ -26,6 +26,7 @@ ELSEWHERE = {
     "recipe/preference": "recipe/test_rules",
     "recipe/heads": "recipe/test_rules",
     "data/classes": "data/test_labelled",
+    "data/label_encoding": "data/test_labelled",
     "data/head_batches": "train/test_heads",
     "train/told": "train/test_heads",
     "report/class_tables": "train/test_heads",

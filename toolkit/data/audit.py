@@ -303,10 +303,8 @@ def find_problems(audit: Audit) -> Iterator[Problem]:
         of_words = audit.objective == "token_classification"
         for fatal, what, change in train.classes.problems(held_out is not None, of_words):
             yield Problem("fatal" if fatal else "warning", what, change)
-    if held_out is not None and held_out.classes and (unknown := held_out.classes.unknown):
-        listed = ", ".join(repr(name) for name in [*unknown][:5]) + (" …" if len(unknown) > 5 else "")
-        what = f"{sum(unknown.values()):,} held-out labels are of classes that no training row has: {listed}"
-        yield Problem("warning", f"{what}; they are left out", "add such rows to the training data, or remove these")
+    for what, change in held_out.classes.strangers() if held_out and held_out.classes else ():
+        yield Problem("warning", what, change)
     if held_out is not None and not held_out.rows:
         change = "check `data.eval_split`, `data.eval_sources` and `batch.seq_len`"
         yield Problem("fatal", "no usable held-out row", change)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
-from datasets import Dataset
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
@@ -77,6 +76,13 @@ class Classes(BaseModel):
                 ("set data.eval_split, such as 0.1, or data.eval_sources"),
             )
 
+    def strangers(self) -> Iterator[tuple[str, str]]:
+        """Of held-out rows: what is wrong with them, and what to change."""
+        if unknown := self.unknown:
+            names = ", ".join(map(repr, [*unknown][:5])) + (" …" if len(unknown) > 5 else "")
+            what = f"{sum(unknown.values()):,} held-out labels are of classes that no training row has: {names}"
+            yield f"{what}; they are left out", "add such rows to the training data, or remove these"
+
     def in_a_sentence(self, of_words: bool) -> str:
         """How the labels are spread."""
         total = max(sum(self.labels.values()), 1)
@@ -100,19 +106,25 @@ class Survey:
     unknown: dict[str, int]
     contradicting: int
 
+    def figures(self, numbers: NDArray[np.int64]) -> Classes:
+        """Those of labels with these numbers; -100 is none."""
+        counts = np.bincount(numbers[numbers >= 0], minlength=len(self.names))
+        labels = dict(zip(self.names, counts.tolist(), strict=True))
+        return Classes(labels=labels, unknown=self.unknown, contradicting=self.contradicting)
 
-def survey(rows: Dataset, is_train: NDArray[np.bool_], declared: Sequence[str]) -> Survey:
+
+def survey(rows: Iterable[str], is_train: NDArray[np.bool_], declared: Sequence[str]) -> Survey:
     """Looks through all rows once.
 
     Args:
-        rows: What `collect` wrote.
+        rows: As JSON, as `collect` wrote them.
         is_train: Which of them are of training sources.
         declared: Classes that the data itself names, in its order.
     """
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     seen: dict[int, str] = {}
     contradicted: Counter[int] = Counter()
-    for text, train in zip(rows["row"], is_train.tolist(), strict=True):
+    for text, train in zip(rows, is_train.tolist(), strict=True):
         row = from_json(text)
         labels = row.tags if isinstance(row, Tagged) else [row.label]  # type: ignore[union-attr]
         counts[train].update(filter(None, labels))

@@ -8,7 +8,6 @@ where they merge with what stands before.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,21 +27,10 @@ from toolkit.data.chat_spans import (
     render_accepted,
 )
 from toolkit.data.chat_template import TEMPLATE_ERRORS, fixed_prompt, next_conversation
+from toolkit.data.label_encoding import text_ids, word_ids
 from toolkit.data.labelling import Labeller, Span, giving_up_named
 from toolkit.data.messages import ASIDE
-from toolkit.data.rows import (
-    IGNORE,
-    Chat,
-    Completion,
-    Labelled,
-    Pair,
-    Row,
-    Segments,
-    Tagged,
-    Text,
-    Tokens,
-    sides,
-)
+from toolkit.data.rows import IGNORE, Chat, Completion, Labelled, Pair, Row, Segments, Tagged, Text, Tokens, sides
 
 _SENTINEL = "(the answer)"
 
@@ -160,7 +148,7 @@ class Encoder:
             case Labelled() as row:
                 encoded = self._labelled(row)
             case Tagged(words):
-                encoded = self._tagged(words)
+                encoded = Encoded(*word_ids(self.tokenizer, words))
         largest = max(max(encoded.input_ids, default=0), max(encoded.labels, default=0))
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise no_embedding("The row", self.tokenizer, largest, self.vocab_size)
@@ -173,7 +161,7 @@ class Encoder:
             UserError: If there is no chat template, or it refuses the conversation or loses a part of it.
         """
         if isinstance(row, Labelled) and isinstance(row.text, Chat):
-            return replace(row, text=self.rendered(row.text))
+            return replace(row, text=self.rendered(row.text))  # type: ignore[arg-type]
         if not isinstance(row, Chat):
             return row
         if not self.tokenizer.chat_template:
@@ -200,6 +188,7 @@ class Encoder:
         it holds every special token, so see `prompt_ids` for its tokens. Of a pair of answers it is the chosen one's.
         """
         row = sides(row)[0]
+        assert not isinstance(row, Labelled | Tagged), "labels are not generated"
         match row:
             case Text(text):
                 cut = text.rfind(" ", 0, len(text) // 2 + 1)
@@ -276,36 +265,11 @@ class Encoder:
         return Encoded(row.input_ids, row.labels)
 
     def _labelled(self, row: Labelled) -> Encoded:
-        """A text as its tokenizer begins and ends it. Two texts are joined by a line break where there is no token to
-        stand between them."""
-        if isinstance(row.text, Rendered):
-            return Encoded(self.tokenizer(row.text.text, add_special_tokens=False)["input_ids"], [0])
-        text, second = row.text.text, row.second
-        if second is not None and self.tokenizer.sep_token is None:
-            text, second = f"{text}\n{second}", None
-        encoding = self.tokenizer(text, second)
-        types = encoding.get("token_type_ids", []) if second is not None else []
-        return Encoded(encoding["input_ids"], [0], token_type_ids=types)
-
-    def _tagged(self, words: list[str]) -> Encoded:
-        """Words with a space between them, and at the first token of each its number."""
-        ends = [*itertools.accumulate(len(word) + 1 for word in words)]
-        encoding = self.tokenizer(" ".join(words), return_offsets_mapping=True)
-        labels, word, labelled = [IGNORE] * len(encoding["input_ids"]), 0, -1
-        for place, (start, end) in enumerate(encoding["offset_mapping"]):
-            while word < len(words) and end > start >= ends[word] - 1:
-                word += 1
-            # A token may begin with the space before its word, and some are of no character.
-            begins = word < len(words) and end > start and end > ends[word] - 1 - len(words[word])
-            if begins and word > labelled:
-                labels[place] = labelled = word
-        return Encoded(encoding["input_ids"], labels)
-
-    @functools.cached_property
-    def closing(self) -> int:
-        """Tokens that the tokenizer puts behind every text, which stay where one is cut."""
-        mask = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
-        return sum(1 for _ in itertools.takewhile(bool, reversed(mask)))
+        if isinstance(row.text, Text):
+            ids, types = text_ids(self.tokenizer, row.text.text, row.second)
+            return Encoded(ids, [0], token_type_ids=types)
+        rendered: Any = row.text
+        return Encoded(self.tokenizer(rendered.text, add_special_tokens=False)["input_ids"], [0])
 
     def _messages(self, row: Chat) -> list[Message]:
         """The messages as the template gets them. OpenAI's `developer` is its newer name for the system role."""

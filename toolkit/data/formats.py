@@ -24,7 +24,7 @@ from toolkit.data.columns import (
     value_at,
 )
 from toolkit.data.judged import ANSWERED, VERDICTS, judged, verdict_column
-from toolkit.data.labelled import labelled_columns, read_labelled, read_tagged
+from toolkit.data.labelled import read_labelled, read_tagged, recognised
 from toolkit.data.messages import FLAGS, conversation_in, dicts, holds_messages, read_messages, read_tools
 from toolkit.data.preferences import preference_columns, read_preference
 from toolkit.data.pretokenised import read_segments, read_tokens, refuse_unread_lists
@@ -280,10 +280,11 @@ def is_empty(row: Row, task: Task) -> bool:
             return is_empty(chosen, task) or is_empty(rejected, task)
         case Judged(answer):
             return is_empty(answer, task)
-        case Labelled(Text(text), second, label):
-            return not (label and f"{text}{second or ''}".strip())
-        case Labelled(text, _, label):
-            return not (label and any(message["content"] for message in text.messages))
+        case Labelled(text, second, label):
+            said = (
+                text.text if isinstance(text, Text) else "".join(str(each["content"] or "") for each in text.messages)
+            )
+            return not (label and f"{said}{second or ''}".strip())
         case Tagged(words, tags):
             return not (words and any(tags))
     if task.trains_prompts:
@@ -322,7 +323,8 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
                 f"its columns are {_listing(present)}",
             )
     if task.labelled:
-        return _recognise_labelled(rows, source, task, columns, ignored)
+        found = recognised(rows, source, task.labelled, columns, ignored, task.has_chat_template)
+        return RowFormat(task.labelled, found, task, ignored)
     ratings = find_ratings(columns, rows, ignored) if task.pairs else None
     if ratings:
         rows = [ratings.pair(row, source.path) for row in rows]
@@ -363,27 +365,6 @@ def recognise(rows: Iterable[Mapping[str, Any]], source: Source, task: Task) -> 
             "name the field of messages that says whether they are trained, or remove `train` from `data.columns`",
         )
     return RowFormat(name, columns, task, ignored, (*FLAGS, flag), verdict, ratings)
-
-
-def _recognise_labelled(
-    rows: Sequence[Mapping[str, Any]], source: Source, task: Task, columns: dict[str, str], ignored: frozenset[str]
-) -> RowFormat:
-    """The format of rows with labels, for the objectives that learn these alone."""
-    assert task.labelled
-    if source.format not in (None, "auto", task.labelled):
-        raise UserError(
-            f"data source `{source.path}` ({source.format}) does not fit `objective: {task.objective}`",
-            f"it takes {task.labelled}",
-        )
-    first = {name: value for row in rows for name, value in row.items() if name not in ignored}
-    first |= {name: value for name, value in rows[0].items() if name not in ignored}
-    found = labelled_columns(columns, first, source.path, task.labelled == "tagged")
-    if "messages" in found and not task.has_chat_template:
-        raise UserError(
-            f"data source `{source.path}` holds chats, but the tokenizer has no chat template",
-            "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
-        )
-    return RowFormat(task.labelled, {name: actual for name, actual in found.items() if name != actual}, task, ignored)
 
 
 def _detect(

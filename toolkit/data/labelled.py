@@ -6,12 +6,13 @@ called is found in the data: `ClassLabel` features name numbers, other labels na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from toolkit.common import UserError
 from toolkit.data.columns import EMPTY, mapping_text, parsed
 from toolkit.data.rows import Chat, Labelled, Tagged, Text
+from toolkit.recipe.schema import Source
 
 PAIRS_OF_TEXTS = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence")),
@@ -25,6 +26,40 @@ _WORDS = ("tokens", "words")
 _TAGS = ("tags", "ner_tags", "labels", "pos_tags")
 
 Columns = dict[str, str]
+
+
+def recognised(
+    rows: Sequence[Mapping[str, Any]],
+    source: Source,
+    form: str,
+    columns: Mapping[str, str],
+    ignored: Collection[str],
+    has_chat_template: bool,
+) -> Columns:
+    """The columns of a source for an objective that learns labels alone: those that are called otherwise in the data.
+
+    Args:
+        rows: The first ones.
+        form: The format that the objective takes.
+        columns: Those that `data.columns` names.
+        ignored: Columns that are left out on purpose.
+
+    Raises:
+        UserError: The source is said to be of another format, or has not what this one needs.
+    """
+    if source.format not in (None, "auto", form):
+        raise UserError(
+            f"data source `{source.path}` is of the format {source.format}, and this objective takes {form}",
+            f"remove `data.format`, or set it to {form}",
+        )
+    first = {name: value for row in reversed(rows) for name, value in row.items() if name not in ignored}
+    found = labelled_columns(columns, first, source.path, form == "tagged")
+    if "messages" in found and not has_chat_template:
+        raise UserError(
+            f"data source `{source.path}` holds chats, but the tokenizer has no chat template",
+            "set `model.chat_template` (`chatml` or a Jinja file), or train an instruct model that has one",
+        )
+    return {name: actual for name, actual in found.items() if name != actual}
 
 
 def labelled_columns(columns: Mapping[str, str], row: Mapping[str, Any], source: str, tagged: bool) -> Columns:

@@ -33,7 +33,7 @@ from toolkit.data import audit as auditing
 from toolkit.data.answers import Pairs, Verdicts
 from toolkit.data.borrowed import with_others
 from toolkit.data.chat_template import variables
-from toolkit.data.classes import Classes, Survey, survey
+from toolkit.data.classes import Survey, survey
 from toolkit.data.encode import Encoder
 from toolkit.data.formats import Task
 from toolkit.data.messages import without_use
@@ -232,7 +232,7 @@ def _build(
     found = None
     if task.labelled:
         declared = dict.fromkeys(name for figures in sources for name in figures.classes)
-        found = survey(rows, is_train, [*declared])
+        found = survey(rows["row"], is_train, [*declared])
         chunker = dataclasses.replace(chunker, classes=found.names)
 
     distinct = np.unique(np.concatenate([mixture.train, chosen_eval]))
@@ -354,24 +354,13 @@ class _Tokens:
             lengths=auditing.Lengths.of(length),
             pairs=pairs,
             verdicts=self._verdicts(used) if self.recipe.judges else None,
-            classes=self._classes(used) if self.found else None,
+            classes=self.found.figures(self._labels(used)) if self.found else None,
         )
 
-    def _classes(self, used: Indices) -> Classes:
-        """Figures of the labels of these rows, each of which is one chunk."""
-        assert self.found
+    def _labels(self, used: Indices) -> NDArray[np.int64]:
+        """Those of these rows, each of which is one chunk, end to end."""
         labels = self.chunks.data.column("labels").take(pa.array(self.start[used]))
-        numbers = pc.list_flatten(labels).to_numpy()
-        counts = np.bincount(numbers[numbers >= 0], minlength=len(self.found.names))
-        return Classes(
-            labels=dict(zip(self.found.names, counts.tolist(), strict=True)),
-            unknown=self.found.unknown,
-            contradicting=self.found.contradicting,
-        )
-
-    @property
-    def _types(self) -> Any:
-        return self.chunks.data.column("token_type_ids")
+        return np.asarray(pc.list_flatten(labels).to_numpy(), dtype=np.int64)
 
     def _verdicts(self, used: Indices) -> Verdicts:
         """Figures of judged answers."""
@@ -401,7 +390,7 @@ class _Tokens:
         within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         chosen = np.repeat(self.start[numbers], count) + within
         further = ["seq_lengths"] if self.recipe.pairs else ["desirable"] if self.recipe.judges else []
-        if self.chunker.classes and pc.any(pc.greater(pc.list_value_length(self._types), 0)).as_py():
+        if self.found and pc.max(pc.list_value_length(self.chunks.data.column("token_type_ids"))).as_py():
             further = ["token_type_ids"]
         columns = ["input_ids", "labels", *further]
         return self.chunks.select_columns(columns).select(chosen[self.keep[chosen]])

@@ -33,6 +33,7 @@ from toolkit.data.audit import SourceFigures
 from toolkit.data.columns import EMPTY, names_in, verdict
 from toolkit.data.encode import Encoded, Encoder, Rendered
 from toolkit.data.formats import RowFormat, Task, is_empty, recognise
+from toolkit.data.label_encoding import closing
 from toolkit.data.messages import further_fields
 from toolkit.data.readers import RawRow
 from toolkit.data.rows import IGNORE, Chat, Judged, Labelled, Preference, Row, Tagged, from_json, sides, to_json
@@ -194,7 +195,7 @@ class Chunker:
         labels = [IGNORE if word == IGNORE else numbers.get(named[word], IGNORE) for word in encoded.labels]
         ids, types, length = encoded.input_ids, encoded.token_type_ids, len(encoded.input_ids)
         if length > self.seq_len and self.over_long == "truncate":
-            kept = self.encoder.closing
+            kept = closing(self.encoder.tokenizer)
 
             def cut(values: list[int]) -> list[int]:
                 return [*values[: self.seq_len - kept], *values[len(values) - kept :]]

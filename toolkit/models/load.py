@@ -199,7 +199,7 @@ class ModelSource:
             "attn_implementation": attention_kernels.implementation(backend),
         }
         method = self.recipe.method
-        quantization = quantization_config(self.recipe, dtypes)
+        quantization: Any = quantization_config(self.recipe, dtypes)
         if "gguf_file" in self.location:
             if quantization:
                 raise UserError(

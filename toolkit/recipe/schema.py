@@ -224,9 +224,18 @@ class Recipe(Section):
     model: Model
     data: Data
     objective: Literal[
-        *("sft", "language_modelling", "seq2seq", "dpo", "cpo", "simpo", "orpo", "kto"),
-        *HEADED,
-    ] = "sft"  # type: ignore[valid-type]
+        "sft",
+        "language_modelling",
+        "seq2seq",
+        "dpo",
+        "cpo",
+        "simpo",
+        "orpo",
+        "kto",
+        "reward",
+        "classification",
+        "token_classification",
+    ] = "sft"
     """`sft` is supervised fine-tuning on chats or completions, `language_modelling` continued pre-training on text,
     `seq2seq` the training of encoder-decoders. `dpo`, `cpo`, `simpo` and `orpo` learn from pairs of answers to prefer
     one to the other: `dpo` by how far the model moves from what it was before training, the others without that. `kto`

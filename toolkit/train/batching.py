@@ -29,8 +29,8 @@ def collator(recipe: Recipe, backend: str, tokenizer: Any, compiles: bool, part:
         part: Which part of each row this process has, where several share them.
     """
     if recipe.headed:
-        rows = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
-        return HeadCollator(rows, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
+        padded = Collator(tokenizer.pad_token_id, "padded", ALIGNED, longest=recipe.batch.seq_len)
+        return HeadCollator(padded, recipe.objective, "token_type_ids" in tokenizer.model_input_names)
     if recipe.prefers:
         rows = collator(recipe.with_values({"objective": "sft"}), backend, tokenizer, compiles)
         assert isinstance(rows, Collator), "whole answers are compared"

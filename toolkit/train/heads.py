@@ -7,19 +7,25 @@ or words, divided by how many the global batch has, and do not depend on how the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch.nn import functional as F
 from transformers import Trainer
 from trl.trainer.utils import disable_dropout_in_model
 
+from toolkit.common import UserError
 from toolkit.data.rows import IGNORE
+from toolkit.models import device
 from toolkit.models.preference import reward_losses
 from toolkit.recipe.preference import Preference
 from toolkit.train.classes import class_figures, entity_counts, entity_figures, entity_types
+from toolkit.train.evaluate import evaluating
+from toolkit.train.session import Session
 from toolkit.train.told import Telling
 from toolkit.train.trainer import _ExactMixin
 
@@ -35,6 +41,7 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
     """A model with a head of the objective's own. Set `settings` and `classes` once it is made."""
 
     settings: Preference
+    model: Any
     classes: Sequence[str] = ()
     _tokens: Any = 0
 
@@ -43,6 +50,8 @@ class HeadTrainer(Telling, _ExactMixin, Trainer):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Nothing is generated, and caches would hold keys and values of every evaluation.
         base.config.get_text_config().use_cache = False
+        if self.is_fsdp_enabled:
+            _keep_embeddings_apart(self.accelerator.state.fsdp_plugin, base)
 
     def logits(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Scores of a batch in fp32: (rows, outputs), or of tokens (rows, seq, outputs)."""
@@ -177,8 +186,8 @@ class TokenTrainer(ClassTrainer):
         counts = torch.zeros(len(types), 3, dtype=torch.float64)
         for wanted, taken in zip(inputs["labels"].tolist(), found.tolist(), strict=True):
             words = [place for place, label in enumerate(wanted) if label != IGNORE]
-            both = ([names[side[place]] for place in words] for side in (wanted, taken))
-            counts += torch.tensor(entity_counts(*both, types))
+            there, said = ([names[side[place]] for place in words] for side in (wanted, taken))
+            counts += torch.tensor(entity_counts(there, said, types))
         return [counts.flatten().to(found.device)]
 
     def figures(self, sums: list[float]) -> dict[str, Any]:
@@ -188,3 +197,45 @@ class TokenTrainer(ClassTrainer):
         counts = sums[2 + len(self.classes) ** 2 :]
         rows = [[int(each) for each in counts[3 * n : 3 * n + 3]] for n in range(len(types))]
         return super().figures(sums) | (entity_figures(dict(zip(types, rows, strict=True))) if types else {})
+
+
+def _keep_embeddings_apart(plugin: Any, model: Any) -> None:
+    """Accelerate 1.15 makes a unit of the embeddings of tokens, and fails where they lie in another: encoders name the
+    module around them among those that are not to be split."""
+    embeddings = model.get_input_embeddings()
+    around = {type(each).__name__ for each in model.modules() if any(part is embeddings for part in each.children())}
+    units = [*(model._no_split_modules or ())]
+    if plugin.transformer_cls_names_to_wrap is None and around & {*units}:
+        plugin.transformer_cls_names_to_wrap = [name for name in units if name not in around]
+
+
+def check_padding(session: Session) -> None:
+    """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one.
+
+    Of a decoder the score is read at the last token that is no padding, which its config must name.
+
+    Raises:
+        UserError: If it does not, on any process.
+    """
+    trainer = session.trainer
+    first = list(itertools.islice(iter(session.prepared.train), 2))
+    batches = [trainer.data_collator(rows) for rows in (first, *([row] for row in first))]
+    with torch.no_grad(), evaluating(trainer.model_wrapped):
+        scores = [
+            trainer.logits(trainer.model_wrapped, send_to_device(batch, trainer.args.device)).double()
+            for batch in batches
+        ]
+        together, *apart = (
+            each if each.dim() == 2 else each[batch["labels"].to(each.device) != IGNORE]
+            for each, batch in zip(scores, batches, strict=True)
+        )
+    alone = torch.cat(apart)
+    difference = ((together - alone).norm() / alone.norm().clamp(min=1e-6)).reshape(1)
+    largest = trainer.accelerator.gather(difference).max().item()
+    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
+    if not largest < (1e-3 if exact else 0.1):
+        raise UserError(
+            f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves: scores "
+            f"differ by {largest:.1g} of their size",
+            "set batch.micro_batch_size=1, or model.path to a model that Transformers pads right",
+        )

@@ -34,6 +34,7 @@ from toolkit.models.pipeline import chain
 from toolkit.models.shared_rows import sizes
 from toolkit.models.tiled_mlp import tiles_of
 from toolkit.train.evaluate import evaluating
+from toolkit.train.heads import check_padding
 from toolkit.train.optimizer import inner_optimizer, moments_of, not_updated, updated_by
 from toolkit.train.session import Session
 from toolkit.train.trainer import CausalTrainer
@@ -173,38 +174,6 @@ def check_parts(session: Session) -> None:
             f"{type(session.module).__name__} computes other logits for parts of rows than for whole ones: they differ "
             f"by {largest:.1g} of their size",
             f"remove {session.recipe.parallel.shares_by}",
-        )
-
-
-def check_padding(session: Session) -> None:
-    """Asks the model itself, on its first rows, whether it scores a row alike by itself and beside a longer one.
-
-    Of a decoder the score is read at the last token that is no padding, which its config must name.
-
-    Raises:
-        UserError: If it does not, on any process.
-    """
-    trainer = session.trainer
-    first = list(itertools.islice(iter(session.prepared.train), 2))
-    batches = [trainer.data_collator(rows) for rows in (first, *([row] for row in first))]
-    with torch.no_grad(), evaluating(trainer.model_wrapped):
-        scores = [
-            trainer.logits(trainer.model_wrapped, send_to_device(batch, trainer.args.device)).double()
-            for batch in batches
-        ]
-        together, *apart = (
-            each if each.dim() == 2 else each[batch["labels"].to(each.device) != IGNORE]
-            for each, batch in zip(scores, batches, strict=True)
-        )
-    alone = torch.cat(apart)
-    difference = ((together - alone).norm() / alone.norm().clamp(min=1e-6)).reshape(1)
-    largest = trainer.accelerator.gather(difference).max().item()
-    exact = session.dtypes.compute == "float32" and not device.computes_tf32()
-    if not largest < (1e-3 if exact else 0.1):
-        raise UserError(
-            f"{type(session.module).__name__} scores rows otherwise beside longer ones than by themselves: scores "
-            f"differ by {largest:.1g} of their size",
-            "set batch.micro_batch_size=1, or model.path to a model that Transformers pads right",
         )
 
 

@@ -24,12 +24,15 @@ from toolkit.models.tensor_parallel import divide_layers
 from toolkit.planner.trace import fake_kernels
 from toolkit.planner.trace.even_routing import EvenExchange
 from toolkit.planner.trace.setting import Setting
+from toolkit.planner.trace.types import CHUNK
 from toolkit.recipe import Recipe
+from toolkit.recipe.heads import HEADED
 from toolkit.recipe.schema import Data, Model, Source
 from toolkit.recipe.sections import Extra, Method
 
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DECODER_KEYS = ("decoder_layers", "num_decoder_layers")
+_OF_POSITIONS = ("position_ids", "token_type_ids")
 _ENCODER_KEYS = ("encoder_layers", "num_layers")
 
 
@@ -65,6 +68,8 @@ def load_config(setting: Setting) -> Any:
         if (getattr(each, "pad_token_id", None) or 0) >= text.vocab_size:
             # The default of Phi-3 or Marian, where settings leave the model's own out: they change no memory.
             each.pad_token_id = 0
+        if setting.objective in HEADED:  # By which a head finds the last token.
+            each.pad_token_id = each.pad_token_id or 0
     return config
 
 
@@ -247,5 +252,7 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode, types: Dtypes) ->
                 module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = empty(buffer)
+                    # Encoders have numbers of positions as long as their longest row, which shapes exceed.
+                    longer = name in _OF_POSITIONS and buffer.dim() == 2 and buffer.shape[1] < 2 * CHUNK
+                    module._buffers[name] = empty(buffer.new_empty(1, 2 * CHUNK) if longer else buffer)
         experts.restore_on_use(model)
