@@ -600,3 +600,9 @@ def test_a_model_with_a_head_of_its_own_is_traced_without_a_vocabulary(
     # Of each token a row of the head, twice as many operations as weights; nothing is scored in chunks.
     assert made.passes["forward"].matmul.fixed[1] == 2 * 2 * source.config.hidden_size
     assert made.caches is None and all(moment.logits.chunk == 0 for moment in made.moments)
+    # What stands in for a trace counts no vocabulary either.
+    guess = estimated(setting, "untraced")
+    assert guess.passes["forward"].matmul.fixed[1] == 2 * 2 * source.config.hidden_size
+    assert (
+        sum(each.numel * each.count for each in guess.tensors if each.place == "head") == 2 * source.config.hidden_size
+    )
